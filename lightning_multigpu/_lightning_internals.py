@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 
 
 def writes_logs_after_this_batch(trainer: Trainer) -> bool:
@@ -25,3 +28,20 @@ def logger_step(trainer: Trainer) -> int:
     ``trainer.global_step`` is another axis: it is one ahead, and counts each optimizer of a module with several.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def argument_of(strategy: Strategy, name: str) -> Any:
+    """The value of a constructor's argument of one of Lightning's strategies, to say in a report what it ran with.
+
+    Lightning's strategies keep their arguments under private names, DDP's further options in a dictionary.
+
+    Raises:
+        AttributeError: the strategy does not keep it.
+    """
+    for place in (name, f"_{name}"):
+        if hasattr(strategy, place):
+            return getattr(strategy, place)
+    kwargs = getattr(strategy, "_ddp_kwargs", {})
+    if name in kwargs:
+        return kwargs[name]
+    raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")

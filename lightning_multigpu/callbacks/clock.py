@@ -94,10 +94,10 @@ class Lap:
 class Stopwatch:
     """Cuts running time into laps::
 
-        start          lap           pause     start        lap
-          |------------->|-------------|.........|------------>|
-          <---- lap 1 --->              (not timed)
-                          <--- lap 2, first part> <-- second -->
+    start          lap           pause     start        lap
+      |------------->|-------------|.........|------------>|
+      <---- lap 1 --->              (not timed)
+                      <--- lap 2, first part> <-- second -->
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -20,8 +20,8 @@ class DeviceUtilizationMonitor(Monitor):
 
     NVIDIA GPUs are read through NVML (``pip install 'lightning-multigpu[gpu]'``), hosts and CPU ranks through psutil.
     A background thread takes a sample every ``interval_s``, from the start of training to its end, validation
-    included; statistics are over samples, not over steps, and an interval or a fit shorter than ``interval_s`` gets
-    one sample at its end. The thread ends with training, also when it fails.
+    included; statistics are over samples, not over steps. The first interval has at least one sample, taken at its
+    end; a later one without a sample logs nothing. The thread ends with training, also when it fails.
 
     Args:
         interval_s: seconds from one sample to the next.
@@ -51,11 +51,11 @@ class DeviceUtilizationMonitor(Monitor):
 
     @override
     def collect(self, trainer: Trainer, pl_module: LightningModule, batch: object) -> None:
-        self._record(at_least_one=False)
+        self._record(first_now=False)
 
     @override
     def settle(self) -> None:
-        self._record(at_least_one=True)
+        self._record(first_now=True)
 
     @override
     def end(self) -> None:
@@ -69,11 +69,11 @@ class DeviceUtilizationMonitor(Monitor):
     def _read(self) -> Sample:
         return {key: value for probe in self._probes for key, value in probe.read().items()}
 
-    def _record(self, *, at_least_one: bool) -> None:
+    def _record(self, *, first_now: bool) -> None:
         if self._sampler is None:
             return
         try:
-            samples = self._sampler.take(at_least_one=at_least_one)
+            samples = self._sampler.take(first_now=first_now)
         except Exception as error:
             # Figures about the device are not worth a training run.
             rank_zero_warn(f"devices are not measured any longer: {type(error).__name__}: {error}")

@@ -125,8 +125,8 @@ KEYS: tuple[Key, ...] = (
         name="device/utilization_percent",
         unit="%",
         meaning="how busy the device is",
-        per_rank=f"GPU: share of time in which a kernel ran, as in nvidia-smi; CPU: processor time of this process, 100 "
-        f"being all of its intra-op threads, each on a core that it may use; {_SAMPLED}",
+        per_rank="GPU: share of time in which a kernel ran, as in nvidia-smi; CPU: processor time of this process, "
+        f"100 being all of its intra-op threads, each on a core that it may use; {_SAMPLED}",
         aggregation="mean",
     ),
     Key(

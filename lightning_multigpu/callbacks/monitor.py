@@ -41,7 +41,9 @@ class Monitor(Callback):
     def statistics(self) -> dict[str, Statistics]:
         """Statistics of this rank over the fit that runs or ran last, in the table's order; keys without a value are
         absent."""
-        by_key = {key.name: self.series[key.name].statistics() for key in keys_of(self.group) if key.name in self.series}
+        by_key = {
+            key.name: self.series[key.name].statistics() for key in keys_of(self.group) if key.name in self.series
+        }
         return {name: statistics for name, statistics in by_key.items() if statistics is not None}
 
     @override

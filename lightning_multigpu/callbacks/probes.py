@@ -32,8 +32,9 @@ class HostProbe:
 
     Args:
         is_device: the model trains on the CPU, so that the process's processor time is the device's utilization.
-        num_threads: intra-op threads of the process, with :attr:`cores` the measure of its 100 %.
+        num_threads: intra-op threads of the process; as many cores, of those that it may use, are its 100 %.
         clock: seconds, monotonic.
+        process_clock: processor time of all threads of this process, in seconds.
     """
 
     def __init__(
@@ -42,25 +43,26 @@ class HostProbe:
         is_device: bool,
         num_threads: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        process: psutil.Process | None = None,
+        process_clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._is_device = is_device
-        self._process = psutil.Process() if process is None else process
+        self._process = psutil.Process()
         self._clock = clock
-        self.cores = max(1, min(num_threads or torch.get_num_threads(), _usable_cores()))
+        self._process_clock = process_clock
+        self._cores = min(num_threads or torch.get_num_threads(), _usable_cores())
         self._read_s = clock()
-        self._process_s = self._process_seconds()
+        self._process_s = process_clock()
         self._host = _host_seconds()
 
     def read(self) -> dict[str, float]:
         figures = {"device/process_rss_bytes": float(self._process.memory_info().rss)}
         if self._is_device:
             figures["device/memory_used_bytes"] = float(psutil.virtual_memory().used)
-        now_s, process_s, (busy_s, total_s) = self._clock(), self._process_seconds(), _host_seconds()
+        now_s, process_s, (busy_s, total_s) = self._clock(), self._process_clock(), _host_seconds()
         wall_s, host_s = now_s - self._read_s, total_s - self._host[1]
         if self._is_device and wall_s > 0:
             # The process has more threads than those that compute, so it can take more than its 100 %.
-            figures["device/utilization_percent"] = _percent(process_s - self._process_s, wall_s * self.cores)
+            figures["device/utilization_percent"] = _percent(process_s - self._process_s, wall_s * self._cores)
         if host_s > 0:
             figures["device/cpu_percent"] = _percent(busy_s - self._host[0], host_s)
         self._read_s, self._process_s, self._host = now_s, process_s, (busy_s, total_s)
@@ -68,10 +70,6 @@ class HostProbe:
 
     def close(self) -> None:
         return None
-
-    def _process_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
 
 
 class NvmlProbe:
@@ -90,12 +88,13 @@ class NvmlProbe:
     def __init__(self, uuid: str) -> None:
         import pynvml
 
-        self._nvml: Any | None = pynvml
+        self._nvml: Any | None = None
         try:
             pynvml.nvmlInit()
+            self._nvml = pynvml
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except pynvml.NVMLError as error:
-            self._nvml = None
+            self.close()
             raise RuntimeError(f"NVML gives no access to {uuid}: {error}") from error
         self._readings: dict[str, Callable[[], float]] = {
             "device/utilization_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu,

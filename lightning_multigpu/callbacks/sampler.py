@@ -13,7 +13,7 @@ class BackgroundSampler:
     """Calls a function every ``interval_s`` seconds in a thread of its own and keeps what it returned.
 
     The thread is a daemon, so that it never keeps a process alive; :meth:`stop` ends and joins it. An exception ends
-    sampling and reaches the caller from :meth:`take` or :meth:`stop`.
+    sampling and reaches the caller from the next :meth:`take`.
 
     Args:
         sample: takes one sample; never called by two threads at once.
@@ -29,45 +29,43 @@ class BackgroundSampler:
         self._sample = sample
         self._interval_s = interval_s
         self._stopping = threading.Event()
-        self._lock = threading.Lock()
+        self._sampling = threading.Lock()
         self._samples: deque[Sample] = deque()
+        self._any_taken = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="device-sampler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def take(self, *, at_least_one: bool = False) -> list[Sample]:
-        """The samples since the last call, oldest first; ``at_least_one`` takes one now if there are none."""
-        with self._lock:
-            if at_least_one and not self._samples and self._error is None:
-                self._take_one()
-            self._raise_error()
-            samples = list(self._samples)
-            self._samples.clear()
-        return samples
+    def take(self, *, first_now: bool = False) -> list[Sample]:
+        """The samples since the last call, oldest first.
+
+        Does not wait for the thread, except with ``first_now``, which takes a sample at once if there was none ever.
+        """
+        if first_now and not self._any_taken:
+            self._take_one()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        # The other thread only appends, so what is there now can be taken without a lock.
+        return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def stop(self) -> None:
         """Ends the thread; may be called more than once."""
         self._stopping.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
-            with self._lock:
-                if self._error is not None or self._stopping.is_set():
-                    return
-                self._take_one()
+            self._take_one()
 
     def _take_one(self) -> None:
-        try:
-            self._samples.append(self._sample())
-        except Exception as error:
-            self._error = error
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            self._stopping.set()
-            raise error
+        with self._sampling:
+            try:
+                self._samples.append(self._sample())
+                self._any_taken = True
+            except Exception as error:
+                self._error = error
+                self._stopping.set()
