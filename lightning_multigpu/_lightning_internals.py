@@ -1,11 +1,40 @@
-"""Every name of Lightning that is not public and that we cannot do without, with the reason."""
+"""Every name of Lightning that is not public and that we cannot do without, with the reason.
+
+When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.utilities.distributed import (
+    # What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
+    _set_num_threads_if_needed as set_num_threads_if_needed,
+)
+from lightning.fabric.utilities.imports import (
+    # Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
+    _IS_INTERACTIVE as IS_INTERACTIVE,
+)
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import (
+    # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
+    # Trainer also checks for this class by name when it ends children after Ctrl-C.
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+from lightning.pytorch.strategies.launchers import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+
+__all__ = [
+    "IS_INTERACTIVE",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "argument_of",
+    "logger_step",
+    "set_num_threads_if_needed",
+    "writes_logs_after_this_batch",
+]
 
 
 def writes_logs_after_this_batch(trainer: Trainer) -> bool:

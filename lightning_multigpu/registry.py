@@ -40,7 +40,7 @@ class Regime:
     synchronous: bool = True
 
 
-_RING_DDP = {
+_RING_DDP: dict[str, Any] = {
     "compute": "all workers, each on its share of the batch",
     "gradients": "to ring neighbours: reduce-scatter, then all-gather, while backward still runs",
     "model": "broadcast once at the start; every worker applies the same update",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -224,6 +224,9 @@ class Meter:
         self._next_index = 0
         self._open_step()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty_meter, (self.steps.maxlen,)  # what a spawned rank starts from
+
     @property
     def steps_ended(self) -> int:
         """How many steps have ended since the meter was made; the newest may not be in :attr:`steps` yet."""
@@ -318,9 +321,15 @@ class Meter:
             self._open_step()
 
     def flush(self) -> None:
-        """Waits for the events of all ended steps, so that :attr:`steps` is complete."""
-        if any(not step.done() for step in self._pending):
+        """Waits for the events of all ended steps, so that :attr:`steps` is complete.
+
+        A transfer that nobody waits for any more, because training was ended, is left out.
+        """
+        if self._cuda_epoch is not None:
             torch.cuda.synchronize()
+        with self._lock:
+            for step in self._pending:
+                step.records = [record for record in step.records if record.done()]
         self._resolve()
 
     def now(self) -> float:
@@ -348,6 +357,10 @@ class Meter:
     def _resolve(self) -> None:
         while self._pending and self._pending[0].done():
             self.steps.append(_sum_up(self._pending.popleft()))
+
+
+def _empty_meter(history: int) -> Meter:
+    return Meter(history=history)
 
 
 def _payload(operation: str, group_size: int, size_bytes: int, sent_bytes: int | None) -> int:

@@ -1,0 +1,183 @@
+"""All-reduce over a ring of neighbours: reduce-scatter, then all-gather.
+
+The tensor is cut into one chunk a rank. In N-1 steps each chunk travels once around the ring and is summed on its way;
+in N-1 further steps the sums travel once around. With N = 3 (chunks a, b, c; capitals are complete sums)::
+
+              rank 0            rank 1            rank 2
+    start     a0 b0 c0          a1 b1 c1          a2 b2 c2
+    reduce    --a0--> 1         --b1--> 2         --c2--> 0
+              --c0+c2--> 1      --a0+a1--> 2      --b1+b2--> 0
+    holds     B                 C                 A
+    gather    --B--> 1          --C--> 2          --A--> 0
+              --A--> 1          --B--> 2          --C--> 0
+
+Every rank sends 2(N-1)/N of the tensor, whatever N is, and every rank ends with the same bits, because each sum is
+made once, on one rank, in one order.
+
+Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of
+Parallel and Distributed Computing 69 (2009), section 4.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DEFAULT_SEGMENT_BYTES = 1 << 20
+"""Chunks travel in segments of this size: one is summed while the next is on its way, and it stays in cache."""
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """What one rank does in one step: send one chunk to the next rank, receive another one from the previous rank."""
+
+    phase: Literal["reduce", "gather"]
+    send: int
+    receive: int
+
+
+def ring_steps(rank: int, world_size: int) -> Iterator[RingStep]:
+    """The steps of ``rank`` in an all-reduce over ``world_size`` ranks, in order.
+
+    Every step after the first sends the chunk that the step before has received. After the ``reduce`` steps the rank
+    holds the complete sum of chunk ``(rank + 1) % world_size``.
+    """
+    for step in range(world_size - 1):
+        yield RingStep("reduce", send=(rank - step) % world_size, receive=(rank - step - 1) % world_size)
+    for step in range(world_size - 1):
+        yield RingStep("gather", send=(rank + 1 - step) % world_size, receive=(rank - step) % world_size)
+
+
+def chunk_bounds(numel: int, num_chunks: int) -> list[tuple[int, int]]:
+    """First and one-past-last element of each chunk; sizes differ by at most one element, larger ones first."""
+    size, larger = divmod(numel, num_chunks)
+    starts = [index * size + min(index, larger) for index in range(num_chunks + 1)]
+    return list(pairwise(starts))
+
+
+def sent_elements(numel: int, rank: int, world_size: int) -> int:
+    """Elements that ``rank`` sends in an all-reduce of ``numel`` elements: 2(N-1)/N of them where N divides numel."""
+    bounds = chunk_bounds(numel, world_size)
+    return sum(bounds[step.send][1] - bounds[step.send][0] for step in ring_steps(rank, world_size))
+
+
+class RingAllReduce:
+    """Sums or averages CPU tensors over the ranks of a group, through neighbours only.
+
+    All ranks of the group must call it in the same order, one call at a time; which thread calls does not matter.
+
+    Args:
+        group: a process group whose backend sends CPU tensors point to point (gloo, mpi); nothing else may use it
+            for messages while a call is under way.
+        segment_bytes: how much travels in one message.
+
+    Raises:
+        ValueError: ``segment_bytes`` is below 1.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> None:
+        if segment_bytes < 1:
+            raise ValueError(f"segment_bytes={segment_bytes}: a message must hold at least 1 byte")
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.segment_bytes = segment_bytes
+        ranks = dist.get_process_group_ranks(group)
+        self._next = ranks[(self.rank + 1) % self.world_size]
+        self._previous = ranks[(self.rank - 1) % self.world_size]
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """Payload in bytes that this rank sends when ``tensor`` is reduced."""
+        return sent_elements(tensor.numel(), self.rank, self.world_size) * tensor.element_size()
+
+    def __call__(self, tensor: Tensor, *, average: bool = False) -> Tensor:
+        """Reduces ``tensor`` in place and returns it.
+
+        Args:
+            tensor: any shape, contiguous, on the CPU; the same shape and dtype on every rank.
+            average: divide the sums by the number of ranks; needs a floating-point or complex dtype.
+
+        Raises:
+            ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
+            RuntimeError: a neighbour is gone, or the group's timeout has passed.
+        """
+        _check(tensor, average)
+        if self.world_size == 1:
+            return tensor
+        flat = tensor.detach().view(-1)
+        bounds = chunk_bounds(flat.numel(), self.world_size)
+        steps = list(ring_steps(self.rank, self.world_size))
+        sends = [self._send(flat[a:b]) for a, b in self._segments(bounds[steps[0].send], flat)]
+        posted = self._post(flat, bounds, steps, 0)
+        for index, step in enumerate(steps):
+            arriving, posted = posted, self._post(flat, bounds, steps, index + 1)
+            completes = step.phase == "reduce" and index == self.world_size - 2
+            for work, (a, b), incoming in arriving:
+                work.wait()
+                segment = flat[a:b]
+                if step.phase == "reduce":
+                    segment.add_(incoming)
+                if completes and average:
+                    segment.div_(self.world_size)
+                if index + 1 < len(steps):
+                    sends.append(self._send(segment))
+        for work in sends:
+            work.wait()
+        return tensor
+
+    def _segments(self, bounds: tuple[int, int], flat: Tensor) -> Iterator[tuple[int, int]]:
+        start, end = bounds
+        size = max(1, self.segment_bytes // flat.element_size())
+        return ((a, min(a + size, end)) for a in range(start, end, size))
+
+    def _post(
+        self, flat: Tensor, bounds: list[tuple[int, int]], steps: list[RingStep], index: int
+    ) -> deque[tuple[dist.Work, tuple[int, int], Tensor]]:
+        """Posts the receives of one step ahead of time: what is to be summed goes to scratch memory."""
+        posted: deque[tuple[dist.Work, tuple[int, int], Tensor]] = deque()
+        if index >= len(steps):
+            return posted
+        step = steps[index]
+        start, end = bounds[step.receive]
+        for a, b in self._segments((start, end), flat):
+            if step.phase == "reduce":
+                incoming = self._scratch_for(flat, bounds, index)[a - start : b - start]
+            else:
+                incoming = flat[a:b]
+            posted.append((self._receive(incoming), (a, b), incoming))
+        return posted
+
+    def _scratch_for(self, flat: Tensor, bounds: list[tuple[int, int]], index: int) -> Tensor:
+        # Two halves: one step's segments are being summed while those of the next step arrive.
+        half = bounds[0][1] - bounds[0][0]
+        scratch = self._scratch.get(flat.dtype)
+        if scratch is None or scratch.numel() < 2 * half:
+            scratch = self._scratch[flat.dtype] = torch.empty(2 * half, dtype=flat.dtype)
+        return scratch[: 2 * half].view(2, half)[index % 2]
+
+    def _send(self, segment: Tensor) -> dist.Work:
+        work = dist.isend(segment, self._next, group=self.group)
+        assert work is not None
+        return work
+
+    def _receive(self, segment: Tensor) -> dist.Work:
+        work = dist.irecv(segment, self._previous, group=self.group)
+        assert work is not None
+        return work
+
+
+def _check(tensor: Tensor, average: bool) -> None:
+    if tensor.device.type != "cpu" or tensor.is_sparse:
+        raise ValueError(f"the ring moves dense CPU tensors, not {tensor.layout} on {tensor.device}: move it first")
+    if not tensor.is_contiguous():
+        raise ValueError(f"the ring needs a contiguous tensor, strides are {tensor.stride()}: call .contiguous()")
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: convert to a float dtype first")

@@ -1,0 +1,1 @@
+"""The algorithms of each regime in plain torch; they never import Lightning."""

@@ -1,0 +1,1 @@
+"""Data parallel training: the reduction of gradients, and how batches are dealt out to the ranks."""

@@ -1,0 +1,275 @@
+"""Ranks tell one another, one batch ahead, how many samples they still have.
+
+What a rank announces for batch k + 1 travels while batch k is trained on, so that nobody waits for it::
+
+    rank 0     fetch 0, announce | train 0, fetch 1, announce | train 1, fetch 2: end, announce | stop
+    rank 1     fetch 0, announce | train 0, fetch 1, announce | train 1, fetch 2,      announce | stop
+
+Without it a rank that runs out of data leaves the others waiting for its gradients for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.meter import Meter, Transfer
+from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler
+
+UnevenInputs = Literal["stop", "join"]
+LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
+
+_END = object()
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What every rank said of one batch, in rank order.
+
+    ``samples`` are -1 for ranks that have no batch any more; ``weights`` are what each rank's loss counts for;
+    ``flagged`` tells whether any rank raised its flag.
+    """
+
+    samples: tuple[int, ...]
+    weights: tuple[float, ...]
+    flagged: bool
+
+    @property
+    def exhausted(self) -> list[int]:
+        return [rank for rank, samples in enumerate(self.samples) if samples < 0]
+
+
+class Announcer:
+    """Exchanges one announcement a batch over a group; at most one is under way.
+
+    Args:
+        group: the data ranks, on a back end that moves CPU tensors; used by nothing else meanwhile.
+        meter: told of the traffic, as group "control".
+    """
+
+    def __init__(self, group: dist.ProcessGroup, meter: Meter) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._meter = meter
+        self._pending: tuple[dist.Work, Tensor, Transfer] | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    def announce(self, samples: int, weight: float, *, flag: bool) -> None:
+        """Says what the next batch of this rank is; returns at once."""
+        self.drop()
+        mine = torch.tensor([samples, weight, float(flag)], dtype=torch.float64)
+        everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
+        size_bytes = everyone.numel() * everyone.element_size()
+        transfer = self._meter.begin("all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes)
+        work = dist.all_gather_into_tensor(everyone, mine, group=self._group, async_op=True)
+        assert work is not None
+        work.get_future().add_done_callback(lambda _: transfer.finish())
+        self._pending = (work, everyone, transfer)
+
+    def collect(self) -> Announcement:
+        """What all ranks said; waits for the slowest."""
+        assert self._pending is not None
+        work, everyone, _ = self._pending
+        self._pending = None
+        start_s = self._meter.now()
+        work.wait()
+        self._meter.waited(start_s, self._meter.now())
+        rows = everyone.view(self._world_size, 3).tolist()
+        return Announcement(
+            samples=tuple(int(row[0]) for row in rows),
+            weights=tuple(row[1] for row in rows),
+            flagged=any(row[2] for row in rows),
+        )
+
+    def drop(self) -> None:
+        """Forgets an announcement that nobody is going to use: the epoch was ended before its data."""
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None
+
+
+class AgreedLoader:
+    """Iterates over a rank's loader for as long as the data ranks agree to.
+
+    Args:
+        loader: the rank's own loader.
+        announcer: carries the announcements.
+        batches: the loader's batch sampler where it has one of ours: it knows each batch's samples, and can skip.
+        uneven_inputs: ``"stop"``: all ranks stop as soon as one has no batch; ``"join"``: all go on until nobody has
+            one, and a rank without data repeats its last batch with weight 0.
+        loss_reduction: what a rank's loss counts for against the others': its samples (``"mean"``), equally much
+            (``"sum"``), or what a function of the batch returns.
+        skip: asked at the start of each iteration how many batches to leave out (resuming within an epoch).
+        flag: asked before each batch whether this rank wants all ranks to act at this batch.
+        on_agreed: called on all ranks between the same two batches with what they said of the next one.
+        on_uneven: called once an iteration with a sentence when ranks run out of data at different times.
+
+    Raises:
+        ValueError: when iterating with ``"join"``: a rank has not a single batch to repeat.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        announcer: Announcer,
+        *,
+        batches: DealtBatchSampler | None = None,
+        uneven_inputs: UnevenInputs = "stop",
+        loss_reduction: LossReduction = "mean",
+        skip: Callable[[], int] = lambda: 0,
+        flag: Callable[[], bool] = lambda: False,
+        on_agreed: Callable[[Announcement], None] = lambda announcement: None,
+        on_uneven: Callable[[str], None] = lambda message: None,
+        length: int | None = None,
+    ) -> None:
+        self.loader = loader
+        self._announcer = announcer
+        self._batches = batches
+        self._uneven_inputs = uneven_inputs
+        self._loss_reduction = loss_reduction
+        self._skip = skip
+        self._flag = flag
+        self._on_agreed = on_agreed
+        self._on_uneven = on_uneven
+        self._length = length
+        self.announced: deque[Announcement] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        """Batches of an iteration, the same on every rank.
+
+        Raises:
+            TypeError: some rank's loader has no length.
+        """
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length on some rank")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._announcer.drop()
+        self.announced.clear()
+        batches = self._fetch()
+        batch = self._announce_next(batches)
+        last: Any = _END
+        told = False
+        while True:
+            announcement = self._announcer.collect()
+            self._on_agreed(announcement)
+            exhausted = announcement.exhausted
+            everybody = len(exhausted) == len(announcement.samples)
+            if exhausted and not everybody and not told:
+                told = True
+                self._on_uneven(_uneven_message(exhausted, self._uneven_inputs))
+            if everybody or (exhausted and self._uneven_inputs == "stop"):
+                return
+            if batch is _END:
+                if last is _END:
+                    raise ValueError(
+                        f"rank {dist.get_rank()} has no batch at all, so it cannot go on with weight 0: give every "
+                        "rank at least one batch, or use uneven_inputs='stop'"
+                    )
+                batch = last
+            self.announced.append(announcement)
+            # Fetched before the batch is handed out, so that its announcement travels while that one is trained on.
+            last, batch = batch, self._announce_next(batches)
+            yield last
+
+    def _fetch(self) -> Iterator[Any]:
+        skip = self._skip()
+        if self._batches is not None:
+            self._batches.skip = skip
+            skip = 0
+        for index, batch in enumerate(self.loader):
+            if index >= skip:
+                yield batch
+
+    def _announce_next(self, batches: Iterator[Any]) -> Any:
+        batch = next(batches, _END)
+        if batch is _END:
+            samples, weight = -1, 0.0
+        else:
+            samples = self._count(batch)
+            weight = self._weight(batch, samples)
+        self._announcer.announce(samples, weight, flag=self._flag())
+        return batch
+
+    def _count(self, batch: Any) -> int:
+        if self._batches is not None:
+            return self._batches.counts.popleft()
+        return leading_size(batch, limit=getattr(self.loader, "batch_size", None))
+
+    def _weight(self, batch: Any, samples: int) -> float:
+        if callable(self._loss_reduction):
+            return float(self._loss_reduction(batch)) if samples else 0.0
+        return float(samples) if self._loss_reduction == "mean" else float(samples > 0)
+
+
+def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduction) -> float:
+    """What this rank's loss is multiplied by, so that the plain average of gradients over ranks is the one wanted.
+
+    With weights w, rank r's gradient has to count for w_r / sum(w); the average divides by N, so the factor is
+    N w_r / sum(w). For a loss that is a sum over samples, gradients have to be added: the factor is N.
+    """
+    weights = announcement.weights
+    if loss_reduction == "sum":
+        return len(weights) * weights[rank]
+    total = sum(weights)
+    if total == 0:
+        return 1.0
+    return len(weights) * weights[rank] / total
+
+
+def leading_size(batch: Any, *, limit: int | None) -> int:
+    """Samples of a batch that no sampler of ours has drawn: the first dimension of its first tensor.
+
+    Where that is more than ``limit`` (the loader's batch size) or there is no tensor, the batch counts for 1, as
+    all batches then do.
+    """
+    stack = [batch]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            size = item.shape[0] if item.ndim else 1
+            return size if limit is not None and 0 < size <= limit else 1
+        if isinstance(item, dict):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, (list, tuple)):
+            stack.extend(reversed(item))
+    return 1
+
+
+def agreed_length(loader: Iterable[Any], group: dist.ProcessGroup, uneven_inputs: UnevenInputs) -> int | None:
+    """Batches that all ranks will take from their loaders, or None where some rank's has no length. A collective."""
+    try:
+        mine = len(loader) if isinstance(loader, Sized) else -1
+    except TypeError:
+        mine = -1
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([mine]), group=group)
+    known = [int(length) for length in lengths]
+    if min(known) < 0:
+        return None
+    return min(known) if uneven_inputs == "stop" else max(known)
+
+
+def _uneven_message(exhausted: list[int], uneven_inputs: UnevenInputs) -> str:
+    who = f"rank {exhausted[0]} has" if len(exhausted) == 1 else f"ranks {', '.join(map(str, exhausted))} have"
+    if uneven_inputs == "stop":
+        return (
+            f"{who} no more training batches in this epoch, so all ranks stop together here. With "
+            "uneven_inputs='join' the others go on, and a rank without data counts for nothing."
+        )
+    return f"{who} no more training batches in this epoch; the others go on (uneven_inputs='join')."

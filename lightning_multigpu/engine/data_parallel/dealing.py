@@ -1,0 +1,206 @@
+"""Deals each global batch out to the data ranks, so that N ranks together see what one device would see.
+
+With a batch size of b a rank, global batch k holds positions k N b to (k + 1) N b of the one global order, and each
+rank takes its part of it. Nothing is repeated and nothing is left out; a last batch that N does not divide gives some
+ranks one sample more than others, and the gradients are weighted accordingly::
+
+    order      0 1 2 3 | 4 5 6 7 | 8 9 10        N = 2, b = 2
+    rank 0     0 1     | 4 5     | 8 9
+    rank 1         2 3 |     6 7 |     10
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice, pairwise
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+
+def share(start: int, stop: int, rank: int, num_replicas: int) -> tuple[int, int]:
+    """The part of positions ``[start, stop)`` that ``rank`` takes; parts differ by one at most, larger ones first."""
+    size, larger = divmod(stop - start, num_replicas)
+    first = start + rank * size + min(rank, larger)
+    return first, first + size + (rank < larger)
+
+
+def global_batches(length: int, global_batch_size: int, *, num_replicas: int, drop_last: bool) -> list[int]:
+    """Boundaries of the global batches: batch k holds positions ``[result[k], result[k + 1])``.
+
+    Where the last batch would have fewer samples than there are ranks, it takes some from the batch before, as far as
+    that one keeps a sample a rank too: a rank without a sample has nothing to compute.
+    """
+    bounds = list(range(0, length + 1, global_batch_size))
+    rest = length - bounds[-1]
+    if drop_last or rest == 0:
+        return bounds
+    if rest < num_replicas and len(bounds) > 1 and global_batch_size + rest >= 2 * num_replicas:
+        bounds[-1] = length - num_replicas
+    return [*bounds, length]
+
+
+class DealtBatchSampler(Sampler[list[int]]):
+    """A batch sampler that knows how many samples each batch counts for, and where it can go on.
+
+    Args:
+        batches: the batch sampler whose batches are yielded.
+
+    Attributes:
+        counts: samples of the batches yielded so far and not taken from here yet, oldest first. A loader with workers
+            draws batches ahead of time; whoever receives a batch takes its count from the left.
+        skip: batches that the next iteration leaves out without loading them; then 0 again.
+    """
+
+    def __init__(self, batches: Iterable[list[Any]]) -> None:
+        self.batches = batches
+        self.counts: deque[int] = deque()
+        self.skip = 0
+
+    @property
+    def sampler(self) -> Any:
+        """What receives ``set_epoch``."""
+        return getattr(self.batches, "sampler", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __len__(self) -> int:
+        assert isinstance(self.batches, Sized)
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.counts.clear()
+        skip, self.skip = self.skip, 0
+        for batch in islice(self.batches, skip, None):
+            self.counts.append(len(batch))
+            yield batch
+
+
+class ShardedBatchSampler(DealtBatchSampler):
+    """This rank's part of every global batch of ``order``.
+
+    A rank whose part is empty gets the batch's first sample, counted as 0 samples.
+
+    Args:
+        order: indices in the one global order, the same on every rank; its ``set_epoch`` is called if it has one.
+        batch_size: samples a rank and batch.
+        num_replicas: data ranks.
+        rank: this data rank.
+        drop_last: leave out a last global batch that is not full.
+        even: take samples from the batch before the last where the last one has too few for every rank. Right where
+            the composition of a batch does not matter, that is, outside training.
+
+    Raises:
+        ValueError: ``batch_size`` or ``num_replicas`` is below 1, or ``rank`` is not among the replicas.
+    """
+
+    def __init__(
+        self,
+        order: Sampler[int],
+        *,
+        batch_size: int,
+        num_replicas: int,
+        rank: int,
+        drop_last: bool = False,
+        even: bool = False,
+    ) -> None:
+        if batch_size < 1 or num_replicas < 1:
+            raise ValueError(f"batch_size={batch_size}, num_replicas={num_replicas}: both must be at least 1")
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank} is not among {num_replicas} replicas: use 0 to {num_replicas - 1}")
+        super().__init__([])
+        self.order = order
+        self.batch_size = batch_size
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.drop_last = drop_last
+        self.even = even
+
+    @property
+    def sampler(self) -> Any:
+        return self.order
+
+    def __len__(self) -> int:
+        return len(self._shares())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.counts.clear()
+        skip, self.skip = self.skip, 0
+        order = list(self.order)
+        for batch_start, start, stop in self._shares()[skip:]:
+            self.counts.append(stop - start)
+            yield order[start:stop] or [order[batch_start]]
+
+    def _shares(self) -> list[tuple[int, int, int]]:
+        assert isinstance(self.order, Sized)
+        bounds = global_batches(
+            len(self.order),
+            self.batch_size * self.num_replicas,
+            num_replicas=self.num_replicas if self.even else 0,
+            drop_last=self.drop_last,
+        )
+        shares = [(a, *share(a, b, self.rank, self.num_replicas)) for a, b in pairwise(bounds)]
+        if self.even:
+            # Outside training a rank may have one batch fewer, but not none at all: it would miss the final reduction.
+            shares = [s for s in shares if s[2] > s[1]] or shares[:1]
+        return shares
+
+
+def deal_out(loader: Any, *, num_replicas: int, rank: int, even: bool) -> tuple[Any, DealtBatchSampler | None]:
+    """A copy of ``loader`` whose batches are counted, and dealt out by global batches where that is left to us.
+
+    It is left to us where the loader has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's
+    own batch sampler. Any other batch sampler keeps its batches. Iterable datasets, loaders without batches and
+    anything that is no DataLoader are returned as they are.
+
+    Args:
+        loader: what the user gave, or what Lightning made of it.
+        num_replicas: data ranks.
+        rank: this data rank.
+        even: as in :class:`ShardedBatchSampler`.
+
+    Returns:
+        The loader to use and its batch sampler, or None where it has none of ours.
+    """
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.batch_sampler is None
+        or isinstance(loader.dataset, IterableDataset)
+    ):
+        return loader, None
+    batches, sampler = loader.batch_sampler, loader.sampler
+    dealt: DealtBatchSampler
+    if (
+        type(batches) is BatchSampler
+        and isinstance(sampler, DistributedSampler)
+        and (sampler.num_replicas, sampler.rank) == (num_replicas, rank)
+    ):
+        dealt = ShardedBatchSampler(
+            _whole(sampler),
+            batch_size=batches.batch_size,
+            num_replicas=num_replicas,
+            rank=rank,
+            drop_last=batches.drop_last,
+            even=even,
+        )
+    else:
+        dealt = DealtBatchSampler(batches)
+    clone = copy.copy(loader)
+    # DataLoader forbids to set these after it was made, because its iterators would not notice; the copy has none yet.
+    object.__setattr__(clone, "batch_sampler", dealt)
+    object.__setattr__(clone, "sampler", dealt.sampler)
+    return clone, dealt
+
+
+def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
+    """The same order of samples for one replica: the global order."""
+    whole = copy.copy(sampler)
+    whole.num_replicas, whole.rank = 1, 0
+    assert isinstance(whole.dataset, Sized)
+    whole.num_samples = whole.total_size = len(whole.dataset)
+    return whole

@@ -1,0 +1,195 @@
+"""Averages gradients over the ranks, bucket by bucket, while backward still runs.
+
+torch's DistributedDataParallel collects gradients in buckets and hands each full bucket to the reducer's hook; a
+thread of its own sends the buckets around the ring in that order; DistributedDataParallel waits for them at the end::
+
+    main thread     backward ...... [b0 full] ..... [b1 full] ..... [b2 full] |-- waits --| optimizer
+                                       |               |               |      :           :
+    ring thread                        [--- b0 ---]    [--- b1 ---]    [--- b2 -----------]
+                                        hidden          hidden          hidden  exposed
+"""
+
+# No postponed annotations here: torch reads those of a communication hook as objects.
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_multigpu.communication.meter import Meter, Transfer
+from lightning_multigpu.communication.ring import RingAllReduce
+
+CommHook = Callable[[Any, GradBucket], Future[Tensor]]
+_Job = tuple[Tensor, Future[Tensor]]
+
+
+class GradientReducer:
+    """The communication hook behind a DistributedDataParallel module.
+
+    CPU tensors travel through :class:`~lightning_multigpu.communication.ring.RingAllReduce`, CUDA tensors through
+    NCCL, or staged through the host where the group's back end is not NCCL. Whatever a hook raises is kept and raised
+    again by :meth:`finish`: torch would turn it into a cast error.
+
+    Args:
+        group: the ranks to average over; used by nothing else.
+        meter: told of every bucket.
+        axis: the name under which the meter files the traffic.
+        hook: a user's own communication hook and its state, used in place of the ring.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, meter: Meter, *, axis: str = "data", hook: tuple[Any, CommHook] | None = None
+    ) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._meter = meter
+        self._axis = axis
+        self._hook = hook
+        self._nccl = dist.get_backend(group) == "nccl"
+        self._ring = None if self._nccl else RingAllReduce(group)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._last_bucket_s: float | None = None
+
+    def attach(self, module: DistributedDataParallel) -> None:
+        """Makes ``module`` reduce its gradients through this reducer."""
+        module.register_comm_hook(state=self, hook=_run_hook)
+
+    def finish(self) -> None:
+        """Called by the main thread after a backward pass: accounts for its wait and raises what went wrong.
+
+        Raises:
+            BaseException: whatever the transfer of a bucket raised, as itself.
+        """
+        if self._last_bucket_s is not None:
+            self._meter.waited(self._last_bucket_s, self._meter.now())
+            self._last_bucket_s = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Ends the ring thread; buckets that it already has are still reduced."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=5)
+            self._thread = None
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
+        try:
+            if self._hook is not None:
+                return self._reduce_by_user_hook(*self._hook, bucket)
+            if self._nccl:
+                return self._reduce_by_nccl(bucket.buffer())
+            return self._reduce_by_ring(bucket.buffer())
+        except BaseException as error:
+            return self._failed(error, bucket.buffer())
+        finally:
+            self._last_bucket_s = self._meter.now()
+
+    def _reduce_by_ring(self, buffer: Tensor) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
+            self._thread.start()
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+        self._jobs.put((buffer, future))
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            buffer, future = job
+            if self._error is None:
+                try:
+                    self._move(buffer)
+                except BaseException as error:
+                    self._error = error
+            future.set_result(buffer)
+
+    def _move(self, buffer: Tensor) -> None:
+        assert self._ring is not None
+        if buffer.is_sparse:
+            # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
+            transfer = self._begin(buffer, _sparse_bytes(buffer))
+            dist.all_reduce(buffer, group=self._group)
+            buffer.div_(self._world_size)
+        else:
+            staged = buffer.cpu()
+            transfer = self._begin(buffer, self._ring.sent_bytes(staged))
+            self._ring(staged, average=True)
+            if staged is not buffer:
+                buffer.copy_(staged)
+        transfer.finish()
+
+    def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
+        transfer = self._meter.begin_on_stream(
+            "all_reduce", group=self._axis, group_size=self._world_size, size_bytes=_size_bytes(buffer)
+        )
+        work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        assert work is not None
+
+        def ended(future: Future[list[Tensor]]) -> Tensor:
+            transfer.finish()
+            return future.value()[0]
+
+        averaged: Future[Tensor] = work.get_future().then(ended)
+        return averaged
+
+    def _reduce_by_user_hook(self, state: Any, hook: CommHook, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        transfer = self._begin(buffer, None)
+        checked: Future[Tensor] = Future()
+
+        def ended(future: Future[Any]) -> None:
+            transfer.finish()
+            try:
+                value = future.value()
+                checked.set_result(value[0] if isinstance(value, (list, tuple)) else value)
+            except BaseException as error:
+                self._error = self._error or error
+                checked.set_result(buffer)
+
+        future = hook(state, bucket)
+        if buffer.is_cuda:
+            # The values of a CUDA future are ordered by its streams, which a future of our own would lose.
+            future.add_done_callback(lambda _: transfer.finish())
+            return future
+        future.add_done_callback(ended)
+        return checked
+
+    def _begin(self, buffer: Tensor, sent_bytes: int | None) -> Transfer:
+        return self._meter.begin(
+            "all_reduce",
+            group=self._axis,
+            group_size=self._world_size,
+            size_bytes=_size_bytes(buffer),
+            sent_bytes=sent_bytes,
+        )
+
+    def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
+        self._error = self._error or error
+        future: Future[Tensor] = Future()
+        future.set_result(buffer)
+        return future
+
+
+def _run_hook(reducer: GradientReducer, bucket: GradBucket) -> Future[Tensor]:
+    return reducer.reduce(bucket)
+
+
+def _size_bytes(buffer: Tensor) -> int:
+    return _sparse_bytes(buffer) if buffer.is_sparse else buffer.numel() * buffer.element_size()
+
+
+def _sparse_bytes(buffer: Tensor) -> int:
+    indices, values = buffer._indices(), buffer._values()
+    return indices.numel() * indices.element_size() + values.numel() * values.element_size()

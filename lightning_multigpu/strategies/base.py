@@ -1,0 +1,467 @@
+"""What all regimes share: ranks and their mesh, process groups, collectives, data, failures, and the meter."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.communication.failure_board import FailureBoard
+from lightning_multigpu.communication.interface import interface_towards
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.data_parallel.agreement import (
+    AgreedLoader,
+    Announcement,
+    Announcer,
+    LossReduction,
+    UnevenInputs,
+    agreed_length,
+    loss_scale,
+)
+from lightning_multigpu.engine.data_parallel.dealing import deal_out
+from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies.failure_watch import FailureWatch
+from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
+from lightning_multigpu.strategies.requeue import DeferredSignal
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+AXES = ("data", "pipeline", "tensor")
+
+
+class MultiGPUStrategy(ParallelStrategy):
+    """The base of every regime of this pack.
+
+    Ranks form a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis. The base
+    puts all ranks on the data axis, a regime that splits the model says how far (:attr:`pipeline_parallel_size`,
+    :attr:`tensor_parallel_size`). Everything that follows from the mesh - sampler arguments, what a reduction of
+    metrics runs over, whose batch counts - is here; what a regime does with gradients and layers is not.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
+            strategies; usually left to the Trainer.
+        process_group_backend: "nccl", "gloo"...; by default the one for the device.
+        timeout: how long a collective may wait.
+        start_method: how this host's processes are started: "popen" runs the script again; "spawn", "fork" and
+            "forkserver" start from the running interpreter.
+        uneven_inputs: what happens when a data rank has no batch any more: "stop" ends the epoch for all of them,
+            "join" lets the others go on, and the rank without data counts for nothing.
+        loss_reduction: what the loss of a rank's batch is: the "mean" over its samples (ranks then count by their
+            samples, so that uneven batches average as one device would), the "sum", or a function that maps the batch
+            to its weight (the number of tokens, for example).
+        failure_timeout_s: seconds after the failure of one rank in which all others have to end.
+
+    Raises:
+        ValueError: an option is out of its range; the message names the value, the limit and the fix.
+    """
+
+    pipeline_parallel_size = 1
+    tensor_parallel_size = 1
+
+    def __init__(
+        self,
+        *,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
+        uneven_inputs: UnevenInputs = "stop",
+        loss_reduction: LossReduction = "mean",
+        failure_timeout_s: float = 15.0,
+        **options: Any,
+    ) -> None:
+        validation.check_start_method(start_method)
+        validation.check_choice("uneven_inputs", uneven_inputs, ("stop", "join"))
+        if not callable(loss_reduction):
+            validation.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        validation.check_positive("failure_timeout_s", failure_timeout_s)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **options,
+        )
+        self.meter = Meter()
+        self.failure_timeout_s = failure_timeout_s
+        self.failure_watch = FailureWatch(failure_timeout_s)
+        self.mesh: DeviceMesh | None = None
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
+        self._start_method = start_method
+        self._uneven_inputs: UnevenInputs = uneven_inputs
+        self._loss_reduction: LossReduction = loss_reduction
+        self._loss_scale = 1.0
+        self._world: MeteredGroup | None = None
+        self._data: MeteredGroup | None = None
+        self._own_groups: list[dist.ProcessGroup] = []
+        self._environment_before: dict[str, str | None] = {}
+        self._requeue: DeferredSignal | None = None
+
+    # Ranks
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning then injects a distributed sampler and reduces what is logged with ``sync_dist=True``."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different batches are trained on at once."""
+        return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of those batches is this rank's."""
+        return self.global_rank // self._model_parallel_size
+
+    @property
+    def owns_batch(self) -> bool:
+        """False where this rank's batch is a copy of another rank's: it must not be counted again."""
+        return self.global_rank % self._model_parallel_size == 0
+
+    @property
+    def _model_parallel_size(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def steps_completed(self) -> int | None:
+        """Optimizer steps of the attached Trainer so far; None before there is one."""
+        module = self.lightning_module
+        return None if module is None or module._trainer is None else module.trainer.global_step
+
+    # Starting and ending
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.accelerator is not None
+        validation.check_setup(self)
+        start_method = "fork" if is_notebook_fork_needed(self._start_method, IS_INTERACTIVE) else self._start_method
+        self._launcher = ScriptLauncher(self) if start_method == "popen" else SpawnLauncher(self, start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        reset_seed()
+        self.set_world_ranks()
+        self._join_world()
+        assert self.mesh is not None
+        self._world = self.metered(_world_group(), "world")
+        self._data = self.metered(self.mesh.get_group("data"), "metrics")
+        assert self.cluster_environment is not None
+        board = FailureBoard.open(self.cluster_environment.main_address, None)
+        self.failure_watch.start(board, [_world_group(), *self._own_groups])
+
+    def _join_world(self) -> None:
+        assert self.cluster_environment is not None
+        environment = self.cluster_environment
+        self._set_environment("GLOO_SOCKET_IFNAME", interface_towards(environment.main_address))
+        backend = self._process_group_backend or _default_backend(self.root_device)
+        self._process_group_backend = backend
+        if not dist.is_initialized():
+            os.environ["MASTER_ADDR"] = environment.main_address
+            os.environ["MASTER_PORT"] = str(environment.main_port)
+            dist.init_process_group(
+                backend,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+                device_id=self.root_device if backend == "nccl" else None,
+            )
+            if backend == "nccl":
+                atexit.register(_leave_world)
+            rank_zero_info(f"{type(self).__name__}: {self.world_size} ranks have joined over {backend}")
+        # A mesh of CPU groups serves CUDA tensors too where the back end is not NCCL.
+        shape = (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
+        device_type = "cuda" if backend == "nccl" else "cpu"
+        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        self._own_groups = [g for axis in AXES if (g := self.mesh.get_group(axis)) is not _world_group()]
+
+    def new_group(self, axis: str, *, backend: str | None = None) -> dist.ProcessGroup:
+        """A further process group over this rank's line of ``axis``; a collective of the whole world.
+
+        It is destroyed at the end of the run, and aborted when a rank fails.
+        """
+        assert self.mesh is not None
+        mine: dist.ProcessGroup | None = None
+        lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
+        for ranks in lines.tolist():
+            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
+            if self.global_rank in ranks:
+                mine = group
+        assert mine is not None
+        self._own_groups.append(mine)
+        self.failure_watch.cover(mine)
+        return mine
+
+    def _set_environment(self, name: str, value: str | None) -> None:
+        """Sets a variable for the time of the run, unless the user has set it."""
+        if value is not None and name not in os.environ:
+            self._environment_before[name] = None
+            os.environ[name] = value
+
+    @override
+    def teardown(self) -> None:
+        self.failure_watch.stop()
+        self._release_requeue()
+        super().teardown()
+        self._world = self._data = None
+        self.mesh = None
+        groups, self._own_groups = self._own_groups, []
+        if self.failure_watch.failed:
+            _leave_world()
+        elif dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+        while self._environment_before:
+            name, _ = self._environment_before.popitem()
+            os.environ.pop(name, None)
+
+    # Collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The reduction of ``tensor`` over the data axis (or ``group``), the same on every rank; others pass through.
+
+        The input is not changed. The mean of integers is a floating-point number.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        metered = self._metered_group(group)
+        return tensor if metered is None else metered.all_reduce(tensor, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        world = self._metered_group(dist.group.WORLD)
+        if world is not None:
+            world.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        world = self._metered_group(dist.group.WORLD)
+        return obj if world is None else world.broadcast_object(obj, src)
+
+    def gather_objects(self, obj: T) -> list[T]:
+        """A picklable object of every rank, in rank order, on every rank. A collective of the whole world."""
+        world = self._metered_group(dist.group.WORLD)
+        return [obj] if world is None else world.gather_objects(obj)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape)."""
+        metered = self._metered_group(group)
+        if metered is None:
+            return tensor
+        size_bytes = tensor.numel() * tensor.element_size() * metered.size
+        with self.meter.blocking("all_gather", group="metrics", group_size=metered.size, size_bytes=size_bytes):
+            return super().all_gather(tensor, group=metered.group, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """The same answer on every rank of the world: whether all, or any, of them said yes."""
+        world = self._metered_group(dist.group.WORLD)
+        if world is None:
+            return decision
+        votes = int(world.all_reduce(torch.tensor(int(decision)), "sum"))
+        return votes == world.size if all else votes > 0
+
+    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
+        """The group to communicate over; None where there is nobody to talk to, or no longer."""
+        if not dist.is_initialized() or self.failure_watch.failed:
+            return None
+        if group is None and self._data is not None:
+            return self._data
+        if group in (None, dist.group.WORLD):
+            return self._world or self.metered(_world_group(), "world")
+        return self.metered(group, "user")
+
+    def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
+        """The collectives of ``group``, filed by the meter under ``name``."""
+        device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        return MeteredGroup(group, self.meter, name=name, device=device)
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deals the loader's batches out to the data ranks and, in training, keeps the ranks in step with each other.
+
+        In training the result can go on in the middle of an epoch; outside, it repeats no sample.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.predicting:
+            return dataloader
+        even = not trainer.training
+        dealt, batches = deal_out(
+            dataloader, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, even=even
+        )
+        return dealt if even else self._agreed(dealt, batches)
+
+    def _agreed(self, loader: Iterable[Any], batches: Any) -> AgreedLoader:
+        group = self.new_group("data", backend="gloo")
+        return AgreedLoader(
+            loader,
+            Announcer(group, self.meter),
+            batches=batches,
+            uneven_inputs=self._uneven_inputs,
+            loss_reduction=self._loss_reduction,
+            skip=self._batches_done_in_epoch,
+            flag=lambda: self._requeue is not None and self._requeue.pending,
+            on_agreed=self._on_agreed,
+            on_uneven=rank_zero_warn,
+            length=agreed_length(loader, group, self._uneven_inputs),
+        )
+
+    def _batches_done_in_epoch(self) -> int:
+        """Where a run that resumes within an epoch goes on; 0 in every other epoch."""
+        assert self.lightning_module is not None
+        fit_loop = self.lightning_module.trainer.fit_loop
+        if not fit_loop.restarting:
+            return 0
+        return _batches_processed(fit_loop.epoch_loop.batch_progress)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._loss_scale = 1.0
+        assert self.lightning_module is not None
+        loader = self.lightning_module.trainer.train_dataloader
+        if isinstance(loader, AgreedLoader) and loader.announced:
+            self._loss_scale = loss_scale(loader.announced.popleft(), self.data_parallel_rank, self._loss_reduction)
+
+    # Training
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._hold_requeue_signal()
+        self.meter.discard()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.meter.discard()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._loss_scale != 1.0:
+            closure_loss = closure_loss * self._loss_scale
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self.meter.end_step()
+        return output
+
+    # Requeueing
+
+    def _hold_requeue_signal(self) -> None:
+        """SLURM signals each rank wherever it is; saving is a collective, so they act at a batch that all agree on."""
+        signum = getattr(self.cluster_environment, "requeue_signal", None)
+        if signum is not None and getattr(self.cluster_environment, "auto_requeue", False):
+            self._requeue = DeferredSignal(signal.Signals(signum))
+            self._requeue.hold()
+
+    def _release_requeue(self) -> None:
+        if self._requeue is not None:
+            self._requeue.release()
+            self._requeue = None
+
+    def _on_agreed(self, announcement: Announcement) -> None:
+        if self._requeue is None:
+            return
+        self._requeue.due |= announcement.flagged
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        done = _batches_processed(trainer.fit_loop.epoch_loop.batch_progress)
+        # Gradients that are being accumulated are not part of a checkpoint.
+        if self._requeue.due and done % trainer.accumulate_grad_batches == 0:
+            self._requeue.act()
+
+
+def _world_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _batches_processed(progress: Any) -> int:
+    """Batches of this epoch that the model has been trained on."""
+    return int(progress.current.processed)
+
+
+def _default_backend(device: torch.device) -> str:
+    return str(dist.get_default_backend_for_device(device))
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

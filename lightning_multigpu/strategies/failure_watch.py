@@ -1,0 +1,191 @@
+"""Turns the failure of one rank into the same, named failure of all ranks.
+
+A rank that raises leaves word on the :class:`~lightning_multigpu.communication.failure_board.FailureBoard` and aborts
+its process groups. The others are then either told by their watching thread, which aborts their groups too, or find
+their connections closed; both end up in :func:`guarded`, which raises what the failed rank has raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_SETTLE_S = 3.0
+_CONNECTION_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort", re.IGNORECASE
+)
+
+
+class FailureWatch:
+    """This rank's part in ending a job whose ranks fail.
+
+    Args:
+        timeout_s: how long after a failure this process may take to end by itself before it is ended.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.failed = False
+        self._board: FailureBoard | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._dead_child: RankFailure | None = None
+
+    def start(self, board: FailureBoard, groups: list[dist.ProcessGroup]) -> None:
+        """Begins to watch; ``groups`` are aborted when another rank fails, so that nobody waits in them."""
+        self._board = board
+        self._groups = groups
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, args=(board.watcher(), self._stop), name="failure-watch", daemon=True
+        )
+        self._thread.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FailureWatch, (self.timeout_s,)  # what a spawned rank starts from
+
+    def cover(self, group: dist.ProcessGroup) -> None:
+        """Adds a group to those that are aborted."""
+        self._groups.append(group)
+
+    def stop(self) -> None:
+        """Ends the watch; no failure is noticed from here on."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        self._thread = None
+        if not self.failed:
+            self._board = None
+        self._groups = []
+
+    def child_died(self, rank: int, pid: int, reason: str) -> None:
+        """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
+        time.sleep(2 * _POLL_S)  # a rank that raised has left word before its process ended
+        failure = RankFailure(
+            rank=rank, host=os.uname().nodename, pid=pid, step=None, reason=reason, traceback="", pickled=None
+        )
+        self._dead_child = failure
+        board = self._board
+        if board is not None:
+            with contextlib.suppress(RuntimeError):
+                self._dead_child = board.report(failure)
+        stop = self._stop
+        self._abort()
+        self._end_process_after_timeout(stop)
+
+    def settle(self, error: BaseException, step: int | None) -> RankFailure | None:
+        """Finds out which rank's failure stands behind ``error``; leaves word if it is this one's.
+
+        Returns:
+            The failure of another rank, or None if ``error`` is this rank's own.
+        """
+        self.failed = True
+        board = self._board
+        if board is None:
+            return self._dead_child
+        first = self._first(board)
+        deadline = time.monotonic() + _SETTLE_S
+        while first is None and _is_connection_loss(error) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            first = self._first(board)
+        own = RankFailure.of(error, rank=board.rank, step=step)
+        if first is None:
+            with contextlib.suppress(RuntimeError):
+                first = board.report(own)
+        self._stop.set()
+        self._abort()
+        if first is None or first.rank == board.rank:
+            self._await_readers(board)
+            return None
+        with contextlib.suppress(RuntimeError):
+            board.acknowledge()
+        self._await_readers(board)
+        return first
+
+    def _first(self, board: FailureBoard) -> RankFailure | None:
+        try:
+            return board.first() or self._dead_child
+        except RuntimeError:
+            return self._dead_child
+
+    def _await_readers(self, board: FailureBoard) -> None:
+        """Rank 0 keeps the board: it stays until the others have read it, or for a few seconds."""
+        if board.rank != 0:
+            return
+        deadline = time.monotonic() + min(_SETTLE_S, self.timeout_s)
+        with contextlib.suppress(RuntimeError):
+            while board.acknowledged() < board.world_size - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _watch(self, board: FailureBoard, stop: threading.Event) -> None:
+        while not stop.wait(_POLL_S):
+            try:
+                failure = board.first()
+            except RuntimeError:
+                failure = RankFailure(0, "unknown", 0, None, "its process is gone", "", None)
+            if failure is not None and failure.rank != board.rank:
+                if stop.wait(_POLL_S):
+                    return
+                self._dead_child = self._dead_child or failure
+                self._abort()
+                self._end_process_after_timeout(stop)
+                return
+
+    def _abort(self) -> None:
+        groups, self._groups = self._groups, []
+        for group in groups:
+            with contextlib.suppress(Exception):
+                group.abort()
+
+    def _end_process_after_timeout(self, stop: threading.Event) -> None:
+        """The last resort for a main thread that neither computes Python nor waits in one of our groups."""
+        if stop.wait(self.timeout_s):
+            return
+        failure = self._dead_child
+        what = "another rank failed" if failure is None else failure.describe()
+        sys.stderr.write(f"{what}\nThis process did not end within {self.timeout_s:g} s of that, so it is ended now.\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any, kwargs: Any) -> Any:
+    """Runs a rank's work; if it fails, raises what made the job fail, whichever rank that was.
+
+    The first rank of each host raises the failed rank's exception, so that it is what the terminal shows last; other
+    ranks end with exit status 1 and one line in the log.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        failure = strategy.failure_watch.settle(error, strategy.steps_completed())
+        if failure is None:
+            raise
+        if strategy.local_rank == 0:
+            raise failure.exception() from None
+        log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
+        raise SystemExit(1) from None
+
+
+def _is_connection_loss(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(str(error)))
+
+
+__all__ = ["FailureWatch", "RankFailedError", "guarded"]

@@ -1,0 +1,146 @@
+"""Data parallel training whose gradients are averaged by a ring all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+
+class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
+    """Every rank computes the gradients of its share of the batch; a ring all-reduce averages them during backward.
+
+    On CPU tensors the ring is this pack's own (:mod:`lightning_multigpu.communication.ring`); on GPUs it is NCCL's.
+    Each rank sends 2(N-1)/N times the size of the gradients per optimizer step. Options of Lightning's
+    ``DDPStrategy`` keep their names and meaning; comm hooks work on CPU tensors too.
+
+    Args:
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel.
+        find_unused_parameters: look in every step for parameters that the loss does not depend on.
+        gradient_as_bucket_view: let ``.grad`` be a view of the bucket, which saves a copy of the gradients.
+        static_graph: promise that every step uses the same parameters in the same order.
+        broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
+            step and before validation.
+        ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
+        ddp_comm_hook: a communication hook in place of the ring.
+        ddp_comm_wrapper: wraps the hook, such as torch's ``fp16_compress_wrapper``.
+        model_averaging_period: steps between averages of the model under post-local SGD, with its comm state.
+        options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        broadcast_buffers: bool = True,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        **options: Any,
+    ) -> None:
+        validation.check_positive("bucket_cap_mb", bucket_cap_mb)
+        super().__init__(
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            **options,
+        )
+        self._ddp_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "forward_sync_buffers": False,  # done here, where the meter sees it, and never in the middle of validation
+        }
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_due = True
+        self._buffers: MeteredGroup | None = None
+        self._reducer: GradientReducer | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type == "cuda":
+            self._set_environment("NCCL_ALGO", "Ring")
+        super().setup_environment()
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        backend = self._process_group_backend
+        bookkeeping = self.new_group("data", backend=backend)
+        device_ids = self.determine_ddp_device_ids()
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, process_group=bookkeeping, **self._ddp_options)
+        self._buffers = self.metered(bookkeeping, "data")
+        self._reducer = GradientReducer(self.new_group("data", backend=backend), self.meter, hook=self._user_hook())
+        self._reducer.attach(wrapped)
+        return wrapped
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Nothing is left to do: the reducer was attached when the module was wrapped."""
+
+    def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        return None if hook is None else (self._ddp_comm_state, hook)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffers_due:
+            self._synchronise_buffers()
+        self._buffers_due = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._synchronise_buffers()
+
+    def _synchronise_buffers(self) -> None:
+        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
+            return
+        assert self.lightning_module is not None
+        ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
+        buffers = [buffer for name, buffer in self.lightning_module.named_buffers() if name not in ignored]
+        self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.add_note(
+                "Some parameters did not take part in the loss that training_step returned. If that is intended, use "
+                "RingDDPStrategy(find_unused_parameters=True)."
+            )
+
+    @override
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        self._buffers = None
+        self._buffers_due = True
+        super().teardown()
