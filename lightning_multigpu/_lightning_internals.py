@@ -31,6 +31,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "argument_of",
+    "further_ddp_options",
     "logger_step",
     "set_num_threads_if_needed",
     "writes_logs_after_this_batch",
@@ -45,10 +46,10 @@ def writes_logs_after_this_batch(trainer: Trainer) -> bool:
     """
     if trainer.fit_loop._should_accumulate() and trainer.lightning_module.automatic_optimization:
         return False
-    if trainer.fast_dev_run:
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of the Trainer's helpers
         return True
-    interval = trainer.log_every_n_steps
-    return interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
+    interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # likewise
+    return interval > 0 and (logger_step(trainer) + 1) % interval == 0
 
 
 def logger_step(trainer: Trainer) -> int:
@@ -60,9 +61,9 @@ def logger_step(trainer: Trainer) -> int:
 
 
 def argument_of(strategy: Strategy, name: str) -> Any:
-    """The value of a constructor's argument of one of Lightning's strategies, to say in a report what it ran with.
+    """The value of a constructor's argument of a strategy, to say in a report what it ran with.
 
-    Lightning's strategies keep their arguments under private names, DDP's further options in a dictionary.
+    Lightning's strategies keep their arguments under private names.
 
     Raises:
         AttributeError: the strategy does not keep it.
@@ -70,7 +71,9 @@ def argument_of(strategy: Strategy, name: str) -> Any:
     for place in (name, f"_{name}"):
         if hasattr(strategy, place):
             return getattr(strategy, place)
-    kwargs = getattr(strategy, "_ddp_kwargs", {})
-    if name in kwargs:
-        return kwargs[name]
     raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")
+
+
+def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
+    """What Lightning's ``DDPStrategy`` was given for torch's ``DistributedDataParallel``: it has no names for them."""
+    return dict(getattr(strategy, "_ddp_kwargs", {}))

@@ -53,12 +53,12 @@ class CudaTimeline:
     """Events on the current stream: the host runs ahead of a GPU, so its own clock would time the queueing only."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+        return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()

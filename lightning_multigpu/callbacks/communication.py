@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.keys import Group, documents_keys
@@ -72,6 +72,13 @@ class CommunicationMonitor(Monitor):
 
     @override
     def settle(self) -> None:
+        # The newest step may have transfers under way, so it may count for the next interval; forcing it would lose
+        # them. Only the first interval must not be empty: callbacks that monitor a key want to find it.
+        if not self.series:
+            self.finish()
+
+    @override
+    def finish(self) -> None:
         if self._meter is not None:
             self._meter.flush()
             self._read(self._meter)

@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -80,7 +81,7 @@ class Monitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.settle()
+        self.finish()
         self.end()
 
     @override
@@ -102,6 +103,10 @@ class Monitor(Callback):
 
     def settle(self) -> None:
         """An interval ends: record what can be known by waiting for the device."""
+
+    def finish(self) -> None:
+        """Training has ended in order: record what is still missing."""
+        self.settle()
 
     def end(self) -> None:
         """Training is over, one way or another; may be called more than once."""
@@ -136,7 +141,8 @@ class Monitor(Callback):
         # Not every rank has every key; a collective has one shape on all ranks, so NaN stands for "none" on the way.
         mine = torch.tensor([local.get(key.name, math.nan) for key in keys], dtype=torch.float64)
         if trainer.world_size > 1:
-            everyone = trainer.strategy.all_gather(mine.to(trainer.strategy.root_device)).cpu()
+            mine = mine.to(trainer.strategy.root_device)
+            everyone = trainer.strategy.all_gather(mine, group=dist.group.WORLD).cpu()
         else:
             everyone = mine.unsqueeze(0)
         run: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 import psutil
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 
 class Probe(Protocol):
@@ -86,8 +87,7 @@ class NvmlProbe:
     """
 
     def __init__(self, uuid: str) -> None:
-        import pynvml
-
+        pynvml = importlib.import_module("pynvml")
         self._nvml: Any | None = None
         try:
             pynvml.nvmlInit()

@@ -11,7 +11,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
@@ -117,7 +117,7 @@ class RunReport(Callback):
             return
         if self._print_table:
             table.show(self.report)
-        if self._write_file and not trainer.fast_dev_run:
+        if self._write_file and not _is_fast_dev_run(trainer):
             self._write(Path(directory) / document.FILE_NAME)
 
     @override
@@ -154,6 +154,10 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     # Lightning attaches the list when the Trainer is made, without an annotation.
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def _is_fast_dev_run(trainer: Trainer) -> bool:
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # likewise
 
 
 def _gather(trainer: Trainer, record: _Object) -> list[_Object]:

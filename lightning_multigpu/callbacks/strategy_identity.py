@@ -9,11 +9,19 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_multigpu._lightning_internals import argument_of
+from lightning_multigpu._lightning_internals import argument_of, further_ddp_options
 
-# Parts that the Trainer puts together, rather than settings of the strategy.
-_PARTS = frozenset(
-    {"accelerator", "parallel_devices", "device", "cluster_environment", "checkpoint_io", "precision_plugin"}
+# Parts that the Trainer puts together, and what is filled in by the time a fit ends whoever chose it.
+_NOT_CHOSEN = frozenset(
+    {
+        "accelerator",
+        "parallel_devices",
+        "device",
+        "cluster_environment",
+        "checkpoint_io",
+        "precision_plugin",
+        "process_group_backend",
+    }
 )
 
 
@@ -30,36 +38,32 @@ def identify(strategy: Strategy) -> tuple[str, dict[str, Any]]:
 
 
 def _chosen(strategy: Strategy) -> dict[str, Any]:
-    """The options that are not at their default: as the strategy says, else as its constructor shows."""
-    told = getattr(strategy, "options", None)
-    if isinstance(told, Mapping):
-        return dict(told)
+    """The options that are not at their default: as the strategy says, else as its attributes show."""
+    told: Mapping[str, Any] = getattr(strategy, "options", {})
     chosen: dict[str, Any] = {}
     for option, default in _defaults(type(strategy)).items():
         try:
-            value = argument_of(strategy, option)
+            value = told[option] if option in told else argument_of(strategy, option)
         except AttributeError:
             continue
         if value is not default and value != default and not (value is None or inspect.ismethod(value)):
             chosen[option] = value
-    # Options taken as **kwargs have no default in the signature: whatever is there was given.
-    for option, value in _given_kwargs(strategy).items():
-        chosen.setdefault(option, value)
-    return chosen
-
-
-def _given_kwargs(strategy: Strategy) -> dict[str, Any]:
-    try:
-        kwargs = argument_of(strategy, "ddp_kwargs")
-    except AttributeError:
-        return {}
-    defaults = _defaults(type(strategy))
-    return {option: value for option, value in kwargs.items() if option not in defaults}
+    return chosen | further_ddp_options(strategy)
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    parameters = inspect.signature(cls).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in _PARTS}
+    """The defaults of all options of a class, those included that it hands on to its base as ``**options``."""
+    defaults: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        for parameter in parameters:
+            if parameter.default is not parameter.empty and parameter.name not in _NOT_CHOSEN:
+                defaults.setdefault(parameter.name, parameter.default)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return defaults
 
 
 def _registered(strategy: Strategy, chosen: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
