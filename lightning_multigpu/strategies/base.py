@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import signal
@@ -129,6 +130,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self._own_groups: list[dist.ProcessGroup] = []
         self._environment_before: dict[str, str | None] = {}
         self._requeue: DeferredSignal | None = None
+
+    @staticmethod
+    def option_names() -> list[str]:
+        """The options that every strategy of the pack has."""
+        parameters = inspect.signature(MultiGPUStrategy.__init__).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     # Ranks
 
