@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
@@ -399,6 +399,16 @@ class MultiGPUStrategy(ParallelStrategy):
             announcement = loader.announced.popleft()
             self._loss_scale = loss_scale(announcement, self.data_parallel_rank, self._loss_reduction)
             self._batch_counts = announcement.samples[self.data_parallel_rank] > 0
+
+    # Checkpoints
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning restores weights before it converts the module: float64 weights would pass through float32.
+        if isinstance(self.precision_plugin, DoublePrecision):
+            assert self.lightning_module is not None
+            self.lightning_module.double()
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     # Training
 

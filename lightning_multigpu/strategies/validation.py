@@ -1,4 +1,211 @@
-def check_start_method(value): ...
-def check_choice(name, value, choices): ...
-def check_positive(name, value): ...
-def check_setup(strategy): ...
+"""Whether what a user asked for can be had on this machine: checked before any process is started.
+
+Every function takes plain values, returns nothing, and raises ``ValueError`` with the value, the limit and the fix.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+from multiprocessing import get_all_start_methods
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_multigpu._suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """``value`` is one of ``choices``."""
+    if not (isinstance(value, str) and value in choices):
+        listed = ", ".join(repr(choice) for choice in choices)
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise ValueError(f"{name}={value!r} is not one of the choices: {listed}. {hint}".rstrip())
+
+
+def check_positive(name: str, value: object, *, whole: bool = False) -> None:
+    """``value`` is a finite number above 0; with ``whole`` an integer."""
+    kind = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
+        raise ValueError(f"{name}={value!r} is not {kind}; pass {kind} above 0")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r} is out of range; pass {kind} above 0")
+
+
+def check_timeout(value: object) -> None:
+    """``value`` is a ``timedelta`` above 0, or None for the default."""
+    if value is None:
+        return
+    if not isinstance(value, timedelta):
+        raise ValueError(f"timeout={value!r} is not a timedelta; pass datetime.timedelta(seconds=1800), for example")
+    if value <= timedelta(0):
+        raise ValueError(f"timeout={value!r} is out of range; pass a timedelta above 0")
+
+
+def check_start_method(value: object, *, available: Collection[str] | None = None) -> None:
+    """``value`` is a way to start processes that this platform has; ``available`` are those of multiprocessing."""
+    if available is None:
+        available = get_all_start_methods()
+    check_choice("start_method", value, ("popen", *(m for m in ("spawn", "fork", "forkserver") if m in available)))
+
+
+def check_options(owner: str, options: Iterable[str], known: Collection[str]) -> None:
+    """Every name of ``options`` is one of ``known``.
+
+    Raises:
+        TypeError: it is not, as Python says of an unknown keyword.
+    """
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"It takes {', '.join(sorted(known))}."
+            raise TypeError(f"{owner} has no option {name!r}. {hint}")
+
+
+def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count: int) -> None:
+    """``devices``, one a rank of this host, exist here. More ranks on CPUs than ``cpu_count`` only warn."""
+    if not devices:
+        raise ValueError("devices=0: a run needs at least 1 rank on each host; pass devices=1 or more")
+    types = sorted({device.type for device in devices})
+    if len(types) > 1:
+        raise ValueError(f"parallel_devices are of the types {', '.join(types)}; all must be of one type")
+    check_device_type(types[0])
+    if types == ["cpu"]:
+        if len(devices) > cpu_count:
+            rank_zero_warn(
+                f"devices={len(devices)}: this process may use {_plural(cpu_count, 'CPU core')}, so that ranks share "
+                f"cores and slow each other down; devices={cpu_count} or fewer avoids it"
+            )
+        return
+    indices = [0 if device.index is None else device.index for device in devices]
+    missing = sorted({index for index in indices if index >= gpu_count})
+    if missing:
+        fix = f"devices={gpu_count} or fewer" if gpu_count else "accelerator='cpu'"
+        raise ValueError(
+            f"devices={len(devices)}: this machine has {_plural(gpu_count, 'GPU')}, and no GPU "
+            f"{', '.join(map(str, missing))}; pass {fix}"
+        )
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"devices={indices}: a GPU serves one rank only; name each once")
+
+
+def check_device_type(device_type: str) -> None:
+    """Our strategies run on devices of this type."""
+    if device_type not in DEVICE_TYPES:
+        raise ValueError(
+            f"accelerator={device_type!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
+            "pass accelerator='cpu' or accelerator='gpu'"
+        )
+
+
+def check_backend(backend: str | None, device_type: str) -> None:
+    """The process group back end is part of this build of torch and moves tensors of ``device_type``.
+
+    Args:
+        backend: a name ("gloo", "nccl"), one a device ("cpu:gloo,cuda:nccl"), or None for the device's default.
+        device_type: "cpu" or "cuda".
+    """
+    if backend is None:
+        return
+    moves = {name: devices for name, devices in dist.Backend.backend_capability.items() if name != "fake"}
+    usable = [n for n, devices in moves.items() if device_type in devices and dist.is_backend_available(n)]
+    fix = f"pass {' or '.join(repr(name) for name in usable)}, or leave the option out"
+    name = _backend_for(backend, device_type)
+    if name is None:
+        problem = f"names no back end for tensors on {device_type!r}"
+    elif name not in moves:
+        problem, fix = "is unknown to torch", f"{fix}. {did_you_mean(name, moves)}".removesuffix(". ")
+    elif device_type not in moves[name]:
+        problem = f"moves tensors on {' and '.join(map(repr, moves[name]))} only, and this run is on {device_type!r}"
+    elif not dist.is_backend_available(name):
+        problem = "is not part of this build of torch"
+    else:
+        return
+    raise ValueError(f"process_group_backend={backend!r} {problem}; {fix}")
+
+
+def _backend_for(backend: str, device_type: str) -> str | None:
+    if ":" not in backend:
+        return backend.lower()
+    by_device = dict(part.partition(":")[::2] for part in backend.lower().replace(" ", "").split(","))
+    return by_device.get(device_type) or None
+
+
+def check_precision(precision: str, device_type: str, *, bf16_supported: bool = True, explicit: bool = True) -> None:
+    """The device computes in ``precision``.
+
+    Args:
+        precision: Lightning's name, "16-mixed" for example.
+        device_type: "cpu" or "cuda".
+        bf16_supported: the GPUs have bfloat16 units.
+        explicit: a precision plugin was passed. A ``MixedPrecision("16-mixed", "cpu")`` does work; the *word*
+            "16-mixed" on CPU does not, since Lightning takes bf16-mixed in its place.
+    """
+    if device_type == "cpu" and precision == "16-mixed" and not explicit:
+        raise ValueError(
+            "precision='16-mixed' on CPU: Lightning would compute in bf16-mixed instead; pass precision='bf16-mixed', "
+            "or plugins=MixedPrecision('16-mixed', 'cpu') if float16 is what you want"
+        )
+    if device_type == "cpu" and precision.startswith("transformer-engine"):
+        raise ValueError(
+            f"precision={precision!r} needs a GPU; pass precision='bf16-mixed' on CPU, or accelerator='gpu'"
+        )
+    if device_type == "cuda" and precision.startswith("bf16") and not bf16_supported:
+        instead = precision.replace("bf16", "16")
+        raise ValueError(
+            f"precision={precision!r}: this GPU has no bfloat16 units (compute capability 8.0 or newer has); "
+            f"pass precision={instead!r} or '32-true'"
+        )
+
+
+def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
+    """SyncBatchNorm is asked for only where torch has it: on GPUs."""
+    if enabled and device_type == "cpu":
+        raise ValueError(
+            "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
+            "use a norm without batch statistics such as GroupNorm"
+        )
+
+
+def check_setup(strategy: MultiGPUStrategy) -> None:
+    """Checks the strategy with the devices, precision and plugins that the Trainer has given it.
+
+    Raises:
+        ValueError: one of them cannot be had; see the single checks above.
+    """
+    devices = strategy.parallel_devices or []
+    device_type = devices[0].type if devices else "cpu"
+    on_gpus = device_type == "cuda"
+    check_devices(devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
+    check_backend(strategy.process_group_backend, device_type)
+    check_sync_batchnorm(strategy._layer_sync is not None, device_type)
+    precision = str(strategy.precision_plugin.precision)
+    check_precision(precision, device_type, bf16_supported=not on_gpus or _has_bf16(strategy, precision))
+
+
+def _has_bf16(strategy: MultiGPUStrategy, precision: str) -> bool:
+    """Whether this rank's GPU has bfloat16 units; True where it cannot be known yet or does not matter."""
+    # Asking initialises CUDA, after which no process can be forked: only a rank that never forks may ask.
+    if not precision.startswith("bf16") or strategy._start_method != "popen":
+        return True
+    with torch.cuda.device(strategy.root_device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def available_cpu_count() -> int:
+    """CPU cores that this process may use; fewer than the machine's in a container or under taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
