@@ -54,11 +54,21 @@ class Regression(LightningModule):
         self.log("val_loss", self.loss(batch))
 
     def loss(self, batch: Any) -> Tensor:
-        inputs = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, (list, tuple)) else batch
-        return self.layer(inputs).pow(2).mean()
+        return self.layer(inputs_of(batch)).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def inputs_of(batch: Any) -> Tensor:
+    if isinstance(batch, dict):
+        batch = batch["x"]
+    elif isinstance(batch, list | tuple):
+        batch = batch[0]
+    elif not isinstance(batch, Tensor):
+        batch = batch.x
+    assert isinstance(batch, Tensor)
+    return batch
 
 
 class RecordingLogger(Logger):
