@@ -399,6 +399,7 @@ class MultiGPUStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._loss_scale = 1.0
+        self._batch_counts = True
         assert self.lightning_module is not None
         loader = self.lightning_module.trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
