@@ -322,13 +322,12 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape)."""
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
+
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of what all ranks' results contribute to it.
+        """
         metered = self._metered_group(group)
-        if metered is None:
-            return tensor
-        size_bytes = tensor.numel() * tensor.element_size() * metered.size
-        with self.meter.blocking("all_gather", group="metrics", group_size=metered.size, size_bytes=size_bytes):
-            return super().all_gather(tensor, group=metered.group, sync_grads=sync_grads)
+        return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

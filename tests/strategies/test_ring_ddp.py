@@ -74,7 +74,9 @@ def test_an_exception_in_a_hook_reaches_the_user_as_itself(hook: Any, world2: Wo
 def test_hooks_of_torch_work_on_cpu(world2: World) -> None:
     """Stock Lightning ignores them there without a word."""
     plain = world2.run(fit, Case(precision="32-true"), "ring_ddp", 2)
-    compressed = world2.run(fit, Case(precision="32-true", strategy={"ddp_comm_hook": fp16_compress_hook}), "ring_ddp", 2)
+    compressed = world2.run(
+        fit, Case(precision="32-true", strategy={"ddp_comm_hook": fp16_compress_hook}), "ring_ddp", 2
+    )
     for name, value in plain[0]["weights"].items():
         other = compressed[0]["weights"][name]
         assert not torch.equal(other, value), "the hook was not used"
