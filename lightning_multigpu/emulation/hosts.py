@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,13 +57,17 @@ class InterfaceCounters:
 
 @dataclass(frozen=True)
 class Host:
-    """One host of :class:`EmulatedHosts`; ``node_rank`` counts from 0."""
+    """One host of :class:`EmulatedHosts`; ``node_rank`` counts from 0. The others reach it as ``name`` too."""
 
     node_rank: int
     namespace: str
     address: str
     master_address: str
     interface: str = "eth0"
+
+    @property
+    def name(self) -> str:
+        return f"host{self.node_rank}"
 
     def environment(self, *, master_port: int = 29500) -> dict[str, str]:
         """What a rank on this host must find in its environment to join a job of all hosts."""
@@ -202,8 +207,8 @@ class EmulatedHosts:
             self._hosts.append(self._build_host(namespaces, switch, node_rank))
 
     def _build_host(self, namespaces: NamespaceSet, switch: str, node_rank: int) -> Host:
-        name = namespaces.add(f"host{node_rank}")
-        host = Host(node_rank, name, f"{_NETWORK}.{node_rank + 1}", f"{_NETWORK}.1")
+        name = namespaces.add(f"host{node_rank}", etc={"hosts": self._names_seen_by(node_rank)})
+        host = Host(node_rank, name, _address(node_rank), _address(0))
         eth, port = host.interface, f"port{node_rank}"
         ip("-n", name, "link", "add", eth, "mtu", str(self.mtu), "type", "veth", "peer", "name", port, "netns", switch)
         ip("-n", switch, "link", "set", port, "addrgenmode", "none", "mtu", str(self.mtu), "master", "bridge", "up")
@@ -219,6 +224,14 @@ class EmulatedHosts:
                 *("latency", f"{self._latency_ms}ms"),
             )
         return host
+
+    def _names_seen_by(self, node_rank: int) -> str:
+        """/etc/hosts: every host by its name, this one by the machine's name too."""
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for other in range(self.num_hosts):
+            own_names = [socket.gethostname()] if other == node_rank else []
+            lines.append(" ".join([_address(other), f"host{other}", *own_names]))
+        return "\n".join(lines) + "\n"
 
     def _take_down(self) -> None:
         namespaces, self._namespaces = self._namespaces, None
@@ -240,6 +253,10 @@ class EmulatedHosts:
         if self._sigterm_before is not None:
             signal.signal(signal.SIGTERM, self._sigterm_before)
             self._sigterm_before = None
+
+
+def _address(node_rank: int) -> str:
+    return f"{_NETWORK}.{node_rank + 1}"
 
 
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _PREFIX = "lmg"
 _LOCKS = Path("/run/lightning-multigpu")
+_ETC = Path("/etc/netns")  # `ip netns exec` shows what lies here as /etc
 _END_TIMEOUT_S = 5.0
 
 
@@ -42,12 +44,21 @@ class NamespaceSet:
         self._owner = os.getpid()
         self._lock: int | None = _create_locked(_lock_path(self.token))
 
-    def add(self, label: str) -> str:
-        """Makes the namespace ``label`` of this set, with its loopback up, and returns its full name."""
+    def add(self, label: str, *, etc: Mapping[str, str] | None = None) -> str:
+        """Makes the namespace ``label`` of this set, with its loopback up, and returns its full name.
+
+        Args:
+            label: unique within the set.
+            etc: contents of files, by name, that processes there find in /etc in place of the machine's own.
+        """
         name = f"{_PREFIX}-{self.token}-{label}"
         ip("netns", "add", name)
         self.names.append(name)
         ip("-n", name, "link", "set", "lo", "up")
+        for file_name, text in (etc or {}).items():
+            path = _ETC / name / file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         return name
 
     def delete(self) -> None:
@@ -136,6 +147,7 @@ def _delete(name: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    shutil.rmtree(_ETC / name, ignore_errors=True)
     ip("netns", "delete", name)
 
 

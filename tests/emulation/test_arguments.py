@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable
+from tests.hosts import require_hosts
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,14 @@ def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(HostsUnavailable, match="install iproute2"), EmulatedHosts(2):
         pass
+
+
+def test_tests_on_hosts_are_skipped_for_users_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CI that lost its root would otherwise stay green without having run them."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="need root"):
+        require_hosts()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="CI must run the tests on emulated hosts, but: .* need root"):
+        require_hosts()

@@ -92,6 +92,21 @@ def test_nothing_outside_can_be_reached() -> None:
         assert "Network is unreachable" in done.stderr
 
 
+def test_hosts_know_each_other_by_name_and_themselves_by_the_name_of_the_machine() -> None:
+    """The names of a SLURM node list must be found; a machine's own name usually means its loopback, which no other
+    host reaches."""
+    script = """
+import socket
+print(socket.gethostbyname("host0"), socket.gethostbyaddr("10.77.0.1")[0], socket.gethostbyname(socket.gethostname()))
+"""
+    with EmulatedHosts(2) as hosts:
+        done = hosts[1].run([sys.executable, "-c", script])
+        assert done.stdout == f"{hosts[0].address} host0 {hosts[1].address}\n"
+        etc = Path("/etc/netns") / hosts[1].namespace
+        assert etc.is_dir()
+    assert not etc.exists()
+
+
 def test_commands_see_their_environment_and_ranks_find_the_first_host() -> None:
     with EmulatedHosts(2) as hosts:
         environment = hosts[1].environment(master_port=1234)

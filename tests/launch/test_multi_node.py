@@ -45,7 +45,7 @@ def slurm(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
 
 def slurm_environment(host: Host, hosts: EmulatedHosts) -> dict[str, str]:
     """What srun sets for the one task on ``host``; the address of the first node is Lightning's to find."""
-    nodes = ",".join(other.address for other in hosts)
+    nodes = f"host[0-{len(hosts) - 1}]"
     return {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "train",
