@@ -22,8 +22,8 @@ class Monitor(Callback):
     An interval ends with every batch after which Lightning writes to its loggers (``Trainer(log_every_n_steps=)``),
     and, when at least one optimizer step was completed since, before a validation and at the end of an epoch. So the
     keys are in ``trainer.callback_metrics`` when ``ModelCheckpoint`` or ``EarlyStopping`` asks for them. The mean of
-    the interval is then formed on each rank and aggregated over the ranks: one collective of one float64 a key. All
-    ranks get the same values, in ``trainer.callback_metrics``, ``trainer.logged_metrics`` and every logger.
+    the interval is then formed on each rank and aggregated over the ranks: one collective, of one float64 a key and
+    rank. All ranks get the same values, in ``trainer.callback_metrics``, ``trainer.logged_metrics`` and every logger.
 
     Args:
         log: whether to log at all; if not, nothing is communicated and :attr:`series` is all there is.
@@ -140,11 +140,13 @@ class Monitor(Callback):
         keys = keys_of(self.group)
         # Not every rank has every key; a collective has one shape on all ranks, so NaN stands for "none" on the way.
         mine = torch.tensor([local.get(key.name, math.nan) for key in keys], dtype=torch.float64)
+        everyone = mine.unsqueeze(0)
         if trainer.world_size > 1:
-            mine = mine.to(trainer.strategy.root_device)
-            everyone = trainer.strategy.all_gather(mine, group=dist.group.WORLD).cpu()
-        else:
-            everyone = mine.unsqueeze(0)
+            # A sum in which every rank fills a row of its own: the one collective that all strategies have in common.
+            device = trainer.strategy.root_device
+            everyone = torch.zeros(trainer.world_size, len(keys), dtype=torch.float64, device=device)
+            everyone[trainer.global_rank] = mine.to(device)
+            everyone = trainer.strategy.reduce(everyone, group=dist.group.WORLD, reduce_op="sum")
         run: dict[str, float] = {}
         for key, column in zip(keys, everyone.T.tolist(), strict=True):
             values = [value for value in column if not math.isnan(value)]

@@ -118,7 +118,7 @@ class RunReport(Callback):
         if self._print_table:
             table.show(self.report)
         if self._write_file and not _is_fast_dev_run(trainer):
-            self._write(Path(directory) / document.FILE_NAME)
+            self._write(directory)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -137,13 +137,16 @@ class RunReport(Callback):
                 return callback
         return kind(log=False)
 
-    def _write(self, path: Path) -> None:
+    def _write(self, directory: str) -> None:
         assert self.report is not None
+        path = Path(directory) / document.FILE_NAME
         try:
+            if "://" in directory:
+                raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
             document.write(self.report, path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.
-            rank_zero_warn(f"the report was not written to {path}: {error}")
+            rank_zero_warn(f"the report was not written to {directory}: {error}")
             return
         self.path = path
         if self._print_table:

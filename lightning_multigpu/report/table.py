@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,10 +84,9 @@ def _scale(unit: str, value: float) -> tuple[str, float]:
 
 
 def _number(value: float) -> str:
-    """About three significant digits, never an exponent."""
-    size = abs(value)
-    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
-    return f"{value:,.{decimals}f}"
+    """Three significant digits, or all digits before the point; never an exponent."""
+    digits_before_point = math.floor(math.log10(abs(value))) + 1 if value else 1
+    return f"{value:,.{max(0, 3 - digits_before_point)}f}"
 
 
 def _many(count: int, noun: str) -> str:

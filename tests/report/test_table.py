@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from lightning_multigpu.report.table import show
@@ -57,6 +58,23 @@ def test_a_pipe_gets_plain_characters_and_a_terminal_gets_lines() -> None:
     report = report_of(record(0, **FIGURES))
     assert printed(report).isascii()
     assert "\x1b[" in printed(report, terminal=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0.00"),
+        (0.0000626, "0.0000626"),
+        (0.5, "0.500"),
+        (1.0, "1.00"),
+        (12.345, "12.3"),
+        (123.45, "123"),
+        (1234567.0, "1,234,567"),
+    ],
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float, shown: str) -> None:
+    text = printed(report_of(record(0, communication__busbw_gb_per_sec=value)))
+    assert cells(text, "bus bandwidth")[1] == shown
 
 
 def test_small_sizes_stay_bytes() -> None:

@@ -1,0 +1,249 @@
+"""RunReport in real fits: the file, the table, and the ways in which a fit can end."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.callbacks import (
+    KEYS,
+    CommunicationMonitor,
+    DeviceUtilizationMonitor,
+    RunReport,
+    ThroughputMonitor,
+)
+from lightning_multigpu.callbacks.keys import keys_of
+from lightning_multigpu.report.document import FILE_NAME, read
+from tests.callbacks.training import (
+    BATCH_S,
+    FEATURES,
+    HandClock,
+    RecordingLogger,
+    Regression,
+    batch_list,
+    batches,
+    trainer,
+)
+from tests.world import World, rank
+
+SAMPLES = "throughput/samples_per_sec"
+
+
+def test_alone_it_is_enough(tmp_path: Path, clock: HandClock, capsys: pytest.CaptureFixture[str]) -> None:
+    report = RunReport()
+    trainer(tmp_path, callbacks=[report]).fit(Regression(clock), batch_list([9, 4, 4, 2]))
+    assert report.path == tmp_path / FILE_NAME
+    found = read(report.path)
+    assert found == report.report
+    assert found["strategy"] == {"name": "single_device", "options": {}}
+    assert found["world"] == {"size": 1, "nodes": 1, "hosts": [platform.node()]}
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["steps"] == 4
+    metrics = found["aggregate"]["metrics"]
+    assert metrics == found["ranks"][0]["metrics"]
+    assert metrics[SAMPLES] == pytest.approx({"median": 8.0, "p95": 8.0, "mean": 20 / 3, "last": 4.0})
+    assert metrics["throughput/step_ms"]["median"] == 1e3 * BATCH_S
+    assert 0 <= metrics["device/utilization_percent"]["mean"] <= 100
+    # Nobody communicated, and nobody said how many tokens there are.
+    assert not any(key.startswith("communication/") for key in metrics)
+    assert "throughput/tokens_per_sec" not in metrics
+    printed = capsys.readouterr().out
+    assert "single_device: 1 rank on 1 node, 4 optimizer steps" in printed
+    assert "\x1b" not in printed
+    assert str(report.path) in printed
+
+
+def test_alone_it_neither_logs_nor_leaves_callbacks(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, callbacks=[RunReport()], log_every_n_steps=1)
+    before = list(fit.callbacks)  # type: ignore[attr-defined]
+    fit.fit(Regression(), batches(8))
+    assert fit.callback_metrics == {}
+    assert fit.callbacks == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["report first", "report last"])
+def test_with_monitors_nothing_is_measured_twice(tmp_path: Path, clock: HandClock, first: bool) -> None:
+    report = RunReport(print_table=False)
+    monitors = [
+        ThroughputMonitor(tokens_fn=lambda batch: 100),
+        CommunicationMonitor(),
+        DeviceUtilizationMonitor(interval_s=3600),
+    ]
+    fit = trainer(tmp_path, callbacks=[report, *monitors] if first else [*monitors, report])
+    fit.fit(Regression(clock), batches(8))
+    assert report._own == []
+    assert report.report is not None
+    metrics = report.report["aggregate"]["metrics"]
+    assert metrics["throughput/tokens_per_sec"]["mean"] == 100 / BATCH_S
+    assert metrics["device/process_rss_bytes"]["median"] == metrics["device/process_rss_bytes"]["last"]
+
+
+def test_the_keys_of_the_report_are_those_of_the_table(tmp_path: Path) -> None:
+    report = RunReport(print_table=False)
+    trainer(tmp_path, callbacks=[report]).fit(Regression(), batches(8))
+    assert report.report is not None
+    assert set(report.report["aggregate"]["metrics"]) <= {key.name for key in KEYS}
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_beside_the_logs_of_the_run(tmp_path: Path, kind: Any) -> None:
+    fit = trainer(tmp_path, logger=kind(tmp_path), callbacks=[RunReport(print_table=False), ThroughputMonitor()])
+    fit.fit(Regression(), batches(8))
+    assert fit.log_dir is not None
+    assert (Path(fit.log_dir) / FILE_NAME).exists()
+    logs = b"".join(path.read_bytes() for path in Path(fit.log_dir).iterdir() if path.name != FILE_NAME)
+    assert SAMPLES.encode() in logs
+
+
+class Stopping(Regression):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2:
+            self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "steps"),
+    [
+        (Regression, {"max_time": timedelta(microseconds=1)}, 1),
+        (Regression, {"max_steps": 3, "max_epochs": -1}, 3),
+        (Stopping, {}, 2),
+        (Regression, {"callbacks": [EarlyStopping("val_loss", patience=1, min_delta=1e9)], "max_epochs": 9}, 8),
+        (Regression, {"limit_train_batches": 0}, 0),
+    ],
+    ids=["max_time", "max_steps", "should_stop", "early stopping", "nothing to train on"],
+)
+def test_written_however_a_fit_ends_in_order(
+    tmp_path: Path, model: type[Regression], options: dict[str, Any], steps: int
+) -> None:
+    callbacks = [*options.pop("callbacks", []), RunReport(print_table=False)]
+    fit = trainer(tmp_path, callbacks=callbacks, **options)
+    fit.fit(model(), batches(16), batches(4))
+    assert read(tmp_path / FILE_NAME)["steps"] == steps
+
+
+def test_a_fit_that_fails_leaves_the_report_of_the_one_before(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise RuntimeError("broken")
+
+    trainer(tmp_path, callbacks=[RunReport(print_table=False)]).fit(Regression(), batches(8))
+    before = (tmp_path / FILE_NAME).read_bytes()
+    report = RunReport()
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer(tmp_path, callbacks=[report]).fit(Failing(), batches(8))
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    assert report.report is None
+
+
+def test_fast_dev_run_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path, callbacks=[RunReport()], fast_dev_run=True).fit(Regression(), batches(8))
+    assert "1 optimizer step " in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_fit_has_its_own_report(tmp_path: Path) -> None:
+    report = RunReport(print_table=False)
+    for size in (16, 8):
+        trainer(tmp_path, callbacks=[report]).fit(Regression(), batches(size))
+        assert read(tmp_path / FILE_NAME)["steps"] == size // 4
+
+
+def test_a_full_disk_does_not_fail_a_training_that_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("lightning_multigpu.report.document.write", full)
+    report = RunReport(print_table=False)
+    with pytest.warns(UserWarning, match="was not written to .*: no space left on device"):
+        trainer(tmp_path, callbacks=[report]).fit(Regression(), batches(8))
+    assert report.path is None
+    assert report.report is not None
+
+
+def test_a_log_directory_elsewhere_is_refused_in_words(tmp_path: Path) -> None:
+    class Remote(RecordingLogger):
+        @property
+        def save_dir(self) -> str:
+            return "s3://bucket/logs"
+
+    with pytest.warns(UserWarning, match="not written to s3://bucket/logs: the folder is not on this machine"):
+        trainer(tmp_path, callbacks=[RunReport(print_table=False)], logger=Remote()).fit(Regression(), batches(8))
+
+
+class OwnBatches(IterableDataset[Tensor]):
+    """Each rank's own batches, of its own size."""
+
+    def __init__(self, size: int, count: int = 6) -> None:
+        self.size = size
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return (torch.ones(self.size, FEATURES) for _ in range(self.count))
+
+
+@pytest.mark.filterwarnings("ignore:communication is not measured. DDPStrategy has no meter")
+@pytest.mark.parametrize("strategy", ["ring_ddp", "ddp"])
+def test_two_ranks_with_batches_of_different_size(world2: World, tmp_path: Path, strategy: str) -> None:
+    def train() -> tuple[dict[str, Any] | None, dict[str, float]]:
+        from lightning_multigpu.callbacks import throughput
+        from lightning_multigpu.callbacks.clock import HostTimeline
+
+        clock = HandClock()
+        original = throughput.timeline_of
+        throughput.timeline_of = lambda device: HostTimeline(clock)
+        try:
+            report = RunReport(print_table=False)
+            fit = trainer(
+                tmp_path, callbacks=[report, ThroughputMonitor()], strategy=strategy, devices=2, log_every_n_steps=2
+            )
+            fit.fit(Regression(clock), DataLoader(OwnBatches(4 + 2 * rank()), batch_size=None))
+        finally:
+            throughput.timeline_of = original
+        return report.report, {key: value.item() for key, value in fit.callback_metrics.items()}
+
+    (report, logged), (report_again, logged_again) = world2.run(train)
+    assert report is not None
+    assert report == report_again == read(tmp_path / FILE_NAME)
+    assert logged == logged_again
+    # 4 and 6 samples in half a second: the sum, and not one rank's figure times two.
+    assert logged[SAMPLES] == (4 + 6) / BATCH_S
+    assert logged["throughput/batches_per_sec"] == 2 / BATCH_S
+    assert logged["throughput/step_ms"] == 1e3 * BATCH_S
+    assert [entry["rank"] for entry in report["ranks"]] == [0, 1]
+    assert [entry["metrics"][SAMPLES]["median"] for entry in report["ranks"]] == [4 / BATCH_S, 6 / BATCH_S]
+    assert report["aggregate"]["metrics"][SAMPLES]["median"] == (4 + 6) / BATCH_S
+    assert report["strategy"] == {"name": strategy, "options": {}}
+    assert report["world"]["size"] == 2
+    assert report["steps"] == 6
+    communication = {key.name for key in keys_of("communication")}
+    assert communication & set(report["aggregate"]["metrics"]) == (communication if strategy == "ring_ddp" else set())
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 has no more training batches")
+def test_a_rank_that_only_repeats_a_batch_does_not_count(world2: World, tmp_path: Path) -> None:
+    def train() -> tuple[int, int]:
+        monitor = ThroughputMonitor()
+        strategy = RingDDPStrategy(uneven_inputs="join")
+        fit = trainer(tmp_path, callbacks=[monitor], strategy=strategy, devices=2)
+        fit.fit(Regression(), DataLoader(OwnBatches(4, count=6 if rank() == 0 else 3), batch_size=None))
+        return monitor.steps, len(monitor.series[SAMPLES])
+
+    assert world2.run(train) == [(6, 6), (6, 3)]
+
+
+def test_the_report_is_json_that_others_can_read(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[RunReport(print_table=False)]).fit(Regression(), batches(8))
+    text = (tmp_path / FILE_NAME).read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["schema_version"] == 1
