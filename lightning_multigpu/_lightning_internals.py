@@ -3,6 +3,10 @@
 When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from lightning.fabric.utilities.distributed import (
     # What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
     _set_num_threads_if_needed as set_num_threads_if_needed,
@@ -11,6 +15,8 @@ from lightning.fabric.utilities.imports import (
     # Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
     _IS_INTERACTIVE as IS_INTERACTIVE,
 )
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
     # Trainer also checks for this class by name when it ends children after Ctrl-C.
@@ -20,4 +26,54 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
-__all__ = ["IS_INTERACTIVE", "MultiProcessingLauncher", "SubprocessScriptLauncher", "set_num_threads_if_needed"]
+__all__ = [
+    "IS_INTERACTIVE",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "argument_of",
+    "further_ddp_options",
+    "logger_step",
+    "set_num_threads_if_needed",
+    "writes_logs_after_this_batch",
+]
+
+
+def writes_logs_after_this_batch(trainer: Trainer) -> bool:
+    """Whether Lightning writes the step's metrics to the loggers after the training batch that just ended.
+
+    No public property says so. ``trainer.should_stop``, at which Lightning writes as well, is left out on purpose: a
+    user may set it on one rank only, and a collective must not depend on that.
+    """
+    if trainer.fit_loop._should_accumulate() and trainer.lightning_module.automatic_optimization:
+        return False
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of the Trainer's helpers
+        return True
+    interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # likewise
+    return interval > 0 and (logger_step(trainer) + 1) % interval == 0
+
+
+def logger_step(trainer: Trainer) -> int:
+    """The step under which Lightning itself logs at this moment, so that all curves share one axis.
+
+    ``trainer.global_step`` is another axis: it is one ahead, and counts each optimizer of a module with several.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def argument_of(strategy: Strategy, name: str) -> Any:
+    """The value of a constructor's argument of a strategy, to say in a report what it ran with.
+
+    Lightning's strategies keep their arguments under private names.
+
+    Raises:
+        AttributeError: the strategy does not keep it.
+    """
+    for place in (name, f"_{name}"):
+        if hasattr(strategy, place):
+            return getattr(strategy, place)
+    raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")
+
+
+def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
+    """What Lightning's ``DDPStrategy`` was given for torch's ``DistributedDataParallel``: it has no names for them."""
+    return dict(getattr(strategy, "_ddp_kwargs", {}))

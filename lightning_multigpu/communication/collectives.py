@@ -105,7 +105,7 @@ class MeteredGroup:
             with self._metered("broadcast", flat.numel() * flat.element_size(), sends=dist.get_rank() == src):
                 dist.broadcast(flat, src, group=self.group)
             if dist.get_rank() != src:
-                for member, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
+                for member, part in zip(members, flat.split_with_sizes([m.numel() for m in members]), strict=True):
                     member.copy_(part.view_as(member))
 
     def barrier(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.interface import source_address
 
@@ -101,7 +101,7 @@ class FailureBoard:
         """The same board over a connection of its own, for another thread: a store's calls wait for one another."""
         assert isinstance(self._store, TCPStore)
         return FailureBoard(
-            self._store.clone(),
+            self._store.clone(),  # type: ignore[attr-defined]
             rank=self.rank,
             world_size=self.world_size,
         )

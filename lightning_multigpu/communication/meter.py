@@ -156,7 +156,7 @@ class _CudaRecord:
         self.recorded = True
 
     def done(self) -> bool:
-        return self.recorded and bool(self.end.query())
+        return self.recorded and bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def interval(self) -> Interval:
         return _on_host_clock(self.epoch, self.start), _on_host_clock(self.epoch, self.end)
@@ -169,7 +169,7 @@ class _CudaWait:
     end: torch.cuda.Event
 
     def done(self) -> bool:
-        return bool(self.end.query())
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def interval(self) -> Interval:
         return _on_host_clock(self.epoch, self.start), _on_host_clock(self.epoch, self.end)
@@ -272,7 +272,7 @@ class Meter:
         """As :meth:`begin`, timed by events: start and end are recorded on the CUDA streams current at each call."""
         record = _CudaRecord(
             operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
-            blocking, self._epoch(), _recorded_event(), torch.cuda.Event(enable_timing=True),
+            blocking, self._epoch(), _recorded_event(), torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
         )  # fmt: skip
         self._add(record)
         return record
@@ -368,14 +368,14 @@ def _payload(operation: str, group_size: int, size_bytes: int, sent_bytes: int |
 
 
 def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def _on_host_clock(epoch: tuple[torch.cuda.Event, float], event: torch.cuda.Event) -> float:
     origin, origin_s = epoch
-    return origin_s + origin.elapsed_time(event) / 1e3
+    return origin_s + float(origin.elapsed_time(event)) / 1e3
 
 
 def _sum_up(step: _PendingStep) -> StepTraffic:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
@@ -123,6 +123,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._uneven_inputs: UnevenInputs = uneven_inputs
         self._loss_reduction: LossReduction = loss_reduction
         self._loss_scale = 1.0
+        self._batch_counts = True
         self._world: MeteredGroup | None = None
         self._data: MeteredGroup | None = None
         self._own_groups: list[dist.ProcessGroup] = []
@@ -171,8 +172,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @property
     def owns_batch(self) -> bool:
-        """False where this rank's batch is a copy of another rank's: it must not be counted again."""
-        return self.global_rank % self._model_parallel_size == 0
+        """False where this rank's present batch is a copy of another rank's, or only fills a gap: it does not count."""
+        return self._batch_counts and self.global_rank % self._model_parallel_size == 0
 
     @property
     def _model_parallel_size(self) -> int:
@@ -394,7 +395,19 @@ class MultiGPUStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         loader = self.lightning_module.trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
-            self._loss_scale = loss_scale(loader.announced.popleft(), self.data_parallel_rank, self._loss_reduction)
+            announcement = loader.announced.popleft()
+            self._loss_scale = loss_scale(announcement, self.data_parallel_rank, self._loss_reduction)
+            self._batch_counts = announcement.samples[self.data_parallel_rank] > 0
+
+    # Checkpoints
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning restores weights before it converts the module: float64 weights would pass through float32.
+        if isinstance(self.precision_plugin, DoublePrecision):
+            assert self.lightning_module is not None
+            self.lightning_module.double()
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     # Training
 

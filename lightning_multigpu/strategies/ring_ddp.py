@@ -75,6 +75,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._buffers: MeteredGroup | None = None
         self._reducer: GradientReducer | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``DistributedDataParallel`` that this strategy runs with, for reports."""
+        return {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
+
     @override
     def setup_environment(self) -> None:
         if self.root_device.type == "cuda":

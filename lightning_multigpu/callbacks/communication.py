@@ -1,0 +1,101 @@
+"""What the communication between ranks costs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_multigpu.callbacks.keys import Group, documents_keys
+from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.communication.meter import Meter, StepTraffic, sent_share
+
+DATA_AXIS = "data"
+"""The meter's group of gradients; metric reductions and the like have groups of their own."""
+
+
+def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
+    """The figures of one optimizer step of one rank, each with its weight in a mean.
+
+    Bandwidths weigh as much as the time that they were measured over, so that their mean is bytes over time.
+    """
+    values = {
+        "communication/total_ms": (step.total_s * 1e3, 1.0),
+        "communication/exposed_ms": (step.exposed_s * 1e3, 1.0),
+        "communication/sent_bytes": (float(step.sent_bytes), 1.0),
+    }
+    gradients = [totals for totals in step.of("all_reduce", DATA_AXIS) if totals.group_size > 1]
+    seconds = sum(totals.total_s for totals in gradients)
+    if gradients:
+        values["communication/all_reduce_ms"] = (seconds * 1e3, 1.0)
+    if seconds > 0:
+        bus_bytes = sum(totals.size_bytes * sent_share("all_reduce", totals.group_size) for totals in gradients)
+        values["communication/algbw_gb_per_sec"] = (sum(t.size_bytes for t in gradients) / seconds / 1e9, seconds)
+        values["communication/busbw_gb_per_sec"] = (bus_bytes / seconds / 1e9, seconds)
+    return values
+
+
+@documents_keys("communication")
+class CommunicationMonitor(Monitor):
+    """Time and bytes of the communication between ranks, per optimizer step, read from the strategy's meter.
+
+    Strategies without a meter (Lightning's own) get a warning and no figures; so does, without a warning, a world of
+    one rank, in which nothing is communicated. Transfers outside optimizer steps are charged to the step that they
+    come before, unless the strategy discards them.
+
+    Args:
+        log: whether to log, or only to collect for a report.
+    """
+
+    group: ClassVar[Group] = "communication"
+
+    @override
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter = _meter_of(trainer)
+        self._next_step = 0 if self._meter is None else self._meter.steps_ended
+        if self._meter is None and trainer.world_size > 1:
+            rank_zero_warn(
+                f"communication is not measured: {type(trainer.strategy).__name__} has no meter; the strategies of "
+                "lightning_multigpu do, strategy='ring_ddp' for example."
+            )
+
+    @override
+    def measures(self, trainer: Trainer) -> bool:
+        return _meter_of(trainer) is not None
+
+    @override
+    def collect(self, trainer: Trainer, pl_module: LightningModule, batch: object) -> None:
+        if self._meter is not None:
+            self._read(self._meter)
+
+    @override
+    def settle(self) -> None:
+        # The newest step may have transfers under way, so it may count for the next interval; forcing it would lose
+        # them. Only the first interval must not be empty: callbacks that monitor a key want to find it.
+        if not self.series:
+            self.finish()
+
+    @override
+    def finish(self) -> None:
+        if self._meter is not None:
+            self._meter.flush()
+            self._read(self._meter)
+
+    def _read(self, meter: Meter) -> None:
+        """Takes over the steps that the meter has finished since the last time."""
+        fresh: list[StepTraffic] = []
+        for step in reversed(meter.steps):
+            if step.index < self._next_step:
+                break
+            fresh.append(step)
+        for step in reversed(fresh):
+            self._next_step = step.index + 1
+            for key, (value, weight) in figures(step).items():
+                self.observe(key, value, weight)
+
+
+def _meter_of(trainer: Trainer) -> Meter | None:
+    meter = getattr(trainer.strategy, "meter", None)
+    return meter if isinstance(meter, Meter) and trainer.world_size > 1 else None

@@ -1,0 +1,84 @@
+"""How busy the devices are, how much memory they use and how much power they draw."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_multigpu.callbacks.keys import Group, documents_keys
+from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.probes import Probe, probes_of
+from lightning_multigpu.callbacks.sampler import BackgroundSampler, Sample
+
+
+@documents_keys("device")
+class DeviceUtilizationMonitor(Monitor):
+    """Utilization, memory, power and temperature of every rank's device, and the load of its host.
+
+    NVIDIA GPUs are read through NVML (``pip install 'lightning-multigpu[gpu]'``), hosts and CPU ranks through psutil.
+    A background thread takes a sample every ``interval_s``, from the start of training to its end, validation
+    included; statistics are over samples, not over steps. The first interval has at least one sample, taken at its
+    end; a later one without a sample logs nothing. The thread ends with training, also when it fails.
+
+    Args:
+        interval_s: seconds from one sample to the next.
+        log: whether to log, or only to collect for a report.
+
+    Raises:
+        ValueError: ``interval_s`` is not above 0.
+    """
+
+    group: ClassVar[Group] = "device"
+    warm_up: ClassVar[int] = 0
+
+    def __init__(self, *, interval_s: float = 0.5, log: bool = True) -> None:
+        super().__init__(log=log)
+        if not interval_s > 0:
+            raise ValueError(f"interval_s={interval_s}: the time between two samples must be above 0 seconds")
+        self._interval_s = interval_s
+        self._probes: list[Probe] = []
+        self._sampler: BackgroundSampler | None = None
+
+    @override
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end()
+        self._probes = probes_of(trainer.strategy.root_device)
+        self._sampler = BackgroundSampler(self._read, interval_s=self._interval_s)
+        self._sampler.start()
+
+    @override
+    def collect(self, trainer: Trainer, pl_module: LightningModule, batch: object) -> None:
+        self._record(first_now=False)
+
+    @override
+    def settle(self) -> None:
+        self._record(first_now=True)
+
+    @override
+    def end(self) -> None:
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            sampler.stop()
+        probes, self._probes = self._probes, []
+        for probe in probes:
+            probe.close()
+
+    def _read(self) -> Sample:
+        return {key: value for probe in self._probes for key, value in probe.read().items()}
+
+    def _record(self, *, first_now: bool) -> None:
+        if self._sampler is None:
+            return
+        try:
+            samples = self._sampler.take(first_now=first_now)
+        except Exception as error:
+            # Figures about the device are not worth a training run.
+            rank_zero_warn(f"devices are not measured any longer: {type(error).__name__}: {error}")
+            self.end()
+            return
+        for sample in samples:
+            for key, value in sample.items():
+                self.observe(key, value)

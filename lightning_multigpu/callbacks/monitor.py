@@ -1,0 +1,167 @@
+"""What the monitors share: values of this rank in, one small collective a logging interval, logged figures out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import logger_step, writes_logs_after_this_batch
+from lightning_multigpu.callbacks.keys import Group, keys_of
+from lightning_multigpu.report.statistics import Series, Statistics, aggregate
+
+
+class Monitor(Callback):
+    """Collects figures on every rank while it trains; subclasses say which.
+
+    An interval ends with every batch after which Lightning writes to its loggers (``Trainer(log_every_n_steps=)``),
+    and, when at least one optimizer step was completed since, before a validation and at the end of an epoch. So the
+    keys are in ``trainer.callback_metrics`` when ``ModelCheckpoint`` or ``EarlyStopping`` asks for them. The mean of
+    the interval is then formed on each rank and aggregated over the ranks: one collective of one float64 a key. All
+    ranks get the same values, in ``trainer.callback_metrics``, ``trainer.logged_metrics`` and every logger.
+
+    Args:
+        log: whether to log at all; if not, nothing is communicated and :attr:`series` is all there is.
+    """
+
+    group: ClassVar[Group]
+    warm_up: ClassVar[int] = 1
+
+    def __init__(self, *, log: bool = True) -> None:
+        self.series: dict[str, Series] = {}
+        self._log = log
+        self._interval: dict[str, tuple[float, float]] = {}
+        self._interval_start_step = 0
+        self._logger_step = 0
+
+    def statistics(self) -> dict[str, Statistics]:
+        """Statistics of this rank over the fit that runs or ran last, in the table's order; keys without a value are
+        absent."""
+        by_key = {
+            key.name: self.series[key.name].statistics() for key in keys_of(self.group) if key.name in self.series
+        }
+        return {name: statistics for name, statistics in by_key.items() if statistics is not None}
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A fit that has nothing left to train never reaches on_train_start: it must not show the fit before it.
+        self.series = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._interval = {}
+        self._interval_start_step = trainer.global_step
+        self.begin(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # At the end of an epoch Lightning's counter is one ahead of the step under which it logs.
+        self._logger_step = logger_step(trainer)
+        self.collect(trainer, pl_module, batch)
+        if writes_logs_after_this_batch(trainer):
+            self._end_interval(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.pause()
+            self._end_interval(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.pause()
+        self._end_interval(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.finish()
+        self.end()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.end()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.end()
+
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training starts on this rank."""
+
+    def collect(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """A training batch has ended on this rank; must not wait for a device."""
+
+    def pause(self) -> None:
+        """Something that is not training begins; training goes on with the next ``on_train_batch_start``."""
+
+    def settle(self) -> None:
+        """An interval ends: record what can be known by waiting for the device."""
+
+    def finish(self) -> None:
+        """Training has ended in order: record what is still missing."""
+        self.settle()
+
+    def end(self) -> None:
+        """Training is over, one way or another; may be called more than once."""
+
+    def measures(self, trainer: Trainer) -> bool:
+        """Whether there is anything to log under this strategy; the same answer on every rank."""
+        return True
+
+    def observe(self, key: str, value: float, weight: float = 1.0) -> None:
+        """Records one value of this rank; ``weight`` counts in means (see :meth:`Series.append`)."""
+        if key not in self.series:
+            self.series[key] = Series(warm_up=self.warm_up)
+        self.series[key].append(value, weight)
+        if self._log:
+            total, total_weight = self._interval.get(key, (0.0, 0.0))
+            self._interval[key] = (total + value * weight, total_weight + weight)
+
+    def _end_interval(self, trainer: Trainer) -> None:
+        if not self._log or trainer.global_step == self._interval_start_step:
+            return
+        self._interval_start_step = trainer.global_step
+        if not self.measures(trainer):
+            return
+        self.settle()
+        local = {key: total / weight for key, (total, weight) in self._interval.items()}
+        self._interval = {}
+        record(trainer, self._over_ranks(trainer, local), self._logger_step)
+
+    def _over_ranks(self, trainer: Trainer, local: dict[str, float]) -> dict[str, float]:
+        """The run's value of each key that any rank has: the same on every rank."""
+        keys = keys_of(self.group)
+        # Not every rank has every key; a collective has one shape on all ranks, so NaN stands for "none" on the way.
+        mine = torch.tensor([local.get(key.name, math.nan) for key in keys], dtype=torch.float64)
+        if trainer.world_size > 1:
+            mine = mine.to(trainer.strategy.root_device)
+            everyone = trainer.strategy.all_gather(mine, group=dist.group.WORLD).cpu()
+        else:
+            everyone = mine.unsqueeze(0)
+        run: dict[str, float] = {}
+        for key, column in zip(keys, everyone.T.tolist(), strict=True):
+            values = [value for value in column if not math.isnan(value)]
+            if values:
+                run[key.name] = aggregate(values, key.aggregation)
+        return run
+
+
+def record(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    """Puts figures where ``self.log`` puts them, at once: some intervals end in hooks where it is too late to log.
+
+    They go through float64, as bytes do not fit float32.
+    """
+    if not values:
+        return
+    tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
+    trainer.callback_metrics.update(tensors)
+    trainer.logged_metrics.update(tensors)
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=step)

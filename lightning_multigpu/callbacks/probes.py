@@ -1,0 +1,159 @@
+"""Where figures about devices come from: NVML for NVIDIA GPUs, the operating system for everything else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import psutil
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+
+class Probe(Protocol):
+    """Something that can be asked how a device is doing."""
+
+    def read(self) -> dict[str, float]:
+        """The present figures under the keys of the table; what has no meaning here is absent."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the probe holds; may be called more than once."""
+        ...
+
+
+class HostProbe:
+    """This process and its host.
+
+    Shares of processor time are taken between two readings, the first one reaching back to when the probe was made.
+    Worker processes of data loaders count for the host, not for the process.
+
+    Args:
+        is_device: the model trains on the CPU, so that the process's processor time is the device's utilization.
+        num_threads: intra-op threads of the process; as many cores, of those that it may use, are its 100 %.
+        clock: seconds, monotonic.
+        process_clock: processor time of all threads of this process, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_device: bool,
+        num_threads: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        process_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._is_device = is_device
+        self._process = psutil.Process()
+        self._clock = clock
+        self._process_clock = process_clock
+        self._cores = min(num_threads or torch.get_num_threads(), _usable_cores())
+        self._read_s = clock()
+        self._process_s = process_clock()
+        self._host = _host_seconds()
+
+    def read(self) -> dict[str, float]:
+        figures = {"device/process_rss_bytes": float(self._process.memory_info().rss)}
+        if self._is_device:
+            figures["device/memory_used_bytes"] = float(psutil.virtual_memory().used)
+        now_s, process_s, (busy_s, total_s) = self._clock(), self._process_clock(), _host_seconds()
+        wall_s, host_s = now_s - self._read_s, total_s - self._host[1]
+        if self._is_device and wall_s > 0:
+            # The process has more threads than those that compute, so it can take more than its 100 %.
+            figures["device/utilization_percent"] = _percent(process_s - self._process_s, wall_s * self._cores)
+        if host_s > 0:
+            figures["device/cpu_percent"] = _percent(busy_s - self._host[0], host_s)
+        self._read_s, self._process_s, self._host = now_s, process_s, (busy_s, total_s)
+        return figures
+
+    def close(self) -> None:
+        return None
+
+
+class NvmlProbe:
+    """One NVIDIA GPU, through NVML: the figures that ``nvidia-smi`` shows.
+
+    What the GPU does not report (power on some virtual machines, utilization of a MIG slice) is absent.
+
+    Args:
+        uuid: the GPU's identity, ``GPU-...``; indices of NVML and CUDA differ under ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        ImportError: nvidia-ml-py is not installed.
+        RuntimeError: NVML does not answer or does not know the GPU.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        pynvml = importlib.import_module("pynvml")
+        self._nvml: Any | None = None
+        try:
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except pynvml.NVMLError as error:
+            self.close()
+            raise RuntimeError(f"NVML gives no access to {uuid}: {error}") from error
+        self._readings: dict[str, Callable[[], float]] = {
+            "device/utilization_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu,
+            "device/memory_used_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used,
+            "device/power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
+            "device/temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(
+                self._handle, pynvml.NVML_TEMPERATURE_GPU
+            ),
+        }
+
+    def read(self) -> dict[str, float]:
+        if self._nvml is None:
+            return {}
+        figures: dict[str, float] = {}
+        for key, reading in list(self._readings.items()):
+            try:
+                figures[key] = float(reading())
+            except self._nvml.NVMLError_NotSupported:
+                del self._readings[key]
+            except self._nvml.NVMLError:
+                continue
+        return figures
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            nvml, self._nvml = self._nvml, None
+            nvml.nvmlShutdown()
+
+
+def probes_of(device: torch.device) -> list[Probe]:
+    """The probes of a rank that trains on ``device``; says once what is missing for more."""
+    probes: list[Probe] = [HostProbe(is_device=device.type == "cpu")]
+    if device.type == "cuda":
+        try:
+            probes.append(NvmlProbe(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+        except ImportError:
+            rank_zero_warn(
+                "utilization, memory and power of the GPUs are not measured: nvidia-ml-py is not installed; "
+                "pip install 'lightning-multigpu[gpu]'"
+            )
+        except RuntimeError as error:
+            rank_zero_warn(f"utilization, memory and power of the GPUs are not measured: {error}")
+    return probes
+
+
+def _usable_cores() -> int:
+    """Cores that the scheduler may give to this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _host_seconds() -> tuple[float, float]:
+    """Processor time since the host's start, over all cores: busy and in all, in seconds."""
+    times = psutil.cpu_times()
+    # On Linux "user" and "nice" include the time of guests.
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
+def _percent(part: float, whole: float) -> float:
+    return min(100.0, max(0.0, 100.0 * part / whole))

@@ -1,0 +1,188 @@
+"""The figures of a whole fit, as a table and as a file."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_multigpu.callbacks.communication import CommunicationMonitor
+from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
+from lightning_multigpu.callbacks.keys import AGGREGATIONS
+from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.strategy_identity import identify
+from lightning_multigpu.callbacks.throughput import ThroughputMonitor
+from lightning_multigpu.report import document, table
+
+_Object = TypeVar("_Object")
+_Monitor = TypeVar("_Monitor", bound=Monitor)
+
+
+class RunReport(Callback):
+    """Prints what a fit achieved and cost, and writes it to ``multigpu_report.json``.
+
+    The file goes to ``trainer.log_dir``, else to ``trainer.default_root_dir``, is replaced atomically and follows
+    :mod:`lightning_multigpu.report.schema`. It is written however a fit ends in order: by ``max_epochs``,
+    ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and leaves one that
+    an earlier fit wrote; ``fast_dev_run`` prints the table only, like Lightning writes no logs then.
+
+    It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
+    ``tokens_fn`` to a :class:`ThroughputMonitor` of your own), and from silent ones of its own for the rest.
+
+    Args:
+        print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
+        write_file: whether rank 0 writes the file.
+    """
+
+    def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
+        self.report: dict[str, Any] | None = None
+        """The newest report, as a dictionary, on every rank; None before the first."""
+        self.path: Path | None = None
+        """Where the newest report was written, on rank 0."""
+        self._print_table = print_table
+        self._write_file = write_file
+        self._own: list[Monitor] = []
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._throughput = self._monitor(trainer, ThroughputMonitor)
+        self._monitors = (
+            self._throughput,
+            self._monitor(trainer, CommunicationMonitor),
+            self._monitor(trainer, DeviceUtilizationMonitor),
+        )
+        self._own = [monitor for monitor in self._monitors if monitor not in _callbacks(trainer)]
+        for monitor in self._own:
+            monitor.on_fit_start(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for monitor in self._own:
+            monitor.on_train_start(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        for monitor in self._own:
+            monitor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for monitor in self._own:
+            monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for monitor in self._own:
+            monitor.on_validation_start(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for monitor in self._own:
+            monitor.on_train_epoch_end(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for monitor in self._own:
+            monitor.on_train_end(trainer, pl_module)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        record = document.RankRecord(
+            rank=trainer.global_rank,
+            node=trainer.node_rank,
+            host=socket.gethostname(),
+            steps=self._throughput.steps,
+            metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
+        )
+        name, options = identify(trainer.strategy)
+        self.report = document.build(
+            _gather(trainer, record),
+            strategy=name,
+            options=options,
+            versions=_versions(trainer.strategy.root_device),
+            aggregations=AGGREGATIONS,
+        )
+        directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
+        if not trainer.is_global_zero:
+            return
+        if self._print_table:
+            table.show(self.report)
+        if self._write_file and not _is_fast_dev_run(trainer):
+            self._write(Path(directory) / document.FILE_NAME)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        for monitor in self._own:
+            monitor.on_exception(trainer, pl_module, exception)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for monitor in self._own:
+            monitor.teardown(trainer, pl_module, stage)
+
+    def _monitor(self, trainer: Trainer, kind: type[_Monitor]) -> _Monitor:
+        """The trainer's monitor of this kind, so that nothing is measured twice; else a silent one of our own."""
+        for callback in _callbacks(trainer):
+            if isinstance(callback, kind):
+                return callback
+        return kind(log=False)
+
+    def _write(self, path: Path) -> None:
+        assert self.report is not None
+        try:
+            document.write(self.report, path)
+        except OSError as error:
+            # Training has succeeded by now; a full disk must not make it look as if it had not.
+            rank_zero_warn(f"the report was not written to {path}: {error}")
+            return
+        self.path = path
+        if self._print_table:
+            print(f"written to {path}")
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    # Lightning attaches the list when the Trainer is made, without an annotation.
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def _is_fast_dev_run(trainer: Trainer) -> bool:
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # likewise
+
+
+def _gather(trainer: Trainer, record: _Object) -> list[_Object]:
+    """One object of every rank, on every rank."""
+    gather_objects = getattr(trainer.strategy, "gather_objects", None)
+    if gather_objects is not None:
+        return list(gather_objects(record))
+    if trainer.world_size == 1:
+        return [record]
+    gathered: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(gathered, record)
+    return gathered
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    from lightning_multigpu import __version__
+
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "lightning_multigpu": __version__,
+    }
+    if device.type == "cuda":
+        versions["gpu"] = torch.cuda.get_device_name(device)
+        if torch.version.cuda is not None:
+            versions["cuda"] = torch.version.cuda
+    return versions

@@ -1,0 +1,229 @@
+"""How much is trained on per second."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.data import extract_batch_size
+from typing_extensions import override
+
+from lightning_multigpu.callbacks.clock import Lap, Stopwatch, timeline_of
+from lightning_multigpu.callbacks.keys import Group, documents_keys
+from lightning_multigpu.callbacks.monitor import Monitor
+
+_COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+_RATES = {
+    "throughput/samples_per_sec": "device/samples_per_sec",
+    "throughput/batches_per_sec": "device/batches_per_sec",
+    "throughput/tokens_per_sec": "device/items_per_sec",
+    "throughput/flops_per_sec": "device/flops_per_sec",
+    "throughput/mfu": "device/mfu",
+}
+
+
+@dataclass
+class _Work:
+    """What a rank did in one optimizer step; None where it is not known."""
+
+    batches: int = 0
+    samples: int | None = 0
+    tokens: int | None = 0
+    flops: float | None = 0.0
+
+    def add(self, samples: int | None, tokens: int | None, flops: float | None) -> None:
+        self.batches += 1
+        self.samples = None if samples is None or self.samples is None else self.samples + samples
+        self.tokens = None if tokens is None or self.tokens is None else self.tokens + tokens
+        self.flops = None if flops is None or self.flops is None else self.flops + flops
+
+
+@documents_keys("throughput")
+class ThroughputMonitor(Monitor):
+    """Samples, batches, tokens and floating-point operations per second, and the time per optimizer step.
+
+    Right for batches of any size and for accumulation, and under meshes: only ranks with a batch of their own
+    (``strategy.owns_batch``) count, so nothing is multiplied by the size of the world. Time of validation, of
+    checkpoints written at its end, and between epochs is not charged. On a GPU steps are timed by events; the device
+    is waited for once an interval, not once a step.
+
+    Args:
+        batch_size_fn: samples in a batch; by default the first dimension of the first tensor found in it.
+        tokens_fn: tokens in a batch, or the name of a key or attribute of the batch that says so. It should not read
+            a tensor on a GPU, which would wait for the device at every batch.
+        flops_per_sample: floating-point operations, forward and backward, that the whole model needs for one sample,
+            or a function from a batch to those of the batch. By default the module's attribute ``flops_per_batch``,
+            if it has one (see ``lightning.fabric.utilities.throughput.measure_flops``).
+        peak_flops: FLOP/s of one device at its best; by default what Lightning knows of the device and the precision.
+        log: whether to log, or only to collect for a report.
+
+    Raises:
+        ValueError: ``flops_per_sample`` or ``peak_flops`` is not above 0; while training, ``tokens_fn`` names what a
+            batch does not have.
+    """
+
+    group: ClassVar[Group] = "throughput"
+
+    def __init__(
+        self,
+        *,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        tokens_fn: Callable[[Any], int] | str | None = None,
+        flops_per_sample: float | Callable[[Any], float] | None = None,
+        peak_flops: float | None = None,
+        log: bool = True,
+    ) -> None:
+        super().__init__(log=log)
+        if isinstance(flops_per_sample, int | float) and not flops_per_sample > 0:
+            raise ValueError(f"flops_per_sample={flops_per_sample}: must be above 0; leave it out if it is not known")
+        if peak_flops is not None and not peak_flops > 0:
+            raise ValueError(f"peak_flops={peak_flops}: must be above 0 FLOP/s; leave it out if it is not known")
+        self._batch_size_fn = batch_size_fn
+        self._tokens_fn = tokens_fn
+        self._flops_per_sample = flops_per_sample
+        self._peak_flops = peak_flops
+        self.steps = 0
+
+    @override
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.steps = 0
+        self._stopwatch = Stopwatch(timeline_of(trainer.strategy.root_device))
+        self._pending: deque[tuple[Lap, int, _Work]] = deque()
+        self._work = _Work()
+        self._last_global_step = trainer.global_step
+        self._batch_size_known = True
+        self._rates = _Rates(self._peak_flops_per_batch(trainer))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._stopwatch.start()
+
+    @override
+    def collect(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        if batch is not None and getattr(trainer.strategy, "owns_batch", True):
+            self._count(pl_module, batch)
+        new_steps = trainer.global_step - self._last_global_step
+        if new_steps > 0:
+            self._last_global_step = trainer.global_step
+            self.steps += new_steps
+            self._pending.append((self._stopwatch.lap(), new_steps, self._work))
+            self._work = _Work()
+        while self._pending and self._pending[0][0].ready():
+            self._resolve(*self._pending.popleft())
+
+    @override
+    def pause(self) -> None:
+        self._stopwatch.pause()
+
+    @override
+    def settle(self) -> None:
+        while self._pending:
+            self._pending[0][0].wait()
+            self._resolve(*self._pending.popleft())
+
+    def _count(self, pl_module: LightningModule, batch: Any) -> None:
+        samples = self._samples(batch)
+        if samples == 0:
+            return
+        tokens = self._tokens(batch)
+        if tokens is not None and tokens < (samples or 1):
+            raise ValueError(
+                f"tokens_fn={self._tokens_fn!r} gave {tokens} tokens for a batch of {samples} samples: a sample has at "
+                "least 1 token; count all tokens of the batch"
+            )
+        self._work.add(samples, tokens, self._flops(pl_module, batch, samples))
+
+    def _samples(self, batch: Any) -> int | None:
+        if self._batch_size_fn is not None:
+            return int(self._batch_size_fn(batch))
+        if not self._batch_size_known:
+            return None
+        try:
+            return extract_batch_size(batch)
+        except (MisconfigurationException, RecursionError):
+            self._batch_size_known = False
+            rank_zero_warn(
+                f"samples per second are not measured: no tensor was found in the batch, a {type(batch).__name__}. "
+                "Pass ThroughputMonitor(batch_size_fn=...) to say how many samples it holds."
+            )
+            return None
+
+    def _tokens(self, batch: Any) -> int | None:
+        name = self._tokens_fn
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            return int(name(batch))
+        if isinstance(batch, Mapping) and name in batch:
+            return int(batch[name])
+        if hasattr(batch, name):
+            return int(getattr(batch, name))
+        raise ValueError(
+            f"tokens_fn={name!r}: the batch, a {type(batch).__name__}, has no such key or attribute; pass a function "
+            "from a batch to its number of tokens"
+        )
+
+    def _flops(self, pl_module: LightningModule, batch: Any, samples: int | None) -> float | None:
+        if callable(self._flops_per_sample):
+            return float(self._flops_per_sample(batch))
+        if self._flops_per_sample is not None:
+            return None if samples is None else self._flops_per_sample * samples
+        flops: float | None = getattr(pl_module, "flops_per_batch", None)
+        return flops
+
+    def _peak_flops_per_batch(self, trainer: Trainer) -> float | None:
+        """FLOP/s of all devices that work on one batch together: under a mesh a rank's batch is not its work alone."""
+        peak = self._peak_flops
+        # Lightning warns about devices that it does not know: only where the answer would be used.
+        if peak is None and (self._flops_per_sample or hasattr(trainer.lightning_module, "flops_per_batch")):
+            dtype = _COMPUTE_DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)
+            peak = get_available_flops(trainer.strategy.root_device, dtype)
+        if peak is None:
+            return None
+        return peak * trainer.world_size / getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+
+    def _resolve(self, lap: Lap, steps: int, work: _Work) -> None:
+        seconds = lap.seconds
+        if seconds <= 0:
+            return
+        self.observe("throughput/step_ms", seconds / steps * 1e3, weight=steps)
+        for key, value in self._rates.of(seconds, work).items():
+            self.observe(key, value, weight=seconds)
+
+
+class _Rates:
+    """Lightning's :class:`Throughput` over one optimizer step at a time.
+
+    Its own multiplication by the world's size is kept out (``world_size=1``): ranks are summed up later, each with
+    what it really did.
+    """
+
+    def __init__(self, peak_flops: float | None) -> None:
+        self._peak_flops = peak_flops
+
+    def of(self, seconds: float, work: _Work) -> dict[str, float]:
+        """The rates of one step in which ``work`` took ``seconds``; what is not known is absent."""
+        if work.batches == 0:
+            return {}
+        throughput = Throughput(available_flops=self._peak_flops, world_size=1, window_size=2)
+        nothing = {"lengths": None if work.tokens is None else 0, "flops": None if work.flops is None else 0}
+        throughput.update(time=0.0, batches=0, samples=0, **nothing)
+        throughput.update(
+            time=seconds,
+            batches=work.batches,
+            samples=work.batches if work.samples is None else work.samples,
+            lengths=work.tokens,
+            flops=work.flops,  # type: ignore[arg-type]  # an int by its annotation, but it is only summed
+        )
+        computed = throughput.compute()
+        rates = {key: float(computed[name]) for key, name in _RATES.items() if name in computed}
+        if work.samples is None:
+            del rates["throughput/samples_per_sec"]
+        return rates

@@ -1,0 +1,104 @@
+"""The report of one run as a JSON document, and its way to disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_multigpu.report.schema import SCHEMA_VERSION, validate
+from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
+
+FILE_NAME = "multigpu_report.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What one rank contributes: who it is and what it measured."""
+
+    rank: int
+    node: int
+    host: str
+    steps: int
+    metrics: Mapping[str, Statistics]
+
+
+def build(
+    records: Sequence[RankRecord],
+    *,
+    strategy: str,
+    options: Mapping[str, Any],
+    versions: Mapping[str, str],
+    aggregations: Mapping[str, Aggregation],
+) -> dict[str, Any]:
+    """The document of :mod:`lightning_multigpu.report.schema`.
+
+    Args:
+        records: one a rank, in any order.
+        strategy: the name to pass to ``Trainer(strategy=...)``, or the class where it has none.
+        options: the strategy's options that are not at their default, JSON-able.
+        versions: of the software that took part, by name.
+        aggregations: how each key's values become the run's; the keys of the report come in this order.
+
+    Raises:
+        ValueError: there is no record, or two have the same rank.
+    """
+    in_order = sorted(records, key=lambda record: record.rank)
+    ranks = [record.rank for record in in_order]
+    if ranks != list(range(len(records))) or not ranks:
+        raise ValueError(f"ranks={ranks}: a report needs one record of each rank from 0 on")
+    hosts: dict[int, str] = {}
+    for record in in_order:
+        hosts.setdefault(record.node, record.host)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "strategy": {"name": strategy, "options": dict(options)},
+        "world": {"size": len(ranks), "nodes": len(hosts), "hosts": [hosts[node] for node in sorted(hosts)]},
+        "versions": dict(versions),
+        "steps": max(record.steps for record in in_order),
+        "ranks": [
+            {
+                "rank": record.rank,
+                "host": record.host,
+                "metrics": {key: dict(record.metrics[key]) for key in aggregations if key in record.metrics},
+            }
+            for record in in_order
+        ],
+        "aggregate": {"metrics": aggregate_ranks([record.metrics for record in in_order], aggregations)},
+    }
+
+
+def write(report: Mapping[str, Any], path: Path) -> None:
+    """Writes the document atomically: readers see the old file or the new one, never a part of it.
+
+    Raises:
+        ReportError: the document breaks the schema.
+        OSError: the folder cannot be made or written to.
+    """
+    validate(report)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)  # mkstemp lets nobody else read
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a document back.
+
+    Raises:
+        ReportError: it is no JSON, or breaks the schema.
+        OSError: there is no such file, or it cannot be read.
+    """
+    report: dict[str, Any] = validate(path.read_text(encoding="utf-8"))
+    return report

@@ -1,0 +1,132 @@
+"""The meter with a clock that the test moves: every figure is known exactly."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from lightning_multigpu.communication.meter import Meter, merged, sent_share
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def meter(clock: Clock) -> Meter:
+    return Meter(clock=clock)
+
+
+def test_all_reduce_factor_is_the_formula() -> None:
+    assert [sent_share("all_reduce", n) for n in (1, 2, 4, 8)] == [0.0, 1.0, 1.5, 1.75]
+    assert sent_share("all_gather", 4) == 0.75
+
+
+@pytest.mark.parametrize(("operation", "group_size", "word"), [("dance", 2, "dance"), ("all_reduce", 0, "group_size=0")])
+def test_unknown_operations_and_sizes_are_named(operation: str, group_size: int, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        sent_share(operation, group_size)
+
+
+def test_hidden_and_exposed_parts(meter: Meter, clock: Clock) -> None:
+    """Buckets travel from 1 to 4 and from 5 to 9; the main thread waits from 7 on: 2 of 7 seconds are exposed."""
+    clock.now = 1.0
+    first = meter.begin("all_reduce", group="data", group_size=2, size_bytes=100)
+    clock.now = 4.0
+    first.finish()
+    clock.now = 5.0
+    second = meter.begin("all_reduce", group="data", group_size=2, size_bytes=60, sent_bytes=64)
+    clock.now = 9.0
+    second.finish()
+    meter.waited(7.0, 9.5)
+    clock.now = 10.0
+    meter.end_step()
+
+    (step,) = meter.steps
+    (totals,) = step.operations
+    assert (step.start_s, step.end_s, step.index) == (0.0, 10.0, 0)
+    assert (totals.count, totals.size_bytes, totals.sent_bytes) == (2, 160, 164)
+    assert (totals.total_s, totals.exposed_s, totals.hidden_s) == (7.0, 2.0, 5.0)
+    assert (step.total_s, step.exposed_s, step.hidden_s, step.sent_bytes) == (7.0, 2.0, 5.0, 164)
+    assert totals.algbw_bytes_per_s == pytest.approx(160 / 7)
+    assert totals.busbw_bytes_per_s == pytest.approx(160 / 7)
+
+
+def test_blocking_transfers_are_exposed_as_a_whole(meter: Meter, clock: Clock) -> None:
+    with meter.blocking("broadcast", group="world", group_size=4, size_bytes=8):
+        clock.now = 2.0
+    meter.end_step()
+    assert meter.steps[0].exposed_s == 2.0
+
+
+def test_overlapping_transfers_are_not_counted_twice(meter: Meter, clock: Clock) -> None:
+    both = [meter.begin("all_reduce", group=name, group_size=2, size_bytes=1) for name in ("data", "metrics")]
+    clock.now = 3.0
+    for transfer in both:
+        transfer.finish()
+    meter.end_step()
+    step = meter.steps[0]
+    assert step.total_s == 3.0
+    assert [totals.total_s for totals in step.operations] == [3.0, 3.0]
+    assert len(step.of("all_reduce")) == 2
+    assert len(step.of("all_reduce", "data")) == 1
+
+
+def test_a_step_waits_for_its_transfers(meter: Meter, clock: Clock) -> None:
+    late = meter.begin("all_gather", group="control", group_size=2, size_bytes=4)
+    meter.end_step()
+    meter.end_step()
+    assert meter.steps_ended == 2
+    assert not meter.steps
+    clock.now = 1.0
+    late.finish()
+    meter.end_step()
+    assert [step.index for step in meter.steps] == [0, 1, 2]
+
+
+def test_flush_leaves_out_what_nobody_waits_for(meter: Meter) -> None:
+    meter.begin("all_gather", group="control", group_size=2, size_bytes=4)
+    meter.end_step()
+    meter.flush()
+    assert len(meter.steps) == 1
+    assert meter.steps[0].operations == ()
+
+
+def test_discarded_traffic_belongs_to_no_step(meter: Meter, clock: Clock) -> None:
+    meter.begin("barrier", group="world", group_size=2, size_bytes=0).finish()
+    clock.now = 5.0
+    meter.discard()
+    clock.now = 6.0
+    meter.end_step()
+    assert meter.steps[0].operations == ()
+    assert meter.steps[0].start_s == 5.0
+
+
+def test_bandwidth_is_absent_where_no_time_was_measured(meter: Meter) -> None:
+    meter.begin("all_reduce", group="data", group_size=2, size_bytes=1).finish()
+    meter.end_step()
+    assert meter.steps[0].operations[0].algbw_bytes_per_s is None
+    assert meter.steps[0].operations[0].busbw_bytes_per_s is None
+
+
+def test_history_is_bounded_and_survives_pickling_as_a_size() -> None:
+    meter = pickle.loads(pickle.dumps(Meter(history=3)))
+    for _ in range(5):
+        meter.end_step()
+    assert [step.index for step in meter.steps] == [2, 3, 4]
+    with pytest.raises(ValueError, match="history=0"):
+        Meter(history=0)
+
+
+def test_union_of_intervals() -> None:
+    assert merged([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]

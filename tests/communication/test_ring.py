@@ -1,0 +1,136 @@
+"""The ring: its schedule as a pure function, then its sums on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds, ring_steps, sent_elements
+from tests.world import World, init_group
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_schedule_sums_every_chunk_on_every_rank(world_size: int) -> None:
+    """Simulates the ring with sets of contributions: at the end every rank must hold all of every chunk."""
+    held = [[{rank} for _ in range(world_size)] for rank in range(world_size)]
+    schedules = [list(ring_steps(rank, world_size)) for rank in range(world_size)]
+    for step in range(2 * (world_size - 1)):
+        sent = [set(held[rank][schedules[rank][step].send]) for rank in range(world_size)]
+        for rank in range(world_size):
+            mine = schedules[rank][step]
+            arriving = sent[(rank - 1) % world_size]
+            assert schedules[(rank - 1) % world_size][step].send == mine.receive
+            if mine.phase == "reduce":
+                assert not held[rank][mine.receive] & arriving, "a contribution would be counted twice"
+                held[rank][mine.receive] |= arriving
+            else:
+                held[rank][mine.receive] = arriving
+    everyone = set(range(world_size))
+    assert all(chunk == everyone for chunks in held for chunk in chunks)
+
+
+def test_every_step_sends_what_the_step_before_received() -> None:
+    steps = list(ring_steps(2, 5))
+    assert [step.send for step in steps[1:]] == [step.receive for step in steps[:-1]]
+
+
+@pytest.mark.parametrize(("numel", "num_chunks"), [(0, 3), (1, 3), (7, 3), (9, 3), (1000, 7)])
+def test_chunks_cover_everything_once(numel: int, num_chunks: int) -> None:
+    bounds = chunk_bounds(numel, num_chunks)
+    assert [i for a, b in bounds for i in range(a, b)] == list(range(numel))
+    sizes = [b - a for a, b in bounds]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_bytes_are_those_of_the_formula(world_size: int) -> None:
+    numel = 24 * world_size
+    assert all(sent_elements(numel, rank, world_size) * world_size == 2 * (world_size - 1) * numel
+               for rank in range(world_size))  # fmt: skip
+    odd = numel + 1
+    assert sum(sent_elements(odd, rank, world_size) for rank in range(world_size)) == 2 * (world_size - 1) * odd
+
+
+def _reduce(numel: int, dtype: torch.dtype, average: bool, segment_bytes: int) -> torch.Tensor:
+    init_group()
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    tensor = (torch.arange(numel) % 13 + rank + 1).to(dtype)
+    result = RingAllReduce(group, segment_bytes=segment_bytes)(tensor, average=average)
+    assert result is tensor
+    dist.destroy_process_group(group)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("numel", [1, 3, 1000])
+def test_sums_over_four_ranks(world4: World, numel: int, dtype: torch.dtype) -> None:
+    expected = (4 * (torch.arange(numel) % 13) + 1 + 2 + 3 + 4).to(dtype)
+    for result in world4.run(_reduce, numel, dtype, False, 1 << 20):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 8, 100, 1 << 20])
+def test_segments_of_any_size(world2: World, segment_bytes: int) -> None:
+    expected = (torch.arange(301) % 13).double() + 1.5
+    for result in world2.run(_reduce, 301, torch.float64, True, segment_bytes):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def _reduce_random(numel: int) -> torch.Tensor:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    RingAllReduce(group, segment_bytes=4096)(tensor, average=True)
+    dist.destroy_process_group(group)
+    return tensor
+
+
+def test_ranks_hold_the_same_bits_and_runs_repeat(world4: World) -> None:
+    first, again = world4.run(_reduce_random, 10_007), world4.run(_reduce_random, 10_007)
+    for result in [*first[1:], *again]:
+        assert torch.equal(result, first[0])
+    exact = torch.stack([torch.randn(10_007, generator=torch.Generator().manual_seed(r)) for r in range(4)]).double()
+    torch.testing.assert_close(first[0].double(), exact.mean(0), rtol=1e-5, atol=1e-7)
+
+
+def _over_a_part_of_the_world() -> tuple[float, int]:
+    init_group()
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
+    ring = RingAllReduce(groups[rank % 2])
+    tensor = torch.full((5,), float(rank))
+    ring(tensor)
+    return float(tensor[0]), ring.sent_bytes(tensor)
+
+
+def test_a_group_within_the_world_keeps_to_itself(world4: World) -> None:
+    results = world4.run(_over_a_part_of_the_world)
+    assert [value for value, _ in results] == [2.0, 4.0, 2.0, 4.0]
+    assert sum(sent for _, sent in results) == 2 * (2 * 5 * 4)
+
+
+def _bad_input() -> list[str]:
+    init_group()
+    ring = RingAllReduce(dist.new_group(backend="gloo"))
+    messages = []
+    for tensor, average in [
+        (torch.ones(4, 4).t()[1:], False),
+        (torch.ones(4, dtype=torch.int32), True),
+        (torch.ones(3).to_sparse(), False),
+    ]:
+        with pytest.raises(ValueError, match=r".+") as caught:
+            ring(tensor, average=average)
+        messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="segment_bytes=0"):
+        RingAllReduce(ring.group, segment_bytes=0)
+    return messages
+
+
+def test_bad_input_is_named(world2: World) -> None:
+    for strides, integers, sparse in world2.run(_bad_input):
+        assert "contiguous" in strides
+        assert "torch.int32" in integers
+        assert "sparse" in sparse

@@ -1,0 +1,190 @@
+"""What the contract tests train: small, exact, and sensitive to every mistake in the reduction of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_multigpu.registry import REGIMES, Regime
+
+NUM_FEATURES, NUM_CLASSES = 6, 3
+
+
+def distinct_regimes() -> list[Regime]:
+    """The registered regimes, without those that differ from an earlier one only in how processes are started."""
+    seen: set[tuple[Any, ...]] = set()
+    regimes = []
+    for regime in REGIMES:
+        kind = (regime.strategy, *sorted((k, str(v)) for k, v in regime.options.items() if k != "start_method"))
+        if kind not in seen:
+            seen.add(kind)
+            regimes.append(regime)
+    return regimes
+
+
+def make_strategy(name: str, **options: Any) -> Any:
+    """The strategy of a registered name for ranks that already run."""
+    regime = next(regime for regime in REGIMES if regime.name == name)
+    return regime.strategy(**{**regime.options, "start_method": "popen", **options})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; everything but the strategy is the same on one device."""
+
+    optimizer: str = "sgd"
+    precision: str = "64-true"
+    max_epochs: int = 3
+    num_samples: int = 56
+    global_batch_size: int = 8
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+    validate: bool = False
+    rtol: float = 1e-9
+
+
+class Classifier(L.LightningModule):
+    """An ordinary module. It keeps what it saw: the loss and the number of samples of each training batch."""
+
+    def __init__(self, optimizer: str = "sgd", *, unused: bool = False, sparse: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        self.first = nn.Linear(NUM_FEATURES, 16)
+        self.second = nn.Linear(16, NUM_CLASSES)
+        self.unused = nn.Linear(4, 4) if unused else None
+        self.table = nn.Embedding(7, NUM_FEATURES, sparse=True) if sparse else None
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        self.optimizer_name = optimizer
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(NUM_CLASSES, average="micro")
+        self.seen: list[tuple[float, int]] = []
+        self.seen_targets: list[list[int]] = []
+        self.learning_rates: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is not None:
+            x = x + self.table((x[:, 0].abs() * 3).long() % 7).to(x.dtype)
+        return self.second(torch.tanh(self.first(x)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.seen.append((float(loss.detach()), len(y)))
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.learning_rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("val_accuracy", self.accuracy, on_epoch=True)
+        self.log("val_loss", nn.functional.cross_entropy(logits, y), sync_dist=True)
+        self.log("val_samples", float(len(y)), reduce_fx="sum", sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.seen_targets.append(batch[0][:, 0].tolist())
+        self.accuracy(self(x), y)
+        self.log("test_accuracy", self.accuracy, on_epoch=True)
+        self.log("test_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[0][:, 0]
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=0.02)
+        assert self.optimizer_name == "groups"
+        optimizer = torch.optim.SGD(
+            [
+                {"params": self.first.parameters(), "lr": 0.05},
+                {"params": self.second.parameters(), "lr": 0.3, "weight_decay": 0.01},
+            ],
+            lr=0.1,
+            momentum=0.5,
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def dataset(num_samples: int, *, seed: int = 5) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, NUM_FEATURES, generator=generator)
+    x[:, 0] += torch.arange(num_samples) / num_samples  # a sample can be told by its first feature
+    y = (x @ torch.randn(NUM_FEATURES, NUM_CLASSES, generator=generator)).argmax(dim=1)
+    return TensorDataset(x, y)
+
+
+def train_loader(case: Case, ranks: int, **options: Any) -> DataLoader[Any]:
+    """What a user writes. One device gets the order that Lightning's injected sampler has on several."""
+    data = dataset(case.num_samples)
+    if ranks == 1:
+        order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
+        return DataLoader(data, batch_size=case.global_batch_size, sampler=order, **options)
+    return DataLoader(data, batch_size=case.global_batch_size // ranks, shuffle=True, **options)
+
+
+def eval_loader(num_samples: int = 21, batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(dataset(num_samples, seed=6), batch_size=batch_size)
+
+
+def make_trainer(case: Case, strategy: Any, ranks: int, **overrides: Any) -> L.Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": ranks,
+        "strategy": strategy,
+        "precision": case.precision,
+        "max_epochs": case.max_epochs,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **case.trainer,
+        **overrides,
+    }
+    return L.Trainer(**options)
+
+
+def state(module: L.LightningModule) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items() if "accuracy" not in name}
+
+
+def fit(case: Case, strategy_name: str | None, ranks: int) -> dict[str, Any]:
+    """Trains in this process, as one rank of ``ranks`` or as the one device, and returns what can be compared."""
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name, **case.strategy)
+    module = Classifier(case.optimizer, **case.module)
+    trainer = make_trainer(case, strategy, ranks)
+    # One device gets the whole global evaluation batch too; the values must not depend on that.
+    validation = eval_loader(batch_size=8 // ranks) if case.validate else None
+    trainer.fit(module, train_loader(case, ranks), validation)
+    return {
+        "weights": state(module),
+        "seen": module.seen,
+        "learning_rates": module.learning_rates,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "global_step": trainer.global_step,
+    }
+
+
+def global_losses(per_rank: list[dict[str, Any]]) -> list[float]:
+    """The loss over each global batch, from what each rank saw of it."""
+    steps: list[Any] = list(zip(*(result["seen"] for result in per_rank), strict=True))
+    return [sum(loss * n for loss, n in step) / sum(n for _, n in step) for step in steps]
+
+
+Scenario = Callable[..., Any]

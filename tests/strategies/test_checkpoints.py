@@ -1,0 +1,164 @@
+"""A checkpoint is an ordinary one of a single device, and training goes on from it wherever it was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import Case, Classifier, distinct_regimes, fit, make_strategy, make_trainer, state
+from tests.strategies.tasks import train_loader as loader_for
+from tests.world import World
+
+CASE = Case(optimizer="groups", num_samples=53)  # 7 steps an epoch, the last of them uneven
+STEPS_AN_EPOCH = 7
+regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+
+
+def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> list[str]:
+    """Trains until ``step`` is reached, saving there; returns the files."""
+    callback = ModelCheckpoint(
+        directory,
+        filename="{step}",
+        save_top_k=-1,
+        **({"every_n_epochs": step // STEPS_AN_EPOCH} if at_epoch_end else {"every_n_train_steps": step}),
+    )
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
+    # The run is cut off well after the file was written, as a crash would do it.
+    trainer = make_trainer(case, strategy, ranks, callbacks=[callback], enable_checkpointing=True, max_steps=step + 2)
+    trainer.fit(Classifier(case.optimizer), loader_for(case, ranks))
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def resume(case: Case, strategy: Any, ranks: int, path: str) -> dict[str, Any]:
+    module = Classifier(case.optimizer)
+    chosen = "auto" if strategy is None else strategy if strategy == "ddp" else make_strategy(strategy)
+    trainer = make_trainer(case, chosen, ranks)
+    trainer.fit(module, loader_for(case, ranks), ckpt_path=path)
+    return {"weights": state(module), "global_step": trainer.global_step, "seen": module.seen,
+            "learning_rates": module.learning_rates}  # fmt: skip
+
+
+def _save_on_one_device(directory: Path, step: int, at_epoch_end: bool) -> str:
+    save(CASE, None, 1, str(directory), step, at_epoch_end)
+    return str(directory / f"step={step}.ckpt")
+
+
+# Stock strategies load a float64 file into the float32 module and convert it then: 24 bits of the weights survive.
+STOCK_RTOL = 1e-5
+
+
+def _assert_continues(resumed: dict[str, Any], steps_left: int, rtol: float = 1e-9) -> None:
+    whole = fit(CASE, None, 1)
+    assert resumed["global_step"] == whole["global_step"]
+    assert len(resumed["seen"]) == steps_left
+    assert resumed["learning_rates"] == whole["learning_rates"][-steps_left:]
+    for name, value in whole["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], value, rtol=rtol, atol=rtol * 1e-2)
+
+
+WHERE = pytest.mark.parametrize(
+    ("step", "at_epoch_end"),
+    [(4, False), (7, False), (7, True), (11, False), (14, True)],
+    ids=["within the first epoch", "at its last batch", "at its end", "within the second", "at the second's end"],
+)
+
+
+@WHERE
+@regimes
+def test_resumes_from_a_single_device_file(
+    regime: Regime, step: int, at_epoch_end: bool, world2: World, tmp_path: Path
+) -> None:
+    path = _save_on_one_device(tmp_path, step, at_epoch_end)
+    for result in world2.run(resume, CASE, regime.name, 2, path):
+        _assert_continues(result, 3 * STEPS_AN_EPOCH - step)
+
+
+@WHERE
+@regimes
+def test_resumes_from_its_own_file(
+    regime: Regime, step: int, at_epoch_end: bool, world2: World, tmp_path: Path
+) -> None:
+    world2.run(save, CASE, regime.name, 2, str(tmp_path), step, at_epoch_end)
+    path = tmp_path / f"step={step}.ckpt"
+    for result in world2.run(resume, CASE, regime.name, 2, str(path)):
+        _assert_continues(result, 3 * STEPS_AN_EPOCH - step)
+
+
+@regimes
+def test_one_device_resumes_from_its_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+    world2.run(save, CASE, regime.name, 2, str(tmp_path), 7, True)
+    _assert_continues(resume(CASE, None, 1, str(tmp_path / "step=7.ckpt")), 14, STOCK_RTOL)
+
+
+@regimes
+def test_stock_ddp_resumes_from_its_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+    case = Case(optimizer="groups")  # stock ddp repeats samples where a global batch is uneven
+    world2.run(save, case, regime.name, 2, str(tmp_path), 7, True)
+    whole = fit(case, None, 1)
+    for result in world2.run(resume, case, "ddp", 2, str(tmp_path / "step=7.ckpt")):
+        for name, value in whole["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=STOCK_RTOL, atol=STOCK_RTOL * 1e-2)
+
+
+@regimes
+def test_the_number_of_ranks_may_change_within_an_epoch(
+    regime: Regime, world2: World, world4: World, tmp_path: Path
+) -> None:
+    world2.run(save, CASE, regime.name, 2, str(tmp_path), 4, False)
+    for result in world4.run(resume, CASE, regime.name, 4, str(tmp_path / "step=4.ckpt")):
+        _assert_continues(result, 17)
+
+
+@regimes
+def test_the_file_is_a_single_device_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+    own, single = tmp_path / "own", tmp_path / "single"
+    world2.run(save, CASE, regime.name, 2, str(own), 7, True)
+    _save_on_one_device(single, 7, True)
+    ours, theirs = (torch.load(path / "step=7.ckpt", weights_only=True) for path in (own, single))
+    assert ours.keys() == theirs.keys()
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-9, atol=1e-11)
+    (our_optimizer,), (their_optimizer,) = ours["optimizer_states"], theirs["optimizer_states"]
+    assert our_optimizer["param_groups"] == their_optimizer["param_groups"]
+    for index, buffers in their_optimizer["state"].items():
+        torch.testing.assert_close(our_optimizer["state"][index], buffers, rtol=1e-9, atol=1e-11)
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    assert Classifier.load_from_checkpoint(own / "step=7.ckpt", map_location="cpu") is not None
+
+
+class _FailsWhileWriting(L.Callback):
+    """Breaks the disk in the middle of the second file."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_step > 3:
+            checkpoint["poison"] = _Unpicklable()
+
+
+class _Unpicklable:
+    def __reduce__(self) -> Any:
+        raise OSError("disk full")
+
+
+def _save_twice(directory: str) -> str:
+    callback = ModelCheckpoint(directory, filename="last", every_n_train_steps=3, enable_version_counter=False)
+    trainer = make_trainer(CASE, make_strategy("ring_ddp"), 2, callbacks=[_FailsWhileWriting(), callback],
+                           enable_checkpointing=True)  # fmt: skip
+    with pytest.raises((OSError, SystemExit)):
+        trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, 2))
+    return "survived"
+
+
+def test_a_save_that_fails_leaves_the_last_file_whole(world2: World, tmp_path: Path) -> None:
+    try:
+        world2.run(_save_twice, str(tmp_path))
+    finally:
+        world2.kill()  # the process groups of that job are gone
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3

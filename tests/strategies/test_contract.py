@@ -1,0 +1,108 @@
+"""What every regime promises, run for each row of the registry: it trains as one device does."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import Case, distinct_regimes, fit, global_losses
+from tests.world import World
+
+# The halves of a batch are rounded to bfloat16's 8 bits apart from each other: each step's gradients agree to some
+# 2^-8 = 4e-3 of their size, not element by element. Unreduced gradients miss it by more than an order of magnitude.
+BFLOAT16_RTOL = 3e-2
+
+CASES = {
+    "sgd": Case(),
+    "sgd float32": Case(precision="32-true", rtol=1e-5),
+    "adamw": Case(optimizer="adamw"),
+    "groups and scheduler": Case(optimizer="groups"),
+    "accumulation": Case(trainer={"accumulate_grad_batches": 3}),
+    "clipping by norm": Case(trainer={"gradient_clip_val": 0.3, "gradient_clip_algorithm": "norm"}),
+    "clipping by value": Case(trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    "accumulation and clipping": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}),
+    "bf16-mixed": Case(precision="bf16-mixed", rtol=BFLOAT16_RTOL, max_epochs=1),
+    "uneven last batch": Case(num_samples=53),
+    "last batch smaller than the world": Case(num_samples=49),
+    "uneven last batch and accumulation": Case(num_samples=53, trainer={"accumulate_grad_batches": 4}),
+    "validation in the middle of an epoch": Case(validate=True, trainer={"val_check_interval": 0.5}),
+    "unused parameters": Case(module={"unused": True}, strategy={"find_unused_parameters": True}),
+    "sparse gradients": Case(module={"sparse": True}),
+    "gradients as views of buckets": Case(strategy={"gradient_as_bucket_view": True}),
+    "static graph": Case(strategy={"static_graph": True}),
+    "many small buckets": Case(strategy={"bucket_cap_mb": 0.0001}),
+}
+
+regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+
+
+@functools.cache
+def _one_device(case_name: str) -> dict[str, Any]:
+    return fit(CASES[case_name], None, 1)
+
+
+def _assert_same(value: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
+    if rtol == BFLOAT16_RTOL:
+        assert torch.linalg.vector_norm(value - expected) <= rtol * torch.linalg.vector_norm(expected)
+    else:
+        torch.testing.assert_close(value, expected, rtol=rtol, atol=rtol * 1e-2)
+
+
+def _applies(regime: Regime, case: Case) -> bool:
+    """Options of a case belong to the regimes that have them."""
+    accepted = {name for cls in regime.strategy.__mro__ for name in inspect.signature(cls.__init__).parameters}
+    return set(case.strategy) <= accepted
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if {"regime", "case_name"} <= set(metafunc.fixturenames):
+        pairs = [(r, name) for r in distinct_regimes() if r.synchronous for name, c in CASES.items() if _applies(r, c)]
+        metafunc.parametrize(("regime", "case_name"), pairs, ids=[f"{r.name}-{name}" for r, name in pairs])
+
+
+def test_trains_as_one_device_does(regime: Regime, case_name: str, world2: World) -> None:
+    case = CASES[case_name]
+    reference = _one_device(case_name)
+    ranks = world2.run(fit, case, regime.name, 2)
+
+    for result in ranks:
+        assert result["global_step"] == reference["global_step"]
+        assert result["learning_rates"] == reference["learning_rates"]
+        for name, value in result["weights"].items():
+            assert torch.equal(value, ranks[0]["weights"][name]), f"{name} differs between ranks"
+            _assert_same(value, reference["weights"][name], case.rtol)
+    if case_name == "last batch smaller than the world":
+        return  # a rank without a sample repeats one: it counts for nothing in the gradients, but is logged once more
+    assert global_losses(ranks) == pytest.approx([loss for loss, _ in reference["seen"]], rel=case.rtol)
+    for name, value in reference["metrics"].items():
+        for result in ranks:
+            assert result["metrics"][name] == pytest.approx(value, rel=max(case.rtol, 1e-6)), name
+
+
+def test_ranks_train_on_different_data(world2: World) -> None:
+    """The parity above would mean little if every rank had seen the whole batch."""
+    first, second = world2.run(fit, CASES["sgd"], "ring_ddp", 2)
+    assert [n for _, n in first["seen"]] == [4] * 21
+    assert first["seen"] != second["seen"]
+
+
+@regimes
+def test_four_ranks(regime: Regime, world4: World) -> None:
+    case = CASES["uneven last batch"]
+    reference = _one_device("uneven last batch")
+    for result in world4.run(fit, case, regime.name, 4):
+        for name, value in result["weights"].items():
+            _assert_same(value, reference["weights"][name], case.rtol)
+
+
+@regimes
+def test_runs_repeat_bit_for_bit(regime: Regime, world2: World) -> None:
+    case = CASES["sgd float32"]
+    first, again = (world2.run(fit, case, regime.name, 2)[0] for _ in range(2))
+    assert all(torch.equal(first["weights"][name], again["weights"][name]) for name in first["weights"])
+    assert first["seen"] == again["seen"]

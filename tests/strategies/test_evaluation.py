@@ -1,0 +1,158 @@
+"""validate, test and predict over ranks: every sample once, values those of one device, decisions equal everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    distinct_regimes,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
+from tests.world import World
+
+regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+
+
+def evaluate(strategy_name: str | None, ranks: int, num_samples: int) -> dict[str, Any]:
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
+    module = Classifier()
+    trainer = make_trainer(Case(), strategy, ranks)
+    loader = eval_loader(num_samples, batch_size=8 // ranks)
+    (validated,) = trainer.validate(module, loader, verbose=False)
+    (tested,) = trainer.test(module, loader, verbose=False)
+    predicted = trainer.predict(module, loader)
+    assert predicted is not None
+    return {
+        "metrics": {**validated, **tested},
+        "tested": [x for batch in module.seen_targets for x in batch],
+        "predicted": [float(x) for batch in predicted for x in batch],
+    }
+
+
+@pytest.mark.parametrize("num_samples", [24, 21, 17, 2])
+@regimes
+def test_every_sample_once_and_values_of_one_device(regime: Regime, num_samples: int, world2: World) -> None:
+    reference = evaluate(None, 1, num_samples)
+    ranks = world2.run(evaluate, regime.name, 2, num_samples)
+    for result in ranks:
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+    for what in ("tested", "predicted"):
+        assert sorted(x for result in ranks for x in result[what]) == sorted(reference[what])
+    assert reference["metrics"]["val_samples"] == num_samples
+
+
+class _Diverging(Classifier):
+    """Each rank has values of its own for a metric that is not reduced: decisions must be taken together all the same."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("own", float(self.trainer.global_rank) - self.trainer.current_epoch * 0.1)
+        # Rank 0's first value is its best; the other rank gets better with every epoch.
+        self.log("split", float(self.trainer.current_epoch) * (1 if self.trainer.global_rank == 0 else -1))
+
+
+def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
+    stop = EarlyStopping("split", patience=1, mode="min")
+    best = ModelCheckpoint(directory, filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+    rate = LearningRateMonitor()
+    trainer = make_trainer(
+        Case(max_epochs=4), make_strategy(strategy_name), 2, callbacks=[stop, best], enable_checkpointing=True
+    )
+    del rate
+    trainer.fit(_Diverging(), train_loader(Case(), 2), eval_loader())
+    return {
+        "stopped_epoch": stop.stopped_epoch,
+        "epochs": trainer.current_epoch,
+        "best_path": best.best_model_path,
+        "best_score": float(best.best_model_score) if best.best_model_score is not None else None,
+        "kept": sorted(best.best_k_models),
+    }
+
+
+@regimes
+def test_ranks_decide_together(regime: Regime, world2: World, tmp_path: Any) -> None:
+    first, second = world2.run(decisions, regime.name, str(tmp_path))
+    assert first == second
+    assert first["epochs"] == 2, "rank 0 wants to stop after two epochs, and one rank is enough"
+    assert first["best_path"]
+
+
+def averaged(strategy_name: str | None, ranks: int) -> dict[str, torch.Tensor]:
+    case = Case(max_epochs=4, optimizer="sgd")
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
+    trainer = make_trainer(case, strategy, ranks, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
+    module = Classifier()
+    trainer.fit(module, train_loader(case, ranks))
+    return state(module)
+
+
+@regimes
+def test_stochastic_weight_averaging(regime: Regime, world2: World) -> None:
+    reference = averaged(None, 1)
+    for result in world2.run(averaged, regime.name, 2):
+        for name, value in reference.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+
+
+def twice(strategy_name: str) -> list[float]:
+    """Two runs in one process, the second on what the first has trained, with everything else that a Trainer does."""
+    module = Classifier()
+    losses = []
+    for _ in range(2):
+        trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy_name), 2, num_sanity_val_steps=2)
+        trainer.fit(module, train_loader(Case(), 2), eval_loader())
+        (result,) = trainer.test(module, eval_loader(), verbose=False)
+        losses.append(result["test_loss"])
+    return losses
+
+
+@regimes
+def test_two_runs_in_one_process(regime: Regime, world2: World) -> None:
+    first, second = world2.run(twice, regime.name)
+    assert first == second
+    assert first[1] != first[0], "the second run goes on from the weights of the first"
+
+
+class _Recorder(L.Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+
+def limited(strategy_name: str, options: dict[str, Any]) -> tuple[int, int]:
+    recorder = _Recorder()
+    trainer = make_trainer(Case(), make_strategy(strategy_name), 2, callbacks=[recorder], **options)
+    trainer.fit(Classifier(), train_loader(Case(), 2), eval_loader())
+    return recorder.batches, trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        ({"limit_train_batches": 3, "limit_val_batches": 1, "max_epochs": 2}, 6),
+        ({"overfit_batches": 2, "max_epochs": 2}, 4),
+        ({"fast_dev_run": 2}, 2),
+        ({"max_steps": 5}, 5),
+        ({"max_time": "00:00:00:00"}, 0),
+        ({"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}, 14),
+    ],
+    ids=["limits", "overfit", "fast dev run", "max steps", "max time", "reloaded loaders"],
+)
+@regimes
+def test_the_trainers_limits(regime: Regime, options: dict[str, Any], batches: int, world2: World) -> None:
+    for seen, steps in world2.run(limited, regime.name, options):
+        assert (seen, steps) == (batches, batches)

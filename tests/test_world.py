@@ -1,0 +1,193 @@
+"""The tests' own world: failures arrive as what they are, at once, and the next call finds everything clean."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.world import DeadlineError, LeakError, RankDiedError, RankError, World, init_group, rank, world_size
+
+
+def sum_of_ranks() -> float:
+    init_group()
+    total = torch.tensor([float(rank() + 1)])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_every_rank_runs_the_function_and_answers_in_rank_order(world: World) -> None:
+    n = world.num_ranks
+    assert world.run(rank) == list(range(n))
+    assert world.run(world_size) == [n] * n
+
+
+def test_ranks_talk_to_each_other_in_call_after_call(world: World) -> None:
+    n = world.num_ranks
+    for _ in range(3):
+        assert world.run(sum_of_ranks) == [n * (n + 1) / 2] * n
+
+
+def test_closures_arguments_and_tensors_travel(world2: World) -> None:
+    offset = 5
+
+    def add(x: torch.Tensor, *, factor: int) -> torch.Tensor:
+        return x * factor + offset + rank()
+
+    first, second = world2.run(add, torch.ones(3), factor=2)
+    torch.testing.assert_close(first, torch.full((3,), 7.0))
+    torch.testing.assert_close(second, torch.full((3,), 8.0))
+
+
+def test_processes_live_on_between_calls_and_have_one_thread(world2: World) -> None:
+    first = world2.run(os.getpid)
+    assert len(set(first)) == 2
+    assert world2.run(os.getpid) == first
+    assert world2.run(torch.get_num_threads) == [1, 1]
+
+
+def test_ranks_start_from_different_random_states_that_each_call_resets(world2: World) -> None:
+    first = world2.run(lambda: torch.rand(1).item())
+    assert first[0] != first[1]
+    assert world2.run(lambda: torch.rand(1).item()) == first
+
+
+def test_output_of_a_rank_is_kept(world2: World) -> None:
+    world2.run(lambda: print(f"rank {rank()} speaks"))
+    assert world2.output(1) == "rank 1 speaks\n"
+    world2.run(lambda: None)
+    assert world2.output(1) == ""
+
+
+def test_warnings_filtered_as_errors_are_errors_in_ranks(world2: World) -> None:
+    def warn() -> None:
+        import warnings
+
+        with pytest.raises(UserWarning, match="careful"):
+            warnings.warn("careful", UserWarning, stacklevel=1)
+
+    world2.run(warn)
+
+
+class OutOfRangeError(ValueError):
+    def __init__(self, value: int) -> None:
+        super().__init__(f"value={value} is too large")
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[OutOfRangeError], tuple[int]]:
+        return OutOfRangeError, (self.value,)
+
+
+def _rank_1_raises_while_the_others_wait() -> None:
+    print(f"rank {rank()} was here")
+    init_group()
+    if rank() == 1:
+        raise OutOfRangeError(7)
+    dist.barrier()
+
+
+def test_the_exception_of_rank_1_arrives_as_itself_and_the_world_recovers(world2: World) -> None:
+    """The others hang in a barrier that rank 1 never joins: its exception must not wait for them."""
+    world2.run(rank)
+    start_s = time.monotonic()
+    with pytest.raises(OutOfRangeError, match="value=7 is too large") as caught:
+        world2.run(_rank_1_raises_while_the_others_wait, timeout_s=60)
+    assert time.monotonic() - start_s < 30
+    assert caught.value.value == 7
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised first by rank 1 of 2" in notes
+    assert "_rank_1_raises_while_the_others_wait" in notes
+    assert "rank 0 was here" in notes
+    assert world2.processes == []
+    assert world2.run(sum_of_ranks) == [3.0, 3.0]
+
+
+def _rank_1_is_killed_and_rank_0_hangs() -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def _rank_1_sleeps() -> None:
+    if rank() == 1:
+        time.sleep(1000)
+
+
+@pytest.fixture
+def own_world() -> Iterator[World]:
+    """A world for one test that kills it: the session's worlds stay as they are."""
+    world = World(2)
+    yield world
+    world.close()
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_text(own_world: World) -> None:
+    def fail() -> None:
+        raise RuntimeError("holds a lock", threading.Lock())
+
+    with pytest.raises(RankError, match="holds a lock"):
+        own_world.run(fail)
+
+
+def test_a_killed_rank_is_noticed_at_once(own_world: World) -> None:
+    own_world.run(rank)
+    start_s = time.monotonic()
+    with pytest.raises(RankDiedError, match="rank 1 of 2 died, exit status -9"):
+        own_world.run(_rank_1_is_killed_and_rank_0_hangs, timeout_s=600)
+    assert time.monotonic() - start_s < 60
+
+
+def test_a_hanging_rank_hits_the_deadline_and_shows_its_stack(own_world: World) -> None:
+    with pytest.raises(DeadlineError, match=r"rank\(s\) 1 of 2 had not finished after 0.5 s") as caught:
+        own_world.run(_rank_1_sleeps, timeout_s=0.5)
+    assert "_rank_1_sleeps" in str(caught.value)
+    assert own_world.processes == []
+
+
+def _leave_a_thread_and_a_file() -> None:
+    threading.Thread(target=time.sleep, args=(60,), name="lazy", daemon=True).start()
+    if rank() == 1:
+        Path("left.txt").touch()
+
+
+def test_what_a_call_leaves_behind_fails_it(own_world: World) -> None:
+    with pytest.raises(LeakError, match="the call left behind") as caught:
+        own_world.run(_leave_a_thread_and_a_file)
+    assert "rank 0: thread 'lazy' still runs" in str(caught.value)
+    assert "file left in the working directory: left.txt" in str(caught.value)
+
+
+def test_a_killed_session_leaves_no_ranks(tmp_path: Path) -> None:
+    """A test session that is killed cannot close its world: the ranks end by themselves."""
+    script = (
+        "import os, signal, time\n"
+        "from tests.world import World\n"
+        "world = World(1)\n"
+        "print(world.run(os.getpid)[0], flush=True)\n"
+        "world.run(time.sleep, 1000, timeout_s=2000)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as session:
+        assert session.stdout is not None
+        pid = int(session.stdout.readline())
+        session.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_world_needs_a_rank() -> None:
+    with pytest.raises(ValueError, match="num_ranks=0"):
+        World(0)

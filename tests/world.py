@@ -1,0 +1,278 @@
+"""A world of ranks that lives as long as the test session, so that Lightning is imported once a rank, not once a test.
+
+A test writes a function, and every rank runs it::
+
+    def sum_of_ranks():
+        init_group()
+        total = torch.tensor([float(rank())])
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum(world4):
+        assert world4.run(sum_of_ranks) == [6.0] * 4
+
+Within a call ``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set, so a Lightning
+``Trainer(devices=4, ...)`` sees processes that were started from outside and starts none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from tests.rank import STACKS_SIGNAL, Call, init_group, rank, world_size
+
+__all__ = ["DeadlineError", "LeakError", "RankDiedError", "RankError", "World", "init_group", "rank", "world_size"]
+
+T = TypeVar("T")
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_START_TIMEOUT_S = 180.0
+_CLEAN_UP_TIMEOUT_S = 20.0
+_OUTPUT_SHOWN = 6000  # characters a rank
+
+live_rank_pids: set[int] = set()
+
+
+class RankError(RuntimeError):
+    """A rank raised an exception that cannot be pickled; its text is in the message."""
+
+
+class RankDiedError(RuntimeError):
+    """A rank's process ended in the middle of a call."""
+
+
+class DeadlineError(TimeoutError):
+    """Some ranks did not finish in time; the message shows where they stood."""
+
+
+class LeakError(AssertionError):
+    """A call left something behind: a thread, a child process, an open file, a changed setting, a file."""
+
+
+class World:
+    """``num_ranks`` processes that run functions together.
+
+    The processes start at the first :meth:`run`. After a failure they are killed, since the others may hang in a
+    collective that the failed one never joined, and new ones start with the next call.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks={num_ranks}: a world has at least 1 rank")
+        self.num_ranks = num_ranks
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._death_watches: list[int] = []
+        self._directory = Path()
+        self._offsets: list[int] = []
+
+    def run(self, function: Callable[..., T], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[T]:
+        """Runs ``function(*args, **kwargs)`` in every rank and returns what they returned, in rank order.
+
+        The function may be a closure. The ranks share a fresh working directory that must be empty again afterwards,
+        and the warning filters of the test.
+
+        Raises:
+            DeadlineError: a rank has not returned after ``timeout_s``.
+            RankDiedError: a process ended.
+            RankError: a rank raised what cannot be pickled; any other exception arrives as itself, that of the rank
+                that raised first, with that rank's traceback as a note.
+            LeakError: the function returned everywhere, but left something behind.
+        """
+        payload = cloudpickle.dumps((function, args, kwargs))
+        self._start()
+        directory = tempfile.mkdtemp(prefix="call-", dir=self._directory)
+        self._offsets = [self._output_path(r).stat().st_size for r in range(self.num_ranks)]
+        call = Call(directory, free_port(), list(sys.path), list(warnings.filters))
+        try:
+            self._send_all(("call", payload, call))
+            answers = self._receive_all("result", timeout_s)
+            self._send_all(("clean up",))
+            leaks = self._receive_all("clean", _CLEAN_UP_TIMEOUT_S)
+            self._raise_leaks([answer[1] for answer in leaks], directory)
+        except BaseException:
+            self.kill()
+            raise
+        shutil.rmtree(directory)
+        return [pickle.loads(answer[1]) for answer in answers]
+
+    def output(self, rank: int) -> str:
+        """What ``rank`` printed during the last call, stdout and stderr together."""
+        path = self._output_path(rank)
+        if not path.exists():
+            return ""
+        with path.open("rb") as file:
+            file.seek(self._offsets[rank])
+            return file.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """Ends all ranks and what they started, at once."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self._collect()
+
+    def close(self) -> None:
+        """Lets the ranks end by themselves, and kills those that do not."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(("close",))
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+        self.kill()
+
+    def _start(self) -> None:
+        if self.processes and all(process.poll() is None for process in self.processes):
+            return
+        self.kill()
+        self._directory = Path(tempfile.mkdtemp(prefix=f"world{self.num_ranks}-"))
+        self._offsets = [0] * self.num_ranks
+        try:
+            for r in range(self.num_ranks):
+                self._start_rank(r)
+            self._receive_all("ready", _START_TIMEOUT_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start_rank(self, r: int) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "LOCAL_RANK": str(r),
+            "NODE_RANK": "0",
+            "TESTS_WORLD_SIZE": str(self.num_ranks),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        }
+        with theirs, self._output_path(r).open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from tests.rank import main; main({theirs.fileno()})"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd=self._directory,
+            )
+        live_rank_pids.add(process.pid)
+        self.processes.append(process)
+        self._connections.append(Connection(ours.detach()))
+        self._death_watches.append(os.pidfd_open(process.pid))
+
+    def _collect(self) -> None:
+        for process in self.processes:
+            process.wait()
+            live_rank_pids.discard(process.pid)
+        for connection in self._connections:
+            connection.close()
+        for watch in self._death_watches:
+            os.close(watch)
+        self.processes, self._connections, self._death_watches = [], [], []
+        if self._directory != Path():
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _send_all(self, message: tuple[Any, ...]) -> None:
+        for r, connection in enumerate(self._connections):
+            try:
+                connection.send(message)
+            except OSError:
+                raise self._death_of(r) from None
+
+    def _receive_all(self, word: str, timeout_s: float) -> list[tuple[Any, ...]]:
+        """The answer of every rank; raises for the first that fails, without waiting for the others."""
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, tuple[Any, ...]] = {}
+        failures: list[tuple[float, int, tuple[Any, ...]]] = []
+        while len(answers) < self.num_ranks:
+            missing = [r for r in range(self.num_ranks) if r not in answers]
+            watched: dict[Connection | int, int] = {}
+            for r in missing:
+                watched |= {self._connections[r]: r, self._death_watches[r]: r}
+            events = wait(list(watched), timeout=max(0.0, deadline - time.monotonic()))
+            if not events:
+                raise self._lateness_of(missing, timeout_s)
+            for r in sorted({watched[event] for event in events}):
+                # A message may have been sent just before the end: it tells more than the exit status.
+                if not self._connections[r].poll():
+                    raise self._death_of(r)
+                try:
+                    answer = self._connections[r].recv()
+                except (EOFError, ConnectionError):
+                    raise self._death_of(r) from None
+                if answer[0] == "raised":
+                    failures.append((answer[1], r, answer))
+                else:
+                    assert answer[0] == word, answer[0]
+                    answers[r] = answer
+            if failures:
+                _, r, (_, _, pickled, text) = min(failures, key=lambda failure: failure[0])
+                raise self._exception_of(r, pickled, text)
+        return [answers[r] for r in range(self.num_ranks)]
+
+    def _exception_of(self, r: int, pickled: bytes | None, text: str) -> BaseException:
+        error = RankError(text) if pickled is None else pickle.loads(pickled)
+        error.add_note(f"raised first by rank {r} of {self.num_ranks}:\n{text}\n{self._outputs()}")
+        return error  # type: ignore[no-any-return]
+
+    def _death_of(self, r: int) -> RankDiedError:
+        try:
+            status: int | str = self.processes[r].wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            status = "unknown: it closed its connection, but runs on"
+        return RankDiedError(f"rank {r} of {self.num_ranks} died, exit status {status}\n{self._outputs()}")
+
+    def _lateness_of(self, missing: Sequence[int], timeout_s: float) -> DeadlineError:
+        for r in missing:
+            with contextlib.suppress(ProcessLookupError):
+                self.processes[r].send_signal(STACKS_SIGNAL)
+        time.sleep(0.3)
+        return DeadlineError(
+            f"rank(s) {', '.join(map(str, missing))} of {self.num_ranks} had not finished after {timeout_s} s; "
+            f"their stacks are below\n{self._outputs()}"
+        )
+
+    def _raise_leaks(self, leaks: list[list[str]], directory: str) -> None:
+        lines = [f"rank {r}: {leak}" for r, found in enumerate(leaks) for leak in found]
+        lines += [f"file left in the working directory: {name}" for name in sorted(os.listdir(directory))]
+        if lines:
+            raise LeakError("the call left behind:\n" + "\n".join(f"  {line}" for line in lines))
+
+    def _outputs(self) -> str:
+        shown = [(r, self.output(r)) for r in range(len(self.processes))]
+        return "\n".join(f"--- output of rank {r} ---\n{text[-_OUTPUT_SHOWN:]}" for r, text in shown if text)
+
+    def _output_path(self, rank: int) -> Path:
+        return self._directory / f"rank{rank}.log"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, below the kernel's ephemeral range: no outgoing connection can take it."""
+    generator = random.SystemRandom()
+    for _ in range(100):
+        port = generator.randrange(20000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free TCP port between 20000 and 32000 found in 100 tries")
