@@ -74,6 +74,7 @@ class TrainingCLI(LightningCLI):
 
     def __init__(self, arguments: Sequence[str]) -> None:
         names = ", ".join(regime.name for regime in REGIMES)
+        described = f"Strategies of this pack: {names}; '{PROGRAM} strategies' describes them. Else as LightningCLI."
         super().__init__(
             args=list(arguments),
             parser_class=TrainingParser,
@@ -85,7 +86,7 @@ class TrainingCLI(LightningCLI):
                 "prog": PROGRAM,
                 "exit_on_error": False,
                 "allow_abbrev": False,
-                "description": f"Trains with the strategies of this pack ({names}) or Lightning's.",
+                **{name: {"description": described} for name in self.subcommands()},
             },
         )
 
