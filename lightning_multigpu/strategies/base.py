@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import signal
@@ -129,6 +130,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self._own_groups: list[dist.ProcessGroup] = []
         self._environment_before: dict[str, str | None] = {}
         self._requeue: DeferredSignal | None = None
+
+    @staticmethod
+    def option_names() -> list[str]:
+        """The options that every strategy of the pack has."""
+        parameters = inspect.signature(MultiGPUStrategy.__init__).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     # Ranks
 
@@ -315,13 +322,12 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape)."""
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
+
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of what all ranks' results contribute to it.
+        """
         metered = self._metered_group(group)
-        if metered is None:
-            return tensor
-        size_bytes = tensor.numel() * tensor.element_size() * metered.size
-        with self.meter.blocking("all_gather", group="metrics", group_size=metered.size, size_bytes=size_bytes):
-            return super().all_gather(tensor, group=metered.group, sync_grads=sync_grads)
+        return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -392,6 +398,7 @@ class MultiGPUStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._loss_scale = 1.0
+        self._batch_counts = True
         assert self.lightning_module is not None
         loader = self.lightning_module.trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
