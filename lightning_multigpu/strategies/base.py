@@ -111,7 +111,8 @@ class MultiGPUStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            **options,
+            # Behind dict() jsonargparse does not follow the options into torch's DDP, whose arguments are not ours.
+            **dict(options),
         )
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
