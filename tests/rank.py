@@ -4,7 +4,7 @@ Protocol over the connection, one round a call; every message is a tuple that st
 
     world                                        rank
     ("call", payload, Call)              ---->   unpickles and runs the function
-                                         <----   ("result", bytes) or ("raised", time, exception or None, text)
+                                         <----   ("result", bytes) or ("raised", time, exception or None, text, is exit)
     ("clean up",)  once all have results ---->   destroys process groups, looks for leaks
                                          <----   ("clean", list of leaks)
     ("close",)                           ---->   ends
@@ -106,7 +106,8 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
             warnings.filters.extend(call.warning_filters)  # type: ignore[attr-defined]
             result = _dumps(function(*args, **kwargs))
     except BaseException as error:
-        connection.send(("raised", time.monotonic(), _portable(error), _describe(error)))
+        is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
+        connection.send(("raised", time.monotonic(), _portable(error), _describe(error), is_exit))
         return
     finally:
         sys.stdout.flush()

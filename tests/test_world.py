@@ -130,6 +130,18 @@ def own_world() -> Iterator[World]:
     world.close()
 
 
+def _rank_0_exits_and_rank_1_knows_why() -> None:
+    if rank() == 0:
+        raise SystemExit(1)
+    time.sleep(0.5)
+    raise OutOfRangeError(7)
+
+
+def test_the_cause_counts_more_than_an_earlier_exit_without_one(own_world: World) -> None:
+    with pytest.raises(OutOfRangeError):
+        own_world.run(_rank_0_exits_and_rank_1_knows_why)
+
+
 def test_an_exception_that_cannot_be_pickled_arrives_as_text(own_world: World) -> None:
     def fail() -> None:
         raise RuntimeError("holds a lock", threading.Lock())

@@ -45,6 +45,7 @@ T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 180.0
 _CLEAN_UP_TIMEOUT_S = 20.0
+_CAUSE_TIMEOUT_S = 5.0
 _OUTPUT_SHOWN = 6000  # characters a rank
 
 live_rank_pids: set[int] = set()
@@ -204,32 +205,41 @@ class World:
         """The answer of every rank; raises for the first that fails, without waiting for the others."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, tuple[Any, ...]] = {}
-        failures: list[tuple[float, int, tuple[Any, ...]]] = []
-        while len(answers) < self.num_ranks:
-            missing = [r for r in range(self.num_ranks) if r not in answers]
-            watched: dict[Connection | int, int] = {}
-            for r in missing:
-                watched |= {self._connections[r]: r, self._death_watches[r]: r}
-            events = wait(list(watched), timeout=max(0.0, deadline - time.monotonic()))
-            if not events:
+        failures: dict[int, tuple[Any, ...]] = {}
+        while missing := [r for r in range(self.num_ranks) if r not in answers and r not in failures]:
+            ready = self._wait_for(missing, deadline)
+            if not ready and not failures:
                 raise self._lateness_of(missing, timeout_s)
-            for r in sorted({watched[event] for event in events}):
-                # A message may have been sent just before the end: it tells more than the exit status.
-                if not self._connections[r].poll():
-                    raise self._death_of(r)
-                try:
-                    answer = self._connections[r].recv()
-                except (EOFError, ConnectionError):
-                    raise self._death_of(r) from None
-                if answer[0] == "raised":
-                    failures.append((answer[1], r, answer))
-                else:
-                    assert answer[0] == word, answer[0]
-                    answers[r] = answer
+            for r in ready:
+                answer = self._receive(r)
+                (failures if answer[0] == "raised" else answers)[r] = answer
+            if not ready or any(_tells_the_cause(failure) for failure in failures.values()):
+                break
             if failures:
-                _, r, (_, _, pickled, text) = min(failures, key=lambda failure: failure[0])
-                raise self._exception_of(r, pickled, text)
+                # A rank that exits because another one failed may be quicker than the one that knows why.
+                deadline = min(deadline, time.monotonic() + _CAUSE_TIMEOUT_S)
+        if failures:
+            r, (_, _, pickled, text, _) = min(failures.items(), key=lambda f: (not _tells_the_cause(f[1]), f[1][1]))
+            raise self._exception_of(r, pickled, text)
+        assert all(answer[0] == word for answer in answers.values())
         return [answers[r] for r in range(self.num_ranks)]
+
+    def _wait_for(self, ranks: Sequence[int], deadline: float) -> list[int]:
+        """Those of ``ranks`` that have sent something or ended; empty when the deadline passes first."""
+        watched: dict[Any, int] = {}
+        for r in ranks:
+            watched |= {self._connections[r]: r, self._death_watches[r]: r}
+        return sorted({watched[event] for event in wait(list(watched), timeout=max(0.0, deadline - time.monotonic()))})
+
+    def _receive(self, r: int) -> tuple[Any, ...]:
+        # A message may have been sent just before the end: it tells more than the exit status.
+        if not self._connections[r].poll():
+            raise self._death_of(r)
+        try:
+            answer: tuple[Any, ...] = self._connections[r].recv()
+        except (EOFError, ConnectionError):
+            raise self._death_of(r) from None
+        return answer
 
     def _exception_of(self, r: int, pickled: bytes | None, text: str) -> BaseException:
         error = RankError(text) if pickled is None else pickle.loads(pickled)
@@ -265,6 +275,10 @@ class World:
 
     def _output_path(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.log"
+
+
+def _tells_the_cause(answer: tuple[Any, ...]) -> bool:
+    return not answer[4]
 
 
 def free_port() -> int:

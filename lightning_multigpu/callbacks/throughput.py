@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.throughput import Throughput, get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.clock import Lap, Stopwatch, timeline_of
@@ -90,15 +88,20 @@ class ThroughputMonitor(Monitor):
         self._flops_per_sample = flops_per_sample
         self._peak_flops = peak_flops
         self.steps = 0
+        """Optimizer steps of the fit that runs or ran last."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.steps = 0
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.steps = 0
         self._stopwatch = Stopwatch(timeline_of(trainer.strategy.root_device))
         self._pending: deque[tuple[Lap, int, _Work]] = deque()
         self._work = _Work()
         self._last_global_step = trainer.global_step
-        self._batch_size_known = True
+        self._warned = False
         self._rates = _Rates(self._peak_flops_per_batch(trainer))
 
     @override
@@ -143,17 +146,14 @@ class ThroughputMonitor(Monitor):
     def _samples(self, batch: Any) -> int | None:
         if self._batch_size_fn is not None:
             return int(self._batch_size_fn(batch))
-        if not self._batch_size_known:
-            return None
-        try:
-            return extract_batch_size(batch)
-        except (MisconfigurationException, RecursionError):
-            self._batch_size_known = False
+        size = _leading_size(batch)
+        if size is None and not self._warned:
+            self._warned = True
             rank_zero_warn(
                 f"samples per second are not measured: no tensor was found in the batch, a {type(batch).__name__}. "
                 "Pass ThroughputMonitor(batch_size_fn=...) to say how many samples it holds."
             )
-            return None
+        return size
 
     def _tokens(self, batch: Any) -> int | None:
         name = self._tokens_fn
@@ -196,6 +196,20 @@ class ThroughputMonitor(Monitor):
         self.observe("throughput/step_ms", seconds / steps * 1e3, weight=steps)
         for key, value in self._rates.of(seconds, work).items():
             self.observe(key, value, weight=seconds)
+
+
+def _leading_size(batch: Any) -> int | None:
+    """The first dimension of the first tensor in a batch; None where there is no tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    elif is_dataclass(batch):
+        parts = (getattr(batch, field.name) for field in fields(batch))
+    return next((size for size in map(_leading_size, parts) if size is not None), None)
 
 
 class _Rates:

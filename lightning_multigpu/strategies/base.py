@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import signal
@@ -129,6 +130,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self._own_groups: list[dist.ProcessGroup] = []
         self._environment_before: dict[str, str | None] = {}
         self._requeue: DeferredSignal | None = None
+
+    @staticmethod
+    def option_names() -> list[str]:
+        """The options that every strategy of the pack has."""
+        parameters = inspect.signature(MultiGPUStrategy.__init__).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     # Ranks
 
@@ -392,6 +399,7 @@ class MultiGPUStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._loss_scale = 1.0
+        self._batch_counts = True
         assert self.lightning_module is not None
         loader = self.lightning_module.trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:

@@ -70,7 +70,7 @@ class Announcer:
         everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
         size_bytes = everyone.numel() * everyone.element_size()
         transfer = self._meter.begin("all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes)
-        work = dist.all_gather_into_tensor(everyone, mine, group=self._group, async_op=True)
+        work = dist.all_gather_single(everyone, mine, group=self._group, async_op=True)
         assert work is not None
         work.get_future().add_done_callback(lambda _: transfer.finish())
         self._pending = (work, everyone, transfer)

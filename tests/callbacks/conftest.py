@@ -1,0 +1,7 @@
+"""Fixtures of the callbacks' tests."""
+
+from __future__ import annotations
+
+from tests.callbacks.training import clock
+
+__all__ = ["clock"]

@@ -1,0 +1,134 @@
+"""DeviceUtilizationMonitor in real fits: what it logs, and that its thread ends on every way out."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_multigpu.callbacks import DeviceUtilizationMonitor
+from lightning_multigpu.callbacks import device_utilization as module
+from tests.callbacks.training import RecordingLogger, Regression, batches, trainer
+
+NEVER_S = 3600.0
+UTILIZATION = "device/utilization_percent"
+
+
+class FakeProbe:
+    def __init__(self) -> None:
+        self.reads = 0
+        self.closed = 0
+        self.fails = False
+
+    def read(self) -> dict[str, float]:
+        if self.fails:
+            raise OSError("sensor gone")
+        self.reads += 1
+        return {UTILIZATION: 10.0 * self.reads, "device/power_watts": 100.0}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> FakeProbe:
+    made = FakeProbe()
+    monkeypatch.setattr(module, "probes_of", lambda device: [made])
+    return made
+
+
+def sampling_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "device-sampler"]
+
+
+def test_an_interval_has_the_mean_of_its_samples(tmp_path: Path, probe: FakeProbe) -> None:
+    class Sampling(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert monitor._sampler is not None
+            monitor._sampler._take_one()
+            return super().training_step(batch, batch_idx)
+
+    logger = RecordingLogger()
+    monitor = DeviceUtilizationMonitor(interval_s=NEVER_S)
+    fit = trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=2)
+    fit.fit(Sampling(), batches(16))
+    assert logger.curve(UTILIZATION) == [(1, 15.0), (3, 35.0)]
+    assert monitor.statistics()[UTILIZATION] == pytest.approx({"median": 25.0, "p95": 38.5, "mean": 25.0, "last": 40.0})
+    assert probe.closed == 1
+
+
+def test_a_fit_shorter_than_the_sampling_interval_has_one_sample(tmp_path: Path, probe: FakeProbe) -> None:
+    logger = RecordingLogger()
+    fit = trainer(tmp_path, callbacks=[DeviceUtilizationMonitor(interval_s=NEVER_S)], logger=logger)
+    fit.fit(Regression(), batches(16))
+    assert logger.curve(UTILIZATION) == [(3, 10.0)]
+    assert fit.callback_metrics["device/power_watts"].item() == 100.0
+
+
+def test_samples_are_taken_in_the_background(tmp_path: Path, probe: FakeProbe) -> None:
+    class Waiting(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            goal, patience = probe.reads + 3, threading.Event()
+            for _ in range(3000):
+                if probe.reads >= goal:
+                    break
+                patience.wait(0.01)
+            return super().training_step(batch, batch_idx)
+
+    monitor = DeviceUtilizationMonitor(interval_s=1e-3)
+    trainer(tmp_path, callbacks=[monitor]).fit(Waiting(), batches(8))
+    assert len(monitor.series[UTILIZATION]) >= 6
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
+@pytest.mark.parametrize("hook", ["training_step", "validation_step", "on_train_start", "on_train_end"])
+def test_the_thread_ends_when_training_fails(tmp_path: Path, probe: FakeProbe, hook: str, error: BaseException) -> None:
+    model = Regression()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        assert hook == "on_train_end" or sampling_threads()
+        raise error
+
+    setattr(model, hook, fail)
+    fit = trainer(tmp_path, callbacks=[DeviceUtilizationMonitor()])
+    with pytest.raises((RuntimeError, SystemExit)):
+        fit.fit(model, batches(16), batches(8))
+    assert sampling_threads() == []
+    assert probe.closed == 1
+
+
+def test_a_sensor_that_fails_does_not_fail_the_training(tmp_path: Path, probe: FakeProbe) -> None:
+    probe.fails = True
+    fit = trainer(tmp_path, callbacks=[DeviceUtilizationMonitor(interval_s=NEVER_S)])
+    with pytest.warns(UserWarning, match="devices are not measured any longer: OSError: sensor gone"):
+        fit.fit(Regression(), batches(16))
+    assert fit.global_step == 4
+    assert sampling_threads() == []
+    assert UTILIZATION not in fit.callback_metrics
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    monitor = DeviceUtilizationMonitor(interval_s=1e-3)
+    trainer(tmp_path, callbacks=[monitor]).fit(Regression(), batches(400))
+    found = monitor.statistics()
+    assert 0 <= found[UTILIZATION]["median"] <= 100
+    assert found["device/memory_used_bytes"]["last"] > found["device/process_rss_bytes"]["last"] / 2 > 0
+    if not torch.cuda.is_available():
+        assert "device/power_watts" not in found
+
+
+def test_two_fits_with_one_monitor(tmp_path: Path, probe: FakeProbe) -> None:
+    monitor = DeviceUtilizationMonitor(interval_s=NEVER_S)
+    for _ in range(2):
+        trainer(tmp_path, callbacks=[monitor]).fit(Regression(), batches(8))
+        assert len(monitor.series[UTILIZATION]) == 1
+    assert probe.closed == 2
+
+
+def test_the_sampling_interval_is_above_zero() -> None:
+    with pytest.raises(ValueError, match=r"interval_s=-1: .* above 0 seconds"):
+        DeviceUtilizationMonitor(interval_s=-1)

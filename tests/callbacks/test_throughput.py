@@ -1,0 +1,275 @@
+"""ThroughputMonitor in real fits of one device, on a clock that the fit moves: exact rates."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_multigpu.callbacks import ThroughputMonitor
+from tests.callbacks.training import (
+    BATCH_S,
+    FEATURES,
+    HandClock,
+    RecordingLogger,
+    Regression,
+    batch_list,
+    batches,
+    trainer,
+)
+
+SAMPLES = "throughput/samples_per_sec"
+BATCHES = "throughput/batches_per_sec"
+STEP = "throughput/step_ms"
+
+
+@pytest.fixture
+def logger() -> RecordingLogger:
+    return RecordingLogger()
+
+
+def test_batches_of_any_size_count_with_what_they_hold(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    monitor = ThroughputMonitor()
+    fit = trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=2)
+    fit.fit(Regression(clock), batch_list([8, 4, 2, 2, 1]))
+    assert logger.curve(SAMPLES) == [(1, 12 / (2 * BATCH_S)), (3, 4 / (2 * BATCH_S)), (4, 1 / BATCH_S)]
+    assert logger.curve(BATCHES) == [(1, 1 / BATCH_S), (3, 1 / BATCH_S), (4, 1 / BATCH_S)]
+    assert logger.curve(STEP) == [(1, 1e3 * BATCH_S), (3, 1e3 * BATCH_S), (4, 1e3 * BATCH_S)]
+    assert monitor.steps == 5
+    # The first step is left out of the statistics.
+    assert monitor.statistics()[SAMPLES] == pytest.approx({"median": 4.0, "p95": 7.4, "mean": 4.5, "last": 2.0})
+
+
+def test_an_optimizer_step_is_all_of_its_accumulated_batches(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    monitor = ThroughputMonitor()
+    fit = trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1, accumulate_grad_batches=2)
+    fit.fit(Regression(clock), batch_list([4, 2, 4, 2, 3]))
+    assert logger.curve(SAMPLES) == [(0, 6 / (2 * BATCH_S)), (1, 6 / (2 * BATCH_S)), (2, 3 / BATCH_S)]
+    assert logger.curve(STEP) == [(0, 2e3 * BATCH_S), (1, 2e3 * BATCH_S), (2, 1e3 * BATCH_S)]
+    assert monitor.steps == 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_validation_is_not_charged(tmp_path: Path, clock: HandClock, logger: RecordingLogger, accumulate: int) -> None:
+    monitor = ThroughputMonitor()
+    fit = trainer(
+        tmp_path,
+        callbacks=[monitor],
+        logger=logger,
+        log_every_n_steps=100,
+        max_epochs=2,
+        val_check_interval=2,
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=1,
+    )
+    fit.fit(Regression(clock), batches(24), [batches(8), batches(8)])
+    rates = [value for _, value in logger.curve(SAMPLES)]
+    assert rates == [4 / BATCH_S] * len(rates)
+    assert monitor.statistics()[SAMPLES]["mean"] == pytest.approx(4 / BATCH_S)
+    assert monitor.statistics()[STEP]["median"] == 1e3 * BATCH_S * accumulate
+
+
+def test_an_interval_ends_before_validation_and_at_the_end_of_an_epoch(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=4, val_check_interval=3)
+    fit.fit(Regression(clock), batches(32), batches(4))
+    assert [step for step, _ in logger.curve(SAMPLES)] == [2, 3, 5, 7]
+
+
+def test_logged_under_the_steps_of_lightning(tmp_path: Path, clock: HandClock, logger: RecordingLogger) -> None:
+    class Logging(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=2, max_epochs=2)
+    fit.fit(Logging(clock), batches(16))
+    assert [step for step, _ in logger.curve(SAMPLES)] == [step for step, _ in logger.curve("loss")]
+
+
+def test_a_checkpoint_can_follow_the_throughput_of_a_short_epoch(tmp_path: Path, clock: HandClock) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor=SAMPLES, mode="max")
+    fit = trainer(tmp_path, callbacks=[checkpoint, ThroughputMonitor()], enable_checkpointing=True)
+    fit.fit(Regression(clock), batches(8), batches(4))
+    assert checkpoint.best_model_score is not None
+    assert checkpoint.best_model_score.item() == 4 / BATCH_S
+    assert fit.callback_metrics[SAMPLES].dtype == torch.float64
+    assert fit.logged_metrics[SAMPLES].item() == 4 / BATCH_S
+
+
+@pytest.mark.parametrize(
+    "tokens_fn", ["length", lambda batch: int(batch["length"])], ids=["the batch's key", "a function"]
+)
+def test_tokens(tmp_path: Path, clock: HandClock, tokens_fn: Any) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn=tokens_fn)])
+    made = [{"x": torch.ones(2, FEATURES), "length": 30}, {"x": torch.ones(2, FEATURES), "length": 50}]
+    fit.fit(Regression(clock), DataLoader(made, batch_size=None))  # type: ignore[arg-type]
+    assert fit.callback_metrics["throughput/tokens_per_sec"].item() == 80 / (2 * BATCH_S)
+
+
+@dataclass
+class Sentence:
+    x: Tensor
+    num_tokens: int
+
+
+def test_tokens_from_an_attribute_of_the_batch(tmp_path: Path, clock: HandClock) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn="num_tokens")])
+    sentence = Sentence(torch.ones(2, FEATURES), num_tokens=40)
+    fit.fit(Regression(clock), DataLoader([sentence], batch_size=None, collate_fn=lambda x: x))  # type: ignore[arg-type]
+    assert fit.callback_metrics["throughput/tokens_per_sec"].item() == 40 / BATCH_S
+
+
+def test_tokens_that_are_not_there_are_named(tmp_path: Path, clock: HandClock) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn="lenght")])
+    with pytest.raises(ValueError, match="tokens_fn='lenght': the batch, a list, has no such key or attribute"):
+        fit.fit(Regression(clock), batches(8))
+
+
+def test_fewer_tokens_than_samples_are_a_mistake(tmp_path: Path, clock: HandClock) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn=lambda batch: 3)])
+    with pytest.raises(ValueError, match="gave 3 tokens for a batch of 4 samples"):
+        fit.fit(Regression(clock), batches(8))
+
+
+@pytest.mark.parametrize("flops", [100.0, lambda batch: 400.0], ids=["a sample", "a batch"])
+def test_operations_and_their_share_of_the_peak(tmp_path: Path, clock: HandClock, flops: Any) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(flops_per_sample=flops, peak_flops=3200.0)])
+    fit.fit(Regression(clock), batches(16))
+    assert fit.callback_metrics["throughput/flops_per_sec"].item() == 400 / BATCH_S
+    assert fit.callback_metrics["throughput/mfu"].item() == 400 / BATCH_S / 3200
+
+
+def test_operations_that_the_module_knows(tmp_path: Path, clock: HandClock) -> None:
+    model = Regression(clock)
+    model.flops_per_batch = 50  # type: ignore[assignment]
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()])
+    fit.fit(model, batches(16))
+    assert fit.callback_metrics["throughput/flops_per_sec"].item() == 50 / BATCH_S
+    # Nobody knows the peak of a CPU.
+    assert "throughput/mfu" not in fit.callback_metrics
+
+
+@pytest.mark.parametrize("option", ["flops_per_sample", "peak_flops"])
+def test_what_must_be_above_zero(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}=0: must be above 0"):
+        ThroughputMonitor(**{option: 0})  # type: ignore[arg-type]
+
+
+def test_a_batch_without_tensors_costs_the_samples_and_nothing_else(tmp_path: Path, clock: HandClock) -> None:
+    class OfText(Regression):
+        def loss(self, batch: Any) -> Tensor:
+            return self.layer(torch.ones(1, FEATURES)).pow(2).mean()
+
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()])
+    with pytest.warns(UserWarning, match=r"no tensor was found .* a str. Pass ThroughputMonitor\(batch_size_fn=...\)"):
+        fit.fit(OfText(clock), DataLoader(["some", "text"], batch_size=None))  # type: ignore[arg-type]
+    assert SAMPLES not in fit.callback_metrics
+    assert fit.callback_metrics[BATCHES].item() == 1 / BATCH_S
+
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(batch_size_fn=len)])
+    fit.fit(OfText(clock), DataLoader(["some", "text"], batch_size=None))  # type: ignore[arg-type]
+    assert fit.callback_metrics[SAMPLES].item() == 4 / BATCH_S
+
+
+def test_several_optimizer_steps_in_one_batch(tmp_path: Path, clock: HandClock) -> None:
+    class TwoSteps(Regression):
+        def __init__(self, clock: HandClock) -> None:
+            super().__init__(clock)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            for _ in range(2):
+                loss = super().training_step(batch, batch_idx)
+                optimizer = self.optimizers()
+                assert not isinstance(optimizer, list)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+    monitor = ThroughputMonitor()
+    fit = trainer(tmp_path, callbacks=[monitor], log_every_n_steps=1)
+    fit.fit(TwoSteps(clock), batches(8))
+    assert monitor.steps == 4
+    assert fit.callback_metrics[STEP].item() == 1e3 * BATCH_S
+    assert fit.callback_metrics[SAMPLES].item() == 4 / (2 * BATCH_S)
+
+
+def test_a_resumed_fit_measures_its_own_steps_and_goes_on_in_the_curve(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    first = trainer(tmp_path)
+    first.fit(Regression(clock), batches(12))
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    monitor = ThroughputMonitor()
+    second = trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=2, max_epochs=2)
+    second.fit(Regression(clock), batches(12), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert monitor.steps == 3
+    assert [step for step, _ in logger.curve(SAMPLES)] == [3, 5]
+
+
+def test_a_second_fit_starts_anew(tmp_path: Path, clock: HandClock) -> None:
+    monitor = ThroughputMonitor()
+    for sizes in ([4, 4, 4], [2, 2]):
+        fit = trainer(tmp_path, callbacks=[monitor])
+        fit.fit(Regression(clock), batch_list(sizes))
+        assert monitor.steps == len(sizes)
+        assert monitor.statistics()[SAMPLES]["mean"] == sizes[0] / BATCH_S
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fast_dev_run": 2}, {"max_time": timedelta(microseconds=1)}, {"log_every_n_steps": 0}],
+    ids=["fast_dev_run", "max_time", "never log"],
+)
+def test_the_keys_are_there_however_short_the_fit(tmp_path: Path, clock: HandClock, options: dict[str, Any]) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], **options)
+    fit.fit(Regression(clock), batches(16), batches(4))
+    assert fit.callback_metrics[SAMPLES].item() == 4 / BATCH_S
+
+
+def test_a_fit_that_has_nothing_to_do_measures_nothing(tmp_path: Path, clock: HandClock) -> None:
+    monitor = ThroughputMonitor()
+    fit = trainer(tmp_path, callbacks=[monitor])
+    fit.fit(Regression(clock), batches(8))
+    fit.fit(Regression(clock), batches(8))
+    assert monitor.statistics() == {}
+    assert monitor.steps == 0
+
+
+def test_a_batch_that_is_another_ranks_does_not_count(
+    tmp_path: Path, clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()])
+    monkeypatch.setattr(type(fit.strategy), "owns_batch", False, raising=False)
+    fit.fit(Regression(clock), batches(8))
+    assert fit.callback_metrics[STEP].item() == 1e3 * BATCH_S
+    assert SAMPLES not in fit.callback_metrics
+    assert BATCHES not in fit.callback_metrics
+
+
+def test_a_monitor_that_does_not_log_leaves_no_trace(tmp_path: Path, clock: HandClock) -> None:
+    monitor = ThroughputMonitor(log=False)
+    fit = trainer(tmp_path, callbacks=[monitor], log_every_n_steps=1)
+    fit.fit(Regression(clock), batches(8))
+    assert fit.callback_metrics == {}
+    assert SAMPLES in monitor.statistics()
+
+
+def test_the_monitor_travels_to_spawned_ranks() -> None:
+    restored: ThroughputMonitor = pickle.loads(pickle.dumps(ThroughputMonitor(tokens_fn="length")))
+    assert restored.statistics() == {}

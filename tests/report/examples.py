@@ -1,0 +1,23 @@
+"""A report made by hand, for the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_multigpu.callbacks.keys import AGGREGATIONS
+from lightning_multigpu.report.document import RankRecord, build
+from lightning_multigpu.report.statistics import Statistics
+
+
+def constant(value: float) -> Statistics:
+    return {"median": value, "p95": value, "mean": value, "last": value}
+
+
+def record(rank: int, *, node: int = 0, host: str = "alpha", steps: int = 10, **metrics: float) -> RankRecord:
+    """A rank whose metrics are constant; ``throughput__samples_per_sec=1`` stands for that key."""
+    named = {name.replace("__", "/"): constant(value) for name, value in metrics.items()}
+    return RankRecord(rank=rank, node=node, host=host, steps=steps, metrics=named)
+
+
+def report_of(*records: RankRecord, **options: Any) -> dict[str, Any]:
+    return build(records, strategy="ring_ddp", options=options, versions={"torch": "2.13.0"}, aggregations=AGGREGATIONS)
