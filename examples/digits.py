@@ -2,9 +2,10 @@
 
 ::
 
-    python examples/digits.py                                  two processes, gradients averaged around a ring
-    python examples/digits.py --strategy auto --devices 1      one device, the same global batch
-    python examples/digits.py --num-nodes 2 --devices 4        on each of two machines, see the README
+    python examples/digits.py                     two processes, gradients averaged around a ring
+    python examples/digits.py --strategy auto --devices 1 --batch-size 64
+                                                  one device, the same global batch
+    python examples/digits.py --num-nodes 2       on each of two machines, see the README
 
 ``DigitsCNN`` and ``DigitsData`` are ordinary Lightning classes: nothing in them knows how many processes there are.
 """
@@ -23,9 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_multigpu.callbacks import RunReport  # importing the pack makes its strategies known to Lightning
+from lightning_multigpu.report import table
 
 NUM_CLASSES = 10
-Batch = tuple[Tensor, Tensor]
+Batch = list[Tensor]
+"""Images of shape (batch, 1, 8, 8), values 0 to 1, and labels of shape (batch,)."""
 
 
 class DigitsCNN(L.LightningModule):
@@ -105,22 +108,23 @@ class DigitsData(L.LightningDataModule):
         same = torch.Generator().manual_seed(0)
         self.train_set, self.val_set, self.test_set = random_split(dataset, [1257, 270, 270], generator=same)
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.val_set, batch_size=self.batch_size)
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.test_set, batch_size=self.batch_size)
 
-    def predict_dataloader(self) -> DataLoader[Batch]:
+    def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return self.test_dataloader()
 
 
 def main() -> None:
     options = parse_options()
     L.seed_everything(options.seed)
+    report = RunReport(print_table=False)  # shown below, when the accuracy is known too
     trainer = L.Trainer(
         strategy=options.strategy,
         accelerator=choose_accelerator(options.accelerator, options.devices),
@@ -129,13 +133,16 @@ def main() -> None:
         max_epochs=options.max_epochs,
         logger=CSVLogger("runs", name="digits"),
         log_every_n_steps=10,
-        callbacks=[RunReport()],
+        callbacks=[report],
     )
     model, data = DigitsCNN(), DigitsData(batch_size=options.batch_size)
     trainer.fit(model, data)
     [metrics] = trainer.test(model, data, verbose=False)
     if trainer.is_global_zero:
         print(f"test accuracy: {metrics['test_accuracy']:.4f}")
+        assert report.report is not None
+        table.show(report.report)
+        print(f"written to {report.path}")
 
 
 def parse_options() -> argparse.Namespace:
