@@ -1,0 +1,45 @@
+# make help lists the targets.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo check test clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "PYTHON=python3.12 make install    another interpreter, 3.11 or newer"
+	@echo "make demo DEMO_ARGS='...'         options of examples/digits.py"
+	@echo "make test PYTEST_ARGS='...'       options of pytest, such as '-k ring'"
+
+install: $(INSTALLED) ## .venv with the package in editable mode and all that its tests need
+
+# torch comes first: packages that are built from source look for it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; 3.11 or newer is needed, as in: make install PYTHON=python3.11" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable '.[dev,gpu]'
+	@touch $@
+
+demo: install ## train and test on real handwritten digits with ring_ddp, two processes
+	$(BIN)/python examples/digits.py --strategy ring_ddp --devices 2 $(DEMO_ARGS)
+
+check: install ## style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check ## check, and the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean: ## removes .venv, builds and caches; results in runs/ stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
