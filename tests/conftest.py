@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_multigpu.emulation import EmulatedHosts
+from tests.hosts import require_hosts
 from tests.leaks import ProcessState, abandoned_shared_memory, leaks_since, shared_memory_entries
 from tests.world import World, live_rank_pids
 
@@ -40,6 +42,14 @@ def world(request: pytest.FixtureRequest) -> World:
     found = request.getfixturevalue(f"world{request.param}")
     assert isinstance(found, World)
     return found
+
+
+@pytest.fixture
+def hosts() -> Iterator[EmulatedHosts]:
+    """Two emulated hosts joined by 1 Gbit/s each way, burst 512 KiB, MTU 1500; see also the marker ``hosts``."""
+    require_hosts()
+    with EmulatedHosts(2, bandwidth="1gbit", burst="512kb", mtu=1500) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

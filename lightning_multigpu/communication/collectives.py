@@ -65,6 +65,26 @@ class MeteredGroup:
             value = value / self.size
         return value.to(tensor.device)
 
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked: (ranks, *tensor.shape), on ``tensor``'s device.
+
+        Args:
+            tensor: the same shape and dtype on every rank.
+            sync_grads: let gradients flow back to every rank's tensor; a collective in backward too.
+        """
+        with self._metered("all_gather", tensor.numel() * tensor.element_size() * self.size):
+            if sync_grads:
+                gathered: Tensor = _AllGather.apply(tensor, self)  # type: ignore[no-untyped-call]
+                return gathered
+            return self.gather_tensor(tensor.detach())
+
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
+        """:meth:`all_gather` without gradients, and without telling the meter."""
+        value = tensor.contiguous().to(self._device)
+        gathered = torch.empty((self.size, *value.shape), dtype=value.dtype, device=self._device)
+        dist.all_gather(list(gathered.unbind()), value, group=self.group)
+        return gathered.to(tensor.device)
+
     def broadcast_object(self, obj: Any, src: int) -> Any:
         """``obj`` of the rank ``src`` (of the world), on every rank."""
         payload = pickle.dumps(obj) if dist.get_rank() == src else b""
@@ -124,6 +144,20 @@ class MeteredGroup:
             size_bytes=size_bytes,
             sent_bytes=None if sends else 0,
         )
+
+
+class _AllGather(torch.autograd.Function):
+    """Forward: (*shape) of each rank to (ranks, *shape) on every rank. Backward: this rank's row of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: MeteredGroup) -> Tensor:
+        ctx.group = group
+        return group.gather_tensor(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        group: MeteredGroup = ctx.group
+        return group.all_reduce(grad_outputs[0], "sum")[group.rank], None
 
 
 def _reduction(reduction: Any) -> tuple[Any, bool]:

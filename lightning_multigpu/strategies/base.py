@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import signal
@@ -110,7 +111,8 @@ class MultiGPUStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            **options,
+            # Behind dict() jsonargparse does not follow the options into torch's DDP, whose arguments are not ours.
+            **dict(options),
         )
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
@@ -129,6 +131,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self._own_groups: list[dist.ProcessGroup] = []
         self._environment_before: dict[str, str | None] = {}
         self._requeue: DeferredSignal | None = None
+
+    @staticmethod
+    def option_names() -> list[str]:
+        """The options that every strategy of the pack has."""
+        parameters = inspect.signature(MultiGPUStrategy.__init__).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     # Ranks
 
@@ -315,13 +323,12 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape)."""
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
+
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of what all ranks' results contribute to it.
+        """
         metered = self._metered_group(group)
-        if metered is None:
-            return tensor
-        size_bytes = tensor.numel() * tensor.element_size() * metered.size
-        with self.meter.blocking("all_gather", group="metrics", group_size=metered.size, size_bytes=size_bytes):
-            return super().all_gather(tensor, group=metered.group, sync_grads=sync_grads)
+        return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

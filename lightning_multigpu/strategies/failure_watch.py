@@ -112,13 +112,11 @@ class FailureWatch:
                 first = board.report(own)
         self._stop.set()
         self._abort()
-        if first is None or first.rank == board.rank:
-            self._await_readers(board)
-            return None
-        with contextlib.suppress(RuntimeError):
-            board.acknowledge()
+        if board.rank != 0:
+            with contextlib.suppress(RuntimeError):
+                board.acknowledge()
         self._await_readers(board)
-        return first
+        return None if first is None or first.rank == board.rank else first
 
     def _first(self, board: FailureBoard) -> RankFailure | None:
         try:

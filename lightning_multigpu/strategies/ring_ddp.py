@@ -55,6 +55,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
+        validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
         validation.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(
             ddp_comm_state=ddp_comm_state,

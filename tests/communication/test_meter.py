@@ -32,7 +32,9 @@ def test_all_reduce_factor_is_the_formula() -> None:
     assert sent_share("all_gather", 4) == 0.75
 
 
-@pytest.mark.parametrize(("operation", "group_size", "word"), [("dance", 2, "dance"), ("all_reduce", 0, "group_size=0")])
+@pytest.mark.parametrize(
+    ("operation", "group_size", "word"), [("dance", 2, "dance"), ("all_reduce", 0, "group_size=0")]
+)
 def test_unknown_operations_and_sizes_are_named(operation: str, group_size: int, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         sent_share(operation, group_size)

@@ -1,0 +1,1 @@
+"""The subcommands of ``lightning-multigpu``: one module each, with a function ``run(name, arguments)``."""

@@ -1,0 +1,85 @@
+"""Classes as a command line names them: by their path or their bare name, and the arguments that they take."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import ArgumentError
+from collections.abc import Iterator
+from pydoc import ErrorDuringImport, locate
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu.registry import REGIMES
+
+_BASES = (Strategy, Callback, Logger, Profiler, LightningModule, LightningDataModule, Optimizer, LRScheduler)
+
+
+class ClassNotFoundError(LookupError):
+    """There is no such class, or its module cannot be imported; the message is a clause that says which."""
+
+
+def find_class(path: str) -> type | None:
+    """The class at a dotted path, or the known class of that bare name; None for what is found and is no class.
+
+    Raises:
+        ClassNotFoundError: nothing is found.
+    """
+    if "." not in path:
+        return _class_of_name(path)
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = locate(path)
+        if found is None:
+            module = importlib.import_module(module_name)
+            raise ClassNotFoundError(f"{module_name} has no {name!r}. {did_you_mean(name, vars(module))}".rstrip())
+    except ErrorDuringImport as error:
+        raise ClassNotFoundError(f"importing it failed with {error.value!r}") from error
+    except ModuleNotFoundError as error:
+        where = "modules are looked for in the current directory and among the installed packages"
+        raise ClassNotFoundError(f"{error.msg}; {where}") from error
+    return found if isinstance(found, type) else None
+
+
+def arguments_of(cls: type) -> list[str]:
+    """The names of the arguments that a configuration file may give the class."""
+    names = ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False)
+    return list(dict.fromkeys(name.split(".")[0] for name in names))
+
+
+def refusal(cls: type, name: str, value: object) -> str | None:
+    """What jsonargparse has against this value of the argument ``name``; None where it takes it."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, fail_untyped=False)
+    heading = f'Parser key "{name}":'
+    try:
+        parser.parse_object({name: value})
+    except ArgumentError as error:
+        # Other arguments may be missing here; what was given for them is not this function's concern.
+        return error.message.removeprefix(heading).strip() if error.message.startswith(heading) else None
+    return None
+
+
+def _class_of_name(name: str) -> type:
+    classes = {cls.__name__: cls for base in _BASES for cls in _subclasses(base)}
+    if name in classes:
+        return classes[name]
+    for regime in REGIMES:
+        if regime.name == name:
+            raise ClassNotFoundError(
+                f"a strategy's name takes no options; with options, pass its class {regime.strategy.__name__}"
+            )
+    raise ClassNotFoundError(f"there is no such class. {did_you_mean(name, classes)}".rstrip())
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    subclass: type
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

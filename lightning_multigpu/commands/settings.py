@@ -1,0 +1,147 @@
+"""Settings of the Trainer that Lightning would replace silently, or refuse without saying what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from pydoc import locate
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_multigpu._suggest import did_you_mean, nearest
+from lightning_multigpu.commands.usage import UsageError
+from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+_PRECISION_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+
+
+def check_trainer_settings(trainer: Mapping[str, Any]) -> None:
+    """Checks the arguments of the Trainer as they were parsed, before it is made.
+
+    Args:
+        trainer: the ``trainer`` section; classes in it are mappings with a ``class_path``.
+
+    Raises:
+        UsageError: the message names the value, the limit and the fix.
+    """
+    try:
+        check_strategy_name(trainer["strategy"])
+        device_type = _device_type(trainer["accelerator"])
+        if device_type in validation.DEVICE_TYPES:
+            check_devices(trainer["devices"], device_type)
+        if device_type is not None and _is_ours(trainer["strategy"]):
+            precision = str(trainer["precision"])
+            validation.check_precision(_PRECISION_ALIASES.get(precision, precision), device_type, explicit=False)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def check_strategy_name(strategy: object) -> None:
+    """A strategy that is given by its name has one of the registered names.
+
+    Raises:
+        ValueError: it has not; the message lists this pack's names and Lightning's.
+    """
+    if not isinstance(strategy, str):
+        return
+    ours = [regime.name for regime in REGIMES]
+    lightnings = ["auto", *(name for name in StrategyRegistry.available_strategies() if name not in ours)]
+    if strategy.lower() in (*ours, *lightnings):
+        return
+    for regime in REGIMES:
+        if strategy.rpartition(".")[2] == regime.strategy.__name__:
+            raise ValueError(
+                f"strategy={strategy!r} is a class; pass the name, strategy={regime.name!r}, "
+                f"or the class as strategy.class_path=lightning_multigpu.{regime.strategy.__name__}"
+            )
+    raise ValueError(
+        f"strategy={strategy!r} is unknown. {did_you_mean(strategy, [*ours, *lightnings])}\n"
+        f"  this pack's: {', '.join(ours)}\n"
+        f"  Lightning's: {', '.join(lightnings)}".replace(". \n", ".\n")
+    )
+
+
+def check_checkpoint(path: object) -> None:
+    """A checkpoint that is given by its path exists; Lightning's words ("best", "last"...) and URLs pass.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not path or str(path) in _CHECKPOINT_WORDS or ":" in str(path) or Path(str(path)).exists():
+        return
+    siblings = {file.name: str(file) for file in Path(str(path)).parent.glob("*.ckpt")}
+    near = nearest(Path(str(path)).name, siblings)
+    hint = f" Did you mean {siblings[near]!r}?" if near else ""
+    raise UsageError(f"ckpt_path={str(path)!r}: there is no such file.{hint}")
+
+
+def check_devices(devices: object, device_type: str) -> None:
+    """``devices`` are on this machine: a number, a list of GPU indices, or ``"auto"``.
+
+    Raises:
+        ValueError: below 1, not a number, or GPUs that the machine does not have.
+    """
+    gpu_count = torch.cuda.device_count() if device_type == "cuda" else 0
+    if device_type == "cuda" and gpu_count == 0:
+        raise ValueError("accelerator='gpu': this machine has no GPU; pass accelerator='cpu' or 'auto'")
+    if devices in ("auto", None):
+        return
+    number, indices = _number_and_indices(devices)
+    if indices is not None and device_type == "cpu":
+        raise ValueError(
+            f"devices={devices!r} names devices; on CPU pass the number of ranks, devices={len(indices) or 1}"
+        )
+    if number == -1 and device_type == "cuda":
+        return
+    if number is None and not indices:
+        raise ValueError(
+            f"devices={devices!r} is neither a number nor a list of GPUs; pass devices=1 or more, or 'auto'"
+        )
+    if number is not None and number < 1:
+        hint = " (-1, all devices, is for GPUs)" if number == -1 else ""
+        raise ValueError(
+            f"devices={number}: a run needs at least 1 rank on each host{hint}; pass devices=1 or more, or 'auto'"
+        )
+    if device_type == "cuda":
+        wanted = range(number) if number is not None else indices or []
+        gpus = [torch.device("cuda", index) for index in wanted]
+        validation.check_devices(gpus, cpu_count=validation.available_cpu_count(), gpu_count=gpu_count)
+
+
+def _number_and_indices(devices: object) -> tuple[int | None, list[int] | None]:
+    """``devices`` as Lightning reads them: either a number, or indices; neither where it is not to be read."""
+    if isinstance(devices, str):
+        try:
+            if "," in devices:
+                return None, [int(index) for index in devices.split(",") if index.strip()]
+            return int(devices), None
+        except ValueError:
+            return None, None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return devices, None
+    return None, list(devices) if isinstance(devices, list) else None
+
+
+def _device_type(accelerator: object) -> str | None:
+    """ "cpu", "cuda" or another device's type; None where only Lightning can tell."""
+    if not isinstance(accelerator, str):
+        return None
+    name = accelerator.lower()
+    if name in ("auto", "gpu") and torch.backends.mps.is_available():
+        return "mps"
+    if name == "auto":
+        return "cuda" if torch.cuda.device_count() else "cpu"
+    return "cuda" if name == "gpu" else name
+
+
+def _is_ours(strategy: object) -> bool:
+    if isinstance(strategy, str):
+        return strategy.lower() in {regime.name for regime in REGIMES}
+    path = strategy.get("class_path") if hasattr(strategy, "get") else None
+    found = locate(path) if isinstance(path, str) else None
+    return isinstance(found, type) and issubclass(found, MultiGPUStrategy)

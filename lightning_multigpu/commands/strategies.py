@@ -1,0 +1,122 @@
+"""``lightning-multigpu strategies``: every registered regime, and what it sends between ranks.
+
+With ``--json`` one object is printed. Its keys are stable: a change of their meaning raises ``schema_version``; new
+keys do not. ::
+
+    {
+      "schema_version": 1,
+      "symbols": {"S": "bytes of the gradients...", ...},
+      "strategies": [
+        {
+          "name": "ring_ddp",                            what Trainer(strategy=...) takes
+          "class": "lightning_multigpu.RingDDPStrategy", what a configuration file's class_path takes
+          "options": {},                                 arguments of the class that the name fixes
+          "summary": "...",
+          "compute": "...",                              where computation happens
+          "gradients": "...",                            how gradients travel
+          "model": "...",                                how the model travels
+          "bytes_per_step": "2(N-1)/N x S ...",          a formula in the symbols
+          "synchronous": true                            it computes what one device computes
+        }
+      ]
+    }
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import lightning_multigpu
+from lightning_multigpu.commands.usage import PROGRAM
+from lightning_multigpu.registry import REGIMES, Regime
+
+SCHEMA_VERSION = 1
+SYMBOLS = {
+    "S": "bytes of the gradients, which are those of the model",
+    "N": "workers",
+    "n": "nodes",
+    "K": "servers",
+}
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Prints the regimes as a table, or as JSON.
+
+    Raises:
+        SystemExit: for ``--help``, and with code 2 for an unknown option.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {name}",
+        description="List every training regime of this pack: what Trainer(strategy=...) accepts, where computation "
+        "happens, how gradients and the model travel, and how many bytes that is per step.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys instead of a table")
+    if parser.parse_args(arguments).json:
+        print(json.dumps(as_json(REGIMES), indent=2))
+    else:
+        Console(file=sys.stdout).print(as_table(REGIMES))
+    return 0
+
+
+def as_json(regimes: Sequence[Regime]) -> dict[str, Any]:
+    """The object that ``--json`` prints; its keys are in the module's docstring."""
+    strategies = [
+        {
+            "name": regime.name,
+            "class": class_path(regime),
+            "options": dict(regime.options),
+            "summary": regime.summary,
+            "compute": regime.compute,
+            "gradients": regime.gradients,
+            "model": regime.model,
+            "bytes_per_step": regime.bytes_per_step,
+            "synchronous": regime.synchronous,
+        }
+        for regime in regimes
+    ]
+    return {"schema_version": SCHEMA_VERSION, "symbols": SYMBOLS, "strategies": strategies}
+
+
+def as_table(regimes: Sequence[Regime]) -> Table:
+    """A table with one block of rows a regime: six columns of sentences would not fit on 80 characters."""
+    symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items())
+    table = Table(title="Trainer(strategy=...)", caption=symbols, show_header=False, title_justify="left")
+    table.caption_justify = "left"
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for regime in regimes:
+        details = Table.grid(padding=(0, 1))
+        details.add_column(no_wrap=True, style="dim")
+        details.add_column()
+        for label, value in _details(regime):
+            details.add_row(label, Text(value))
+        table.add_row(regime.name, details, end_section=True)
+    return table
+
+
+def class_path(regime: Regime) -> str:
+    """Where the class can be imported from: the package's root, if it is public there."""
+    strategy = regime.strategy
+    if getattr(lightning_multigpu, strategy.__name__, None) is strategy:
+        return f"lightning_multigpu.{strategy.__name__}"
+    return f"{strategy.__module__}.{strategy.__qualname__}"
+
+
+def _details(regime: Regime) -> list[tuple[str, str]]:
+    options = ", ".join(f"{name}={value!r}" for name, value in regime.options.items())
+    return [
+        ("summary", regime.summary),
+        ("class", class_path(regime) + (f" with {options}" if options else "")),
+        ("compute", regime.compute),
+        ("gradients", regime.gradients),
+        ("model", regime.model),
+        ("bytes/step", regime.bytes_per_step),
+    ]

@@ -1,0 +1,185 @@
+"""Network namespaces with an owner: made, found again after a crash, and deleted with all that runs in them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PREFIX = "lmg"
+_LOCKS = Path("/run/lightning-multigpu")
+_ETC = Path("/etc/netns")  # `ip netns exec` shows what lies here as /etc
+_END_TIMEOUT_S = 5.0
+
+
+class HostsUnavailable(RuntimeError):  # noqa: N818 - a state of the machine more than an error of the caller
+    """This machine cannot make namespaces; the message says why, and what would help."""
+
+
+class NamespaceSet:
+    """Namespaces that belong together, with names that no other process uses.
+
+    The owner holds a lock while it lives. Whoever can take the lock of a set knows that its owner is gone, however it
+    ended and whatever process ids mean there: that is how :func:`remove_leftovers` tells a dead set from a running one.
+
+    Raises:
+        HostsUnavailable: see :func:`check_available`.
+    """
+
+    def __init__(self) -> None:
+        check_available()
+        _LOCKS.mkdir(mode=0o755, exist_ok=True)
+        self.token = secrets.token_hex(4)
+        self.names: list[str] = []
+        self._owner = os.getpid()
+        self._lock: int | None = _create_locked(_lock_path(self.token))
+
+    def add(self, label: str, *, etc: Mapping[str, str] | None = None) -> str:
+        """Makes the namespace ``label`` of this set, with its loopback up, and returns its full name.
+
+        Args:
+            label: unique within the set.
+            etc: contents of files, by name, that processes there find in /etc in place of the machine's own.
+        """
+        name = f"{_PREFIX}-{self.token}-{label}"
+        ip("netns", "add", name)
+        self.names.append(name)
+        ip("-n", name, "link", "set", "lo", "up")
+        for file_name, text in (etc or {}).items():
+            path = _ETC / name / file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return name
+
+    def delete(self) -> None:
+        """Ends what runs in the namespaces and deletes them; afterwards nothing of the set is left.
+
+        In a process that was forked from the owner it does nothing.
+        """
+        if os.getpid() != self._owner:
+            return
+        failures = []
+        while self.names:
+            try:
+                _delete(self.names[-1])
+            except HostsUnavailable as error:
+                failures.append(error)
+            self.names.pop()
+        if self._lock is not None:
+            _lock_path(self.token).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+        if failures:
+            raise failures[0]
+
+
+def check_available() -> None:
+    """Raises :class:`HostsUnavailable` with the reason, where namespaces cannot be made."""
+    if sys.platform != "linux":
+        raise HostsUnavailable(f"network namespaces exist on Linux only, this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise HostsUnavailable(
+            f"network namespaces need root, this process runs as user {os.geteuid()}: run it with sudo"
+        )
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise HostsUnavailable(f"{program!r} is not on PATH: install iproute2 (Debian: apt-get install iproute2)")
+
+
+def ip(*arguments: str) -> str:
+    """Runs ``ip`` and returns what it printed; raises :class:`HostsUnavailable` with what the kernel objected to."""
+    return _command("ip", *arguments)
+
+
+def ip_json(*arguments: str) -> Any:
+    """Runs ``ip -json`` and returns the document."""
+    return json.loads(ip("-json", *arguments) or "[]")
+
+
+def tc(*arguments: str) -> str:
+    """Runs ``tc`` in the way of :func:`ip`."""
+    return _command("tc", *arguments)
+
+
+def existing() -> list[str]:
+    """Names of all namespaces on this machine that were made by :class:`NamespaceSet`, by whichever process."""
+    return sorted(entry["name"] for entry in ip_json("netns", "list") if entry["name"].startswith(f"{_PREFIX}-"))
+
+
+def remove_leftovers() -> list[str]:
+    """Deletes the namespaces whose owner is gone without having done so (killed, power cut); returns their names."""
+    removed = []
+    for lock in sorted(_LOCKS.glob("*.lock")) if _LOCKS.is_dir() else ():
+        descriptor = _take_lock(lock)
+        if descriptor is None:
+            continue
+        try:
+            for name in existing():
+                if name.startswith(f"{_PREFIX}-{lock.stem}-"):
+                    _delete(name)
+                    removed.append(name)
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+def processes_in(name: str) -> list[int]:
+    """Ids of the processes that run in the namespace."""
+    return [int(pid) for pid in ip("netns", "pids", name).split()]
+
+
+def _delete(name: str) -> None:
+    """A namespace lives on, nameless, as long as a process is in it: they are ended first."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while (pids := processes_in(name)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    shutil.rmtree(_ETC / name, ignore_errors=True)
+    ip("netns", "delete", name)
+
+
+def _command(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise HostsUnavailable(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit {done.returncode}'}")
+    return done.stdout
+
+
+def _lock_path(token: str) -> Path:
+    return _LOCKS / f"{token}.lock"
+
+
+def _create_locked(path: Path) -> int:
+    """Locked under another name first: a file that is seen under its own is one whose owner lives or is dead."""
+    temporary = path.with_suffix(".new")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    temporary.rename(path)
+    return descriptor
+
+
+def _take_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock, or None where another process holds it or the file has gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,72 @@
+"""``lightning-multigpu strategies``: the table that people read and the JSON that programs read."""
+
+from __future__ import annotations
+
+import json
+from pydoc import locate
+
+import pytest
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.registry import REGIMES
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["strategies", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_table_is_80_characters_wide_when_it_is_piped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = printed(capsys).splitlines()
+    assert max(map(len, lines)) == 80
+    assert "\x1b" not in "".join(lines), "colours are for terminals"
+
+
+def test_table_has_every_cell_in_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = printed(capsys).replace("│", " ").split()
+    for regime in REGIMES:
+        for text in (regime.name, regime.summary, regime.compute, regime.gradients, regime.model):
+            assert " ".join(text.split()) in " ".join(words)
+        assert regime.bytes_per_step in " ".join(words)
+
+
+def test_table_explains_the_letters_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "N: workers" in printed(capsys)
+
+
+def test_json_has_the_documented_keys_and_one_entry_a_regime(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = json.loads(printed(capsys, "--json"))
+    assert list(listed) == ["schema_version", "symbols", "strategies"]
+    assert listed["schema_version"] == 1
+    assert [entry["name"] for entry in listed["strategies"]] == [regime.name for regime in REGIMES]
+    for entry in listed["strategies"]:
+        assert list(entry) == [
+            "name",
+            "class",
+            "options",
+            "summary",
+            "compute",
+            "gradients",
+            "model",
+            "bytes_per_step",
+            "synchronous",
+        ]
+
+
+def test_json_class_can_be_imported_and_made_with_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for entry, regime in zip(json.loads(printed(capsys, "--json"))["strategies"], REGIMES, strict=True):
+        assert locate(entry["class"]) is regime.strategy
+        regime.strategy(**entry["options"])
+
+
+def test_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["strategies", "--jsno"])
+    assert ended.value.code == 2
+    assert "lightning-multigpu strategies: error: unrecognized arguments: --jsno" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""What cannot work is refused before anything is made, with the reason: needs neither root nor iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable
+from tests.hosts import require_hosts
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_hosts": 0}, "num_hosts=0 is out of range: use 1 to 250"),
+        ({"num_hosts": 251}, "num_hosts=251 is out of range"),
+        ({"mtu": 100}, "mtu=100 is out of range: use 576 to 65535"),
+        ({"latency_ms": 0}, "latency_ms=0 is out of range"),
+        ({"bandwidth": "1 gigabit"}, "bandwidth='1 gigabit': expected"),
+        ({"burst": "many"}, "burst='many': expected"),
+        ({"burst": "1kb"}, "burst='1kb' is smaller than one frame of mtu=1500 .* use at least 1514b"),
+    ],
+)
+def test_arguments_out_of_range_are_named_with_the_limit(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EmulatedHosts(**{"num_hosts": 2, **options})
+
+
+def test_a_user_without_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(HostsUnavailable, match="need root, this process runs as user 1000"), EmulatedHosts(2):
+        pass
+
+
+def test_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(HostsUnavailable, match="Linux only, this is darwin"), EmulatedHosts(2):
+        pass
+
+
+def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    with pytest.raises(HostsUnavailable, match="install iproute2"), EmulatedHosts(2):
+        pass
+
+
+def test_tests_on_hosts_are_skipped_for_users_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CI that lost its root would otherwise stay green without having run them."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="need root"):
+        require_hosts()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="CI must run the tests on emulated hosts, but: .* need root"):
+        require_hosts()

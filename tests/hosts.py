@@ -1,0 +1,20 @@
+"""Emulated hosts for tests: skipped with the reason on a user's machine, never in CI."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lightning_multigpu.emulation import HostsUnavailable
+from lightning_multigpu.emulation.namespaces import check_available
+
+
+def require_hosts() -> None:
+    """Skips the test where namespaces cannot be made; in CI it fails there instead."""
+    try:
+        check_available()
+    except HostsUnavailable as reason:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must run the tests on emulated hosts, but: {reason}", pytrace=False)
+        pytest.skip(str(reason))

@@ -1,0 +1,58 @@
+"""A user's script whose training breaks on one rank: ``failing_script.py STRATEGY DEVICES RANK HOW``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+import lightning_multigpu  # noqa: F401 - its import makes the strategies known
+from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+
+
+class OwnError(Exception):
+    """An exception of the user's module."""
+
+
+class Breaks(Classifier):
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__()
+        self.rank = rank
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how != "nothing" and self.trainer.global_rank == self.rank and self.trainer.global_step == 3:
+            if self.how == "raise":
+                raise OwnError(f"the data on rank {self.rank} is spoilt")
+            if self.how == "exit":
+                os._exit(7)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "raise while others sleep" and self.trainer.global_rank != self.rank:
+            time.sleep(3600)
+        return super().training_step(batch, batch_idx)
+
+
+class Saves(L.Callback):
+    """Saving is a collective: a rank that fails must not wait in it for the others."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        print(f"rank {trainer.global_rank} saw {type(exception).__name__}", flush=True)
+        trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
+
+
+def main() -> None:
+    strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    trainer = make_trainer(Case(num_samples=48), strategy, devices, callbacks=[Saves()])
+    module = Breaks(rank, how)
+    trainer.fit(module, train_loader(Case(num_samples=48), devices))
+    weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
+    print(f"rank {trainer.global_rank} finished with weights {weights:.9f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

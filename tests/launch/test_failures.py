@@ -1,0 +1,78 @@
+"""A rank that fails ends the whole job, with its own exception as the last word and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.launch import failing_script
+from tests.strategies.tasks import Case, fit
+
+pytestmark = pytest.mark.launch
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script as a user does; everything that it starts must have ended when it does."""
+    mark = f"JOB_MARK={tmp_path.name}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(tmp_path), "JOB_MARK": tmp_path.name}
+    finished = subprocess.run(
+        [sys.executable, "-m", failing_script.__name__, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    left = [p.pid for p in psutil.process_iter() if _carries(p, mark)]
+    assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
+    return finished
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    try:
+        name, value = mark.split("=")
+        return process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "rank"), [("ring_ddp", "2", "1"), ("ring_ddp", "3", "0"), ("ring_ddp_spawn", "2", "1")]
+)
+def test_the_exception_of_any_rank_is_what_the_user_sees(
+    strategy: str, devices: str, rank: str, tmp_path: Path
+) -> None:
+    finished = run(tmp_path, strategy, devices, rank, "raise")
+    assert finished.returncode == 1
+    last = finished.stderr.strip().splitlines()[-1]
+    assert last.endswith(f"OwnError: the data on rank {rank} is spoilt"), finished.stderr[-3000:]
+    assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
+    if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
+        assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
+
+
+@pytest.mark.parametrize(("how", "reason"), [("kill", "SIGKILL"), ("exit", "exit status 7")])
+def test_a_rank_that_dies_without_a_word(how: str, reason: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, "ring_ddp", "2", "1", how)
+    assert finished.returncode not in (0, None)
+    last = finished.stderr.strip().splitlines()[-1]
+    assert "rank 1" in last
+    assert reason in last
+
+
+def test_spawned_and_launched_ranks_reach_the_weights_of_one_device(tmp_path: Path) -> None:
+    reference = fit(Case(num_samples=48), None, 1)
+    expected = sum(float(value.sum()) for value in reference["weights"].values())
+    for strategy in ("ring_ddp", "ring_ddp_spawn"):
+        finished = run(tmp_path, strategy, "2", "0", "nothing")
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        sums = [float(text) for text in re.findall(r"finished with weights (-?\d+\.\d{9})", finished.stdout)]
+        assert len(sums) == (2 if strategy == "ring_ddp" else 1)  # spawned ranks give the result to the first process
+        assert sums == pytest.approx([expected] * len(sums), abs=1e-8)

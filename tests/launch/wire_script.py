@@ -1,0 +1,124 @@
+"""One rank a host: all-reduces of known sizes, then a fit with ring_ddp; writes what meter and interface counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.communication.interface import interface_towards
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.emulation import InterfaceCounters
+
+# The last is odd on purpose: the two halves differ by one element.
+SIZES = (1_000, 1_000_000, 8_000_000, 2_500_001)
+NUM_FEATURES = 1000
+NUM_STEPS = 4
+
+
+def counters(interface: str) -> dict[str, int]:
+    directory = Path("/sys/class/net") / interface / "statistics"
+    names = {"sent": "tx", "received": "rx"}
+    return dataclasses.asdict(
+        InterfaceCounters(
+            **{
+                f"{name}_{what}": int((directory / f"{short}_{what}").read_text())
+                for name, short in names.items()
+                for what in ("bytes", "packets")
+            }
+        )
+    )
+
+
+def all_reduces(interface: str) -> list[dict[str, Any]]:
+    """One entry a size, in float32 elements: payload by the meter, and the interface's counters around it."""
+    ring = RingAllReduce(dist.group.WORLD)
+    ring(torch.ones(1))  # the first call connects
+    found = []
+    for numel in SIZES:
+        tensor = torch.full((numel,), float(dist.get_rank() + 1))
+        meter = Meter()
+        dist.barrier()
+        before = counters(interface)
+        size_bytes, sent_bytes = numel * tensor.element_size(), ring.sent_bytes(tensor)
+        with meter.blocking("all_reduce", group="data", group_size=2, size_bytes=size_bytes, sent_bytes=sent_bytes):
+            ring(tensor)
+        dist.barrier()
+        after = counters(interface)
+        meter.end_step()
+        assert torch.equal(tensor, torch.full((numel,), 3.0))
+        found.append({"numel": numel, "sent_bytes": meter.steps[0].sent_bytes, "before": before, "after": after})
+    return found
+
+
+class Wide(pl.LightningModule):
+    """One layer whose gradients are large against everything else that travels in a step."""
+
+    def __init__(self, interface: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.interface = interface
+        self.counted: list[dict[str, int]] = []
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        dist.barrier()
+        self.counted.append(counters(self.interface))
+        dist.barrier()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def training(interface: str, root: Path) -> dict[str, Any]:
+    """Sent bytes of each step by the meter, all operations, and the interface's counters after each step."""
+    strategy = RingDDPStrategy()
+    module = Wide(interface)
+    data = DataLoader(TensorDataset(torch.randn(2 * 4 * NUM_STEPS, NUM_FEATURES)), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=1,
+        num_nodes=2,
+        max_steps=NUM_STEPS,
+        default_root_dir=root,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, data)
+    strategy.meter.flush()
+    return {
+        "all_reduce_bytes": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],
+        "sent_bytes": [step.sent_bytes for step in strategy.meter.steps],
+        "counted": module.counted,
+    }
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    rank = int(os.environ["NODE_RANK"])
+    interface = interface_towards(os.environ["MASTER_ADDR"])
+    assert interface is not None
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    report = {"all_reduces": all_reduces(interface), "training": training(interface, root)}
+    (root / f"rank{rank}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

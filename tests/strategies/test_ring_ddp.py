@@ -1,0 +1,250 @@
+"""What is ring_ddp's own: hooks, buckets, buffers, and the traffic that it reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.communication.meter import StepTraffic
+from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
+from tests.world import World, rank
+
+GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8  # of the Classifier, in float64
+
+
+def traffic(trainer_options: dict[str, Any], **options: Any) -> list[StepTraffic]:
+    strategy = make_strategy("ring_ddp", **options)
+    trainer = make_trainer(Case(max_epochs=1, trainer=trainer_options), strategy, 2)
+    trainer.fit(Classifier(), train_loader(Case(), 2), eval_loader())
+    strategy.meter.flush()
+    return list(strategy.meter.steps)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_optimizer_step_sends_the_gradients_once(accumulate: int, world2: World) -> None:
+    """2(N-1)/N x S a rank and step, S being the gradients, however many batches are accumulated."""
+    for steps in world2.run(traffic, {"accumulate_grad_batches": accumulate}):
+        assert len(steps) == -(-7 // accumulate)
+        for step in steps:
+            (totals,) = step.of("all_reduce", "data")
+            assert totals.size_bytes == GRADIENT_BYTES
+            assert totals.group_size == 2
+            assert 0 <= totals.exposed_s <= totals.total_s
+            assert totals.total_s > 0
+        assert all(step.end_s <= after.start_s for step, after in zip(steps[:-1], steps[1:], strict=True))
+    both = world2.run(traffic, {})
+    for ours, theirs in zip(*both, strict=True):
+        sent = [step.of("all_reduce", "data")[0].sent_bytes for step in (ours, theirs)]
+        assert sum(sent) == 2 * GRADIENT_BYTES
+
+
+def test_small_buckets_travel_one_by_one(world2: World) -> None:
+    steps = world2.run(traffic, {}, bucket_cap_mb=0.0001)[0]
+    assert steps[-1].of("all_reduce", "data")[0].count > 1
+    assert steps[-1].of("all_reduce", "data")[0].size_bytes == GRADIENT_BYTES
+
+
+class HookError(Exception):
+    """Raised by a user's own communication hook."""
+
+
+def raising_hook(state: Any, bucket: Any) -> Any:
+    raise HookError("the hook broke")
+
+
+def raising_later(state: Any, bucket: Any) -> Any:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_exception(HookError("the hook's future broke"))  # type: ignore[no-untyped-call]
+    return future
+
+
+@pytest.mark.parametrize("hook", [raising_hook, raising_later])
+def test_an_exception_in_a_hook_reaches_the_user_as_itself(hook: Any, world2: World) -> None:
+    with pytest.raises(HookError, match="broke"):
+        world2.run(fit, Case(strategy={"ddp_comm_hook": hook}), "ring_ddp", 2)
+
+
+def test_hooks_of_torch_work_on_cpu(world2: World) -> None:
+    """Stock Lightning ignores them there without a word."""
+    plain = world2.run(fit, Case(precision="32-true"), "ring_ddp", 2)
+    compressed = world2.run(
+        fit, Case(precision="32-true", strategy={"ddp_comm_hook": fp16_compress_hook}), "ring_ddp", 2
+    )
+    for name, value in plain[0]["weights"].items():
+        other = compressed[0]["weights"][name]
+        assert not torch.equal(other, value), "the hook was not used"
+        torch.testing.assert_close(other, value, rtol=2e-2, atol=2e-3)
+        assert torch.equal(other, compressed[1]["weights"][name])
+
+
+class _SeesGradients(Classifier):
+    def on_after_backward(self) -> None:
+        assert self.first.weight.grad is not None
+        self.gradients = [*getattr(self, "gradients", []), self.first.weight.grad.clone()]
+
+
+def gradients_seen() -> list[Tensor]:
+    module = _SeesGradients()
+    make_trainer(Case(max_epochs=1), make_strategy("ring_ddp"), 2).fit(module, train_loader(Case(), 2))
+    return module.gradients  # type: ignore[no-any-return]
+
+
+def test_on_after_backward_sees_reduced_gradients(world2: World) -> None:
+    first, second = world2.run(gradients_seen)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class WithBatchNorm(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+        self.before_validation: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        # The statistics with which every step starts must be rank 0's.
+        self.before_validation.append(self.norm.running_mean.clone())  # type: ignore[union-attr]
+        return nn.functional.cross_entropy(self.head(self.norm(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated_with = self.norm.running_mean.clone()  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batch_norm(broadcast_buffers: bool) -> tuple[list[Tensor], Tensor]:
+    module = WithBatchNorm()
+    strategy = make_strategy("ring_ddp", broadcast_buffers=broadcast_buffers)
+    make_trainer(Case(max_epochs=2), strategy, 2).fit(module, train_loader(Case(), 2), eval_loader())
+    return module.before_validation, module.validated_with
+
+
+def test_buffers_are_those_of_rank_zero(world2: World) -> None:
+    (first, validated), (second, also_validated) = world2.run(batch_norm, True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(validated, also_validated)
+    assert not torch.equal(first[0], first[1])
+    (first, validated), (second, also_validated) = world2.run(batch_norm, False)
+    assert not torch.equal(first[1], second[1])
+    assert not torch.equal(validated, also_validated)
+
+
+def low_precision() -> tuple[dict[str, Tensor], int]:
+    module = Classifier()
+    strategy = make_strategy("ring_ddp")
+    make_trainer(Case(max_epochs=1, precision="bf16-true"), strategy, 2).fit(module, train_loader(Case(), 2))
+    return state(module), strategy.meter.steps[-1].of("all_reduce", "data")[0].size_bytes
+
+
+def test_bfloat16_parameters_travel_as_such(world2: World) -> None:
+    (first, size), (second, _) = world2.run(low_precision)
+    assert all(value.dtype == torch.bfloat16 for value in first.values())
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert size == GRADIENT_BYTES // 4
+
+
+class Adversarial(L.LightningModule):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        generator = torch.Generator().manual_seed(3)
+        self.left, self.right = nn.Linear(6, 3), nn.Linear(6, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part, optimizer in zip((self.left, self.right), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(part(batch[0]), batch[1]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.left, self.right)]
+
+
+def by_hand(ranks: int) -> dict[str, Tensor]:
+    module = Adversarial()
+    strategy = make_strategy("ring_ddp", find_unused_parameters=True) if ranks > 1 else "auto"
+    make_trainer(Case(max_epochs=1), strategy, ranks).fit(module, train_loader(Case(), ranks))
+    return state(module)
+
+
+def test_manual_optimization_with_two_optimizers(world2: World) -> None:
+    reference = by_hand(1)
+    for result in world2.run(by_hand, 2):
+        for name, value in reference.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+
+
+def unused_without_saying_so() -> str:
+    module = Classifier(unused=True)
+    with pytest.raises((RuntimeError, SystemExit)) as caught:
+        make_trainer(Case(), make_strategy("ring_ddp"), 2).fit(module, train_loader(Case(), 2))
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+def test_unused_parameters_are_explained(world2: World) -> None:
+    try:
+        messages = world2.run(unused_without_saying_so)
+    finally:
+        world2.kill()  # the process groups of that job are gone
+    assert "RingDDPStrategy(find_unused_parameters=True)" in messages[0]
+
+
+def groups_used() -> bool:
+    strategy = make_strategy("ring_ddp")
+    own: list[bool] = []
+
+    class Look(L.Callback):
+        def on_train_start(self, *args: Any) -> None:
+            assert strategy._reducer is not None
+            own.append(strategy._reducer._group is not dist.group.WORLD)
+
+    make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[Look()]).fit(Classifier(), train_loader(Case(), 2))
+    return own[0]
+
+
+def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
+    assert all(world2.run(groups_used))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bucket_cap_mb": 0}, ["bucket_cap_mb=0", "above 0"]),
+        ({"failure_timeout_s": -1}, ["failure_timeout_s=-1"]),
+        ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
+        ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
+        ({"start_method": "thread"}, ["start_method='thread'", "'popen'"]),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".+") as caught:
+        RingDDPStrategy(**options)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(TypeError, match="bucket_cap"):
+        RingDDPStrategy(bucket_cap=3)
+
+
+def _rank_number() -> int:
+    return rank()
+
+
+def test_ranks_of_the_world_are_in_order(world2: World) -> None:
+    assert world2.run(_rank_number) == [0, 1]

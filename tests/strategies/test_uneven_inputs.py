@@ -1,0 +1,152 @@
+"""Ranks that run out of data at different times neither hang nor die, and gradients stay those of all samples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from tests.strategies.tasks import Case, Classifier, dataset, make_strategy, make_trainer, state
+from tests.world import World, rank
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length, as they come from a network or from a set of files."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        data = dataset(64)
+        return (data[index] for index in self.indices)
+
+
+def loader(indices: list[int], kind: str) -> Any:
+    if kind == "sized":
+        return DataLoader(Subset(dataset(64), indices), batch_size=4)
+    return DataLoader(Stream(indices), batch_size=4)
+
+
+def train(per_rank: list[list[int]], kind: str, options: dict[str, Any], epochs: int = 1) -> dict[str, Any]:
+    module = Classifier()
+    trainer = make_trainer(
+        Case(max_epochs=epochs), make_strategy("ring_ddp", **options), 2, use_distributed_sampler=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(per_rank[rank()], kind))
+    return {
+        "weights": state(module),
+        "batches": [n for _, n in module.seen],
+        "steps": trainer.global_step,
+        "warnings": [str(w.message) for w in caught if "all ranks stop" in str(w.message) or "go on" in str(w.message)],
+    }
+
+
+def by_hand(steps: list[list[tuple[list[int], float]]]) -> dict[str, torch.Tensor]:
+    """One device that adds up the weighted losses of the given batches in each step."""
+    module = Classifier().double()
+    optimizer = module.configure_optimizers()
+    x, y = dataset(64).tensors
+    for batches in steps:
+        total = sum(weight for _, weight in batches)
+        loss = sum(
+            weight / total * torch.nn.functional.cross_entropy(module(x[indices].double()), y[indices])
+            for indices, weight in batches
+        )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return state(module)
+
+
+def assert_weights(results: list[dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
+    for result in results:
+        for name, value in expected.items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+
+
+FIRST, SECOND = list(range(8)), list(range(20, 34))  # 2 full batches, and 3 full ones and one of 2 samples
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_stop_ends_the_epoch_for_all(kind: str, world2: World) -> None:
+    results = world2.run(train, [FIRST, SECOND], kind, {}, 2)
+    assert [r["steps"] for r in results] == [4, 4]
+    epoch = [[(FIRST[:4], 4), (SECOND[:4], 4)], [(FIRST[4:], 4), (SECOND[4:8], 4)]]
+    assert_weights(results, by_hand(epoch * 2))
+
+
+def test_stopping_early_is_said_once_by_rank_zero(world2: World) -> None:
+    first, second = world2.run(train, [FIRST, SECOND], "stream", {})
+    assert len(first["warnings"]) == 1
+    assert "rank 0 has no more training batches" in first["warnings"][0]
+    assert "uneven_inputs='join'" in first["warnings"][0]
+    assert second["warnings"] == []
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_join_goes_on_with_those_that_have_data(kind: str, world2: World) -> None:
+    results = world2.run(train, [FIRST, SECOND], kind, {"uneven_inputs": "join"})
+    assert [r["steps"] for r in results] == [4, 4]
+    expected = by_hand(
+        [
+            [(FIRST[:4], 4), (SECOND[:4], 4)],
+            [(FIRST[4:], 4), (SECOND[4:8], 4)],
+            [(SECOND[8:12], 4)],
+            [(SECOND[12:], 2)],
+        ]
+    )
+    assert_weights(results, expected)
+
+
+def test_batches_of_different_sizes_count_by_their_samples(world2: World) -> None:
+    results = world2.run(train, [FIRST[:6], SECOND[:8]], "sized", {})
+    assert_weights(results, by_hand([[(FIRST[:4], 4), (SECOND[:4], 4)], [(FIRST[4:6], 2), (SECOND[4:8], 4)]]))
+
+
+def _ones(batch: Any) -> float:
+    return float((batch[1] == 1).sum()) + 1.0
+
+
+def test_a_function_of_the_batch_weighs_it(world2: World) -> None:
+    results = world2.run(train, [FIRST[:4], SECOND[:4]], "sized", {"loss_reduction": _ones})
+    _, y = dataset(64).tensors
+    weights = [float((y[indices] == 1).sum()) + 1.0 for indices in (FIRST[:4], SECOND[:4])]
+    assert weights[0] != weights[1]
+    assert_weights(results, by_hand([[(FIRST[:4], weights[0]), (SECOND[:4], weights[1])]]))
+
+
+class SumLoss(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") * 0.1
+
+
+def train_sum() -> dict[str, torch.Tensor]:
+    module = SumLoss()
+    strategy = make_strategy("ring_ddp", loss_reduction="sum")
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2, use_distributed_sampler=False)
+    trainer.fit(module, loader([FIRST[:3], SECOND[:4]][rank()], "sized"))
+    return state(module)
+
+
+def test_losses_that_are_sums_are_added(world2: World) -> None:
+    module = SumLoss().double()
+    optimizer = module.configure_optimizers()
+    x, y = dataset(64).tensors
+    indices = FIRST[:3] + SECOND[:4]
+    (torch.nn.functional.cross_entropy(module(x[indices].double()), y[indices], reduction="sum") * 0.1).backward()
+    optimizer.step()
+    for result in world2.run(train_sum):
+        for name, value in state(module).items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_a_rank_without_any_data(world2: World) -> None:
+    assert [r["steps"] for r in world2.run(train, [[], SECOND], "stream", {})] == [0, 0]
+    with pytest.raises(ValueError, match=r"rank 0 has no batch at all.*uneven_inputs='stop'"):
+        world2.run(train, [[], SECOND], "stream", {"uneven_inputs": "join"})

@@ -1,0 +1,377 @@
+"""The command line as a user meets it: what it accepts, and one clear message for what it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from lightning_multigpu import cli
+from lightning_multigpu.cli import COMMANDS, main
+from lightning_multigpu.strategies import validation
+
+pytestmark = [
+    # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    # float16 training skips its first steps while it looks for a loss scale.
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary"),
+]
+
+ROOT = Path(__file__).parents[1]
+MODULE = """
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+
+class Model(BoringModel):
+    def __init__(self, hidden: int = 3) -> None:
+        super().__init__()
+
+
+class Data(BoringDataModule):
+    pass
+
+
+class Broken(BoringModel):
+    def __init__(self) -> None:
+        raise ValueError("a bug of the user's")
+"""
+ON_CPU = ("--model=project.Model", "--trainer.accelerator=cpu")
+QUIET = (
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+)
+RING = (*ON_CPU, "--trainer.strategy.class_path=lightning_multigpu.RingDDPStrategy")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory is a user's project; its module can be imported from there and nowhere else."""
+    (tmp_path / "project.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
+    monkeypatch.delitem(sys.modules, "project", raising=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "")  # so that it is taken away again when a run sets it
+        monkeypatch.delenv(name)
+    yield tmp_path
+    sys.modules.pop("project", None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one message of a command line that is refused with exit status 2."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.err.count("error:") == 1
+    return captured.err[captured.err.index("lightning-multigpu") :].strip()
+
+
+def config(project: Path, text: str) -> str:
+    (project / "run.yaml").write_text(text)
+    return "run.yaml"
+
+
+class TestFrame:
+    def test_help_lists_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--help"]) == 0
+        printed = capsys.readouterr().out
+        for command in COMMANDS:
+            assert f"  {command.name} " in printed
+            assert command.summary in printed
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out.startswith("lightning-multigpu 0.")
+
+    @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+    def test_help_of_each_command(self, command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        assert command in capsys.readouterr().out
+
+    def test_no_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert error_of(capsys).startswith("lightning-multigpu: error: a command is needed, one of fit, validate, ")
+
+    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        message = error_of(capsys, "strategis")
+        assert message.startswith("lightning-multigpu: error: 'strategis' is not a command; known are fit, ")
+        assert message.endswith("Did you mean 'strategies'?")
+
+    def test_options_before_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "'--config' stands before the command" in error_of(capsys, "--config", "run.yaml", "fit")
+
+    def test_only_one_rank_of_a_host_reports(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Under torchrun with 8 ranks a typo was reported 8 times."""
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert main(["strategis"]) == 2
+        assert capsys.readouterr().err == ""
+
+    def test_a_reader_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def gone(self: cli.Command, arguments: object) -> int:
+            raise BrokenPipeError
+
+        redirected: list[tuple[int, int]] = []
+        monkeypatch.setattr(cli.Command, "run", gone)
+        monkeypatch.setattr(os, "dup2", lambda *descriptors: redirected.append(descriptors))
+        monkeypatch.setattr(os, "open", lambda *_: 99)
+        monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+        assert main(["strategies"]) == 1
+        assert [source for source, _ in redirected] == [99]
+
+
+class TestAccepted:
+    @pytest.mark.parametrize(
+        "strategy",
+        [
+            "ring_ddp",
+            "{class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
+            "{class_path: lightning_multigpu.strategies.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
+            "{class_path: RingDDPStrategy}",
+        ],
+    )
+    def test_both_forms_of_a_strategy(self, strategy: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = config(
+            project, f"model: project.Model\ntrainer: {{accelerator: cpu, devices: 1, strategy: {strategy}}}\n"
+        )
+        arguments = ("fit", "-c", file, "--data=project.Data", "--trainer.fast_dev_run=true", *QUIET)
+        assert main(arguments) == 0
+        assert "error" not in capsys.readouterr().err
+
+    def test_printed_configuration_can_be_used_again(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = (*RING, "--trainer.strategy.bucket_cap_mb=5", "--trainer.devices=2")
+        printed = []
+        for arguments in (options, ("-c", "run.yaml")):
+            with pytest.raises(SystemExit) as ended:
+                main(["fit", *arguments, "--print_config"])
+            assert ended.value.code == 0
+            printed.append(capsys.readouterr().out)
+            config(project, printed[0])
+        assert printed[0] == printed[1]
+        strategy = yaml.safe_load(printed[0])["trainer"]["strategy"]
+        assert strategy["class_path"] == "lightning_multigpu.RingDDPStrategy"
+        assert strategy["init_args"]["bucket_cap_mb"] == 5
+
+    @pytest.mark.parametrize("command", ["validate", "test", "predict"])
+    def test_the_other_commands(self, command: str, project: Path) -> None:
+        assert main([command, *ON_CPU, "--trainer.strategy=ring_ddp", "--trainer.fast_dev_run=true", *QUIET]) == 0
+
+    def test_a_run_can_be_repeated_in_its_directory(self, project: Path) -> None:
+        """LightningCLI refuses to write its configuration over that of an earlier run, with a traceback."""
+        for _ in range(2):
+            assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
+        assert (project / "config.yaml").exists()
+
+    def test_16_mixed_with_an_explicit_plugin(self, project: Path) -> None:
+        plugin = "{class_path: MixedPrecision, init_args: {precision: 16-mixed, device: cpu}}"
+        arguments = ("--trainer.strategy=ring_ddp", f"--trainer.plugins={plugin}", "--trainer.fast_dev_run=true")
+        assert main(["fit", *ON_CPU, *arguments, *QUIET]) == 0
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("trainer: {max_epoch: 3}", "trainer.max_epoch is not a setting. Did you mean 'trainer.max_epochs'?"),
+            ("trainr: {max_epochs: 3}", "trainr is not a setting. Did you mean 'trainer'?"),
+            ("max_epochs: 3", "max_epochs is not a setting. Did you mean 'trainer.max_epochs'?"),
+            (
+                "trainer: {strategy: {class_pth: lightning_multigpu.RingDDPStrategy}}",
+                "trainer.strategy.class_pth is not a setting. Did you mean 'trainer.strategy.class_path'?",
+            ),
+            (
+                "trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_mb: 3}}}",
+                "trainer.strategy.init_args.bucket_mb is not a setting. "
+                "Did you mean 'trainer.strategy.init_args.bucket_cap_mb'?",
+            ),
+            (
+                "trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, bucket_cap_mb: 3}}",
+                "trainer.strategy.bucket_cap_mb is not a setting. "
+                "Did you mean 'trainer.strategy.init_args.bucket_cap_mb'?",
+            ),
+            (
+                "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: loss, patienc: 3}}]}",
+                "trainer.callbacks[0].init_args.patienc is not a setting. "
+                "Did you mean 'trainer.callbacks[0].init_args.patience'?",
+            ),
+            ("model: {class_path: project.Model, init_args: {hiden: 3}}", "model.init_args.hiden is not a setting. "
+             "Did you mean 'model.init_args.hidden'?"),
+            ("model: {class_path: project.Model, init_args: {hidden: x}}", "model.init_args.hidden='x': expected int"),
+            ("model: project.Modl", "model=project.Modl: project has no 'Modl'. Did you mean 'Model'?"),
+            (
+                "trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategi}}",
+                "trainer.strategy=lightning_multigpu.RingDDPStrategi: lightning_multigpu has no 'RingDDPStrategi'. "
+                "Did you mean 'RingDDPStrategy'?",
+            ),
+            (
+                "trainer: {strategy: {class_path: ring_ddp, init_args: {bucket_cap_mb: 3}}}",
+                "trainer.strategy=ring_ddp: a strategy's name takes no options; with options, pass its class "
+                "RingDDPStrategy",
+            ),
+        ],
+    )  # fmt: skip
+    def test_wrong_key_in_a_file(
+        self, text: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = "" if text.startswith("model") else "model: project.Model\n"
+        file = config(project, f"{model}{text}\n")
+        assert error_of(capsys, "fit", "--config", file) == f"lightning-multigpu fit: error: run.yaml: {message}"
+
+    def test_wrong_key_like_no_other_lists_the_right_ones(
+        self, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        message = error_of(capsys, "fit", "-c", config(project, "model: project.Model\ntrainer: {zzz: 3}\n"))
+        assert "trainer.zzz is not a setting. Known here: accelerator, accumulate_grad_batches, " in message
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("trainer: [\n", "run.yaml, line 2, column 1: this is not YAML: "),
+            ("trainer:\n\tdevices: 1\n", "run.yaml, line 2, column 1: this is not YAML: "),
+            ("- 1\n", "run.yaml: not settings, as in 'trainer: {max_epochs: 3}', but [1]"),
+        ],
+    )
+    def test_malformed_file(self, text: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert message in error_of(capsys, "fit", "--config", config(project, text))
+
+    def test_missing_file(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        config(project, "")
+        assert error_of(capsys, "fit", "--config=rnu.yaml") == (
+            "lightning-multigpu fit: error: --config=rnu.yaml: there is no such file. Did you mean 'run.yaml'?"
+        )
+
+    def test_directory(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert error_of(capsys, "fit", "--config=.").endswith("--config=.: this is a directory; pass a file in it")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--trainer.max_epoch=3"], "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
+            (["--model.hiden", "3"], "--model.hiden is not a setting. Did you mean '--model.hidden'?"),
+            (["--trainer.max_epochs=many"], "trainer.max_epochs=many: expected int or None"),
+            (["--model.hiden=3"], "--model.hiden is not a setting. Did you mean '--model.hidden'?"),
+            (
+                ["--trainer.strategy=RingDDPStrategy", "--trainer.strategy.bucket_mb=3"],
+                "--trainer.strategy.bucket_mb is not a setting. Did you mean '--trainer.strategy.bucket_cap_mb'?",
+            ),
+            (
+                ["--trainer.strategy=ring_ddp", "--trainer.strategy.bucket_cap_mb=3"],
+                "--trainer.strategy=ring_ddp: a strategy's name takes no options; with options, pass its class "
+                "RingDDPStrategy",
+            ),
+            (["--trainer.devices=0"], "devices=0: a run needs at least 1 rank on each host; pass devices=1 or more, "
+             "or 'auto'"),
+            (["--trainer.num_nodes=0"], "`num_nodes` must be a positive integer, but got 0."),
+            (
+                ["--trainer.strategy=ring_ddp", "--trainer.precision=16-mixed"],
+                "precision='16-mixed' on CPU: Lightning would compute in bf16-mixed instead; pass "
+                "precision='bf16-mixed', or plugins=MixedPrecision('16-mixed', 'cpu') if float16 is what you want",
+            ),
+            (
+                ["--trainer.strategy=ring_ddp", "--trainer.sync_batchnorm=true"],
+                "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
+                "use a norm without batch statistics such as GroupNorm",
+            ),
+        ],
+    )  # fmt: skip
+    def test_wrong_option(
+        self, options: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert error_of(capsys, "fit", *ON_CPU, *options) == f"lightning-multigpu fit: error: {message}"
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ("bucket_cap_mb=-1", "bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
+            ("failure_timeout_s=0", "failure_timeout_s=0.0 is out of range; pass a number above 0"),
+            ("start_method=popn", "--trainer.strategy.start_method='popn': expected one of 'popen', 'spawn', 'fork', "
+             "'forkserver'"),
+            ("uneven_inputs=sotp", "--trainer.strategy.uneven_inputs='sotp': expected one of 'stop', 'join'"),
+        ],
+    )  # fmt: skip
+    def test_option_of_a_strategy_out_of_range(
+        self, option: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert error_of(capsys, "fit", *RING, f"--trainer.strategy.{option}").endswith(f"fit: error: {message}")
+
+    def test_nccl_on_cpu(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        message = error_of(capsys, "fit", *RING, "--trainer.strategy.process_group_backend=nccl")
+        assert "process_group_backend='nccl' moves tensors on 'cuda' only, and this run is on 'cpu'; pass " in message
+
+    def test_unknown_strategy(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        message = error_of(capsys, "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
+        assert "strategy='ring_dpp' is unknown. Did you mean 'ring_ddp'?" in message
+
+    def test_no_model(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert error_of(capsys, "fit") == (
+            "lightning-multigpu fit: error: no model is given; pass --model=package.module.Class, or 'model:' in a "
+            "configuration file"
+        )
+
+    def test_module_that_does_not_exist(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert error_of(capsys, "fit", "--model=projct.Model").endswith(
+            "--model=projct.Model: No module named 'projct'; modules are looked for in the current directory and among "
+            "the installed packages"
+        )
+
+    def test_missing_checkpoint(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        message = error_of(capsys, "validate", *ON_CPU, "--ckpt_path=last.ckpt")
+        assert message.endswith("ckpt_path='last.ckpt': there is no such file.")
+
+    def test_bug_in_the_users_module_keeps_its_own_traceback(self, project: Path) -> None:
+        """jsonargparse turned it into a list of types that a model may have, without the line that raised."""
+        with pytest.raises(ValueError, match=r"^a bug of the user's$") as caught:
+            main(["fit", "--model=project.Broken"])
+        assert caught.traceback[-1].path == project / "project.py"
+
+    def test_more_ranks_than_cores_warn_and_go_on(
+        self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(validation, "available_cpu_count", lambda: 1)
+        ending_it_here = "--trainer.sync_batchnorm=true"
+        with pytest.warns(UserWarning, match=r"devices=2: this process may use 1 CPU core, so that ranks share cores"):
+            message = error_of(
+                capsys, "fit", *ON_CPU, "--trainer.strategy=ring_ddp", "--trainer.devices=2", ending_it_here
+            )
+        assert "sync_batchnorm" in message
+
+
+@pytest.mark.launch
+class TestProcesses:
+    """The command line in processes of its own; ranks run the same command line again."""
+
+    @staticmethod
+    def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
+        )
+
+    @pytest.mark.parametrize("program", ["module", "script"])
+    def test_two_ranks(self, program: str, project: Path) -> None:
+        script = Path(sys.executable).with_name("lightning-multigpu")
+        command = [sys.executable, "-m", "lightning_multigpu"] if program == "module" else [str(script)]
+        options = ("--trainer.strategy=ring_ddp", "--trainer.devices=2", "--trainer.max_steps=2", *QUIET)
+        ended = self.run(command, "fit", *ON_CPU, *options)
+        assert ended.returncode == 0, ended.stderr
+        assert "2 ranks have joined over gloo" in ended.stderr
+
+    def test_refusal(self, project: Path) -> None:
+        refused = self.run([sys.executable, "-m", "lightning_multigpu"], "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("lightning-multigpu fit: error: strategy='ring_dpp' is unknown.")
+        assert "Traceback" not in refused.stderr

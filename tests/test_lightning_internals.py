@@ -1,0 +1,66 @@
+"""Names the piece of Lightning that has moved, instead of letting a user find out by an import error."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+
+import lightning_multigpu
+
+PACKAGE = Path(lightning_multigpu.__file__).parent
+INTERNALS = PACKAGE / "_lightning_internals.py"
+
+
+def _imports(path: Path) -> list[tuple[str, str]]:
+    tree = ast.parse(path.read_text())
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    ]
+
+
+@pytest.mark.parametrize(("module", "name"), [entry for entry in _imports(INTERNALS) if entry[0].startswith("lightning.")])
+def test_private_name_is_still_there(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name), f"Lightning no longer has {module}.{name}"
+
+
+def test_private_names_are_imported_in_one_place_only() -> None:
+    strays = [
+        f"{path.relative_to(PACKAGE)}: {module}.{name}"
+        for path in PACKAGE.rglob("*.py")
+        if path != INTERNALS
+        for module, name in _imports(path)
+        if module.startswith("lightning.") and (name.startswith("_") or "._" in module)
+    ]
+    assert not strays
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Strategy, "_configure_launcher"),
+        (Strategy, "process_dataloader"),
+        (Strategy, "on_train_batch_start"),
+        (Strategy, "load_model_state_dict"),
+        (ParallelStrategy, "reduce_boolean_decision"),
+        (DDPStrategy, "_setup_model"),
+        (DDPStrategy, "_register_ddp_hooks"),
+        (DDPStrategy, "set_world_ranks"),
+        (DDPStrategy, "determine_ddp_device_ids"),
+        (DDPStrategy, "post_backward"),
+    ],
+)
+def test_hook_that_we_override_is_still_called_so(owner: type, name: str) -> None:
+    assert inspect.isfunction(getattr(owner, name, None)), f"Lightning's {owner.__name__} no longer has {name}"
+
+
+@pytest.mark.parametrize("name", ["_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averager"])
+def test_attribute_of_ddp_strategy_that_we_read_is_still_there(name: str) -> None:
+    assert hasattr(DDPStrategy(), name), f"Lightning's DDPStrategy no longer has {name}"
