@@ -62,6 +62,16 @@ def test_an_optimizer_step_is_all_of_its_accumulated_batches(
     assert monitor.steps == 3
 
 
+def test_an_interval_does_not_end_in_the_middle_of_an_accumulation(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    fit = trainer(
+        tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=2, accumulate_grad_batches=2
+    )
+    fit.fit(Regression(clock), batch_list([4, 4, 2, 2, 1, 1, 1, 1]))
+    assert logger.curve(SAMPLES) == [(1, 12 / (4 * BATCH_S)), (3, 4 / (4 * BATCH_S))]
+
+
 def test_the_rate_of_an_interval_is_total_over_total(tmp_path: Path, clock: HandClock, logger: RecordingLogger) -> None:
     fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, accumulate_grad_batches=2)
     fit.fit(Regression(clock), batch_list([4, 4, 1]))
