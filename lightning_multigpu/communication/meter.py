@@ -7,196 +7,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-Interval = tuple[float, float]
-
-# Share of the size S that each rank of a group of n sends, for algorithms that are optimal in bandwidth. The factors
-# are those by which nccl-tests turns "algbw" into "busbw" (S is the total over the ranks where ranks hold parts of it).
-_SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
-    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
-    "reduce_scatter": lambda n: Fraction(n - 1, n),
-    "all_gather": lambda n: Fraction(n - 1, n),
-    "all_to_all": lambda n: Fraction(n - 1, n),
-    "gather": lambda n: Fraction(n - 1, n),
-    "scatter": lambda n: Fraction(n - 1, n),
-    "broadcast": lambda n: Fraction(1 if n > 1 else 0),
-    "reduce": lambda n: Fraction(1 if n > 1 else 0),
-    "send": lambda n: Fraction(1),
-    "recv": lambda n: Fraction(0),
-    "barrier": lambda n: Fraction(0),
-}
-
-
-def sent_share(operation: str, group_size: int) -> float:
-    """Bytes that one rank sends for each byte of the collective's size: 2(n-1)/n for an all-reduce, for example.
-
-    This is also nccl-tests' factor between the algorithm's bandwidth (``algbw``) and the bus's (``busbw``).
-
-    Raises:
-        ValueError: ``operation`` is none of the collectives above, or ``group_size`` is below 1.
-    """
-    if group_size < 1:
-        raise ValueError(f"group_size={group_size}: a group has at least 1 rank")
-    if operation not in _SENT_SHARE:
-        raise ValueError(f"operation={operation!r} is unknown; known: {', '.join(sorted(_SENT_SHARE))}")
-    return float(_SENT_SHARE[operation](group_size))
-
-
-@dataclass(frozen=True)
-class OperationTotals:
-    """All transfers of one operation over one group within one optimizer step, as this rank saw them.
-
-    ``total_s`` is the time during which at least one of them was under way, ``exposed_s`` the part of it in which the
-    main thread waited (on a GPU: the compute stream).
-    """
-
-    operation: str
-    group: str
-    group_size: int
-    count: int
-    size_bytes: int
-    sent_bytes: int
-    total_s: float
-    exposed_s: float
-
-    @property
-    def hidden_s(self) -> float:
-        return self.total_s - self.exposed_s
-
-    @property
-    def algbw_bytes_per_s(self) -> float | None:
-        """Size over time; None where no time was measured."""
-        return self.size_bytes / self.total_s if self.total_s > 0 else None
-
-    @property
-    def busbw_bytes_per_s(self) -> float | None:
-        """``algbw`` times the operation's factor: comparable with the speed of the wire whatever the group's size."""
-        algbw = self.algbw_bytes_per_s
-        return None if algbw is None else algbw * sent_share(self.operation, self.group_size)
-
-
-@dataclass(frozen=True)
-class StepTraffic:
-    """The traffic of one optimizer step of this rank; steps are counted from 0."""
-
-    index: int
-    start_s: float
-    end_s: float
-    operations: tuple[OperationTotals, ...]
-    total_s: float
-    exposed_s: float
-
-    @property
-    def hidden_s(self) -> float:
-        return self.total_s - self.exposed_s
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(totals.sent_bytes for totals in self.operations)
-
-    def of(self, operation: str, group: str | None = None) -> list[OperationTotals]:
-        """The totals of ``operation``, one a group; of ``group`` only, if given."""
-        return [t for t in self.operations if t.operation == operation and group in (None, t.group)]
-
-
-class Transfer(Protocol):
-    """One transfer under way. :meth:`finish` is called once, by whichever thread sees it end."""
-
-    def finish(self) -> None: ...
-
-
-@dataclass
-class _Record:
-    operation: str
-    group: str
-    group_size: int
-    size_bytes: int
-    sent_bytes: int
-    blocking: bool
-    start_s: float
-    end_s: float | None = None
-    clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
-
-    def finish(self) -> None:
-        self.end_s = self.clock()
-
-    def done(self) -> bool:
-        return self.end_s is not None
-
-    def interval(self) -> Interval:
-        assert self.end_s is not None
-        return self.start_s, self.end_s
-
-
-@dataclass
-class _CudaRecord:
-    """A transfer timed on its stream: the host neither waits for it nor looks at a clock."""
-
-    operation: str
-    group: str
-    group_size: int
-    size_bytes: int
-    sent_bytes: int
-    blocking: bool
-    epoch: tuple[torch.cuda.Event, float]
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    recorded: bool = False
-
-    def finish(self) -> None:
-        self.end.record()
-        self.recorded = True
-
-    def done(self) -> bool:
-        return self.recorded and bool(self.end.query())  # type: ignore[no-untyped-call]
-
-    def interval(self) -> Interval:
-        return _on_host_clock(self.epoch, self.start), _on_host_clock(self.epoch, self.end)
-
-
-@dataclass
-class _CudaWait:
-    epoch: tuple[torch.cuda.Event, float]
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-
-    def done(self) -> bool:
-        return bool(self.end.query())  # type: ignore[no-untyped-call]
-
-    def interval(self) -> Interval:
-        return _on_host_clock(self.epoch, self.start), _on_host_clock(self.epoch, self.end)
-
-
-@dataclass
-class _HostWait:
-    start_s: float
-    end_s: float
-
-    def done(self) -> bool:
-        return True
-
-    def interval(self) -> Interval:
-        return self.start_s, self.end_s
-
-
-@dataclass
-class _PendingStep:
-    index: int
-    start_s: float
-    end_s: float
-    records: list[_Record | _CudaRecord]
-    waits: list[_HostWait | _CudaWait]
-
-    def done(self) -> bool:
-        return all(r.done() for r in self.records) and all(w.done() for w in self.waits)
+from lightning_multigpu.communication.records import (
+    CudaRecord,
+    CudaWait,
+    HostRecord,
+    HostWait,
+    PendingStep,
+    Transfer,
+    recorded_event,
+)
+from lightning_multigpu.communication.traffic import (
+    Interval,
+    OperationTotals,
+    StepTraffic,
+    length,
+    merged,
+    overlaps,
+    sent_share,
+)
 
 
 class Meter:
@@ -219,7 +51,7 @@ class Meter:
         self.steps: deque[StepTraffic] = deque(maxlen=history)
         self._clock = clock
         self._lock = threading.Lock()
-        self._pending: deque[_PendingStep] = deque()
+        self._pending: deque[PendingStep] = deque()
         self._cuda_epoch: tuple[torch.cuda.Event, float] | None = None
         self._next_index = 0
         self._open_step()
@@ -252,7 +84,7 @@ class Meter:
             sent_bytes: payload that this rank sends; by default :func:`sent_share` x S.
             blocking: the main thread waits for all of it.
         """
-        record = _Record(
+        record = HostRecord(
             operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
             blocking, self._clock(), clock=self._clock,
         )  # fmt: skip
@@ -270,9 +102,9 @@ class Meter:
         blocking: bool = False,
     ) -> Transfer:
         """As :meth:`begin`, timed by events: start and end are recorded on the CUDA streams current at each call."""
-        record = _CudaRecord(
+        record = CudaRecord(
             operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
-            blocking, self._epoch(), _recorded_event(), torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+            blocking, self._epoch(), recorded_event(), torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
         )  # fmt: skip
         self._add(record)
         return record
@@ -294,22 +126,18 @@ class Meter:
         """The main thread waited for transfers from ``start_s`` to ``end_s`` on the meter's clock."""
         if end_s > start_s:
             with self._lock:
-                self._waits.append(_HostWait(start_s, end_s))
+                self._waits.append(HostWait(start_s, end_s))
 
-    @contextmanager
-    def waiting_on_stream(self) -> Iterator[None]:
-        """The current CUDA stream waits for transfers within this block."""
-        start = _recorded_event()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waits.append(_CudaWait(self._epoch(), start, _recorded_event()))
+    def waited_on_stream(self, start: torch.cuda.Event) -> None:
+        """The current CUDA stream had nothing but transfers to wait for from the event ``start`` to this moment."""
+        wait = CudaWait(self._epoch(), start, recorded_event())
+        with self._lock:
+            self._waits.append(wait)
 
     def end_step(self) -> None:
         """Closes the current optimizer step: what is recorded from now on belongs to the next one."""
         with self._lock:
-            step = _PendingStep(self._next_index, self._start_s, self._clock(), self._records, self._waits)
+            step = PendingStep(self._next_index, self._start_s, self._clock(), self._records, self._waits)
             self._pending.append(step)
             self._next_index += 1
             self._open_step(step.end_s)
@@ -337,11 +165,11 @@ class Meter:
         return self._clock()
 
     def _open_step(self, start_s: float | None = None) -> None:
-        self._records: list[_Record | _CudaRecord] = []
-        self._waits: list[_HostWait | _CudaWait] = []
+        self._records: list[HostRecord | CudaRecord] = []
+        self._waits: list[HostWait | CudaWait] = []
         self._start_s = self._clock() if start_s is None else start_s
 
-    def _add(self, record: _Record | _CudaRecord) -> None:
+    def _add(self, record: HostRecord | CudaRecord) -> None:
         with self._lock:
             self._records.append(record)
 
@@ -349,7 +177,7 @@ class Meter:
         """One event whose time is known on the host's clock too, so that events can be placed on that clock."""
         if self._cuda_epoch is None:
             torch.cuda.synchronize()
-            event = _recorded_event()
+            event = recorded_event()
             event.synchronize()
             self._cuda_epoch = (event, self._clock())
         return self._cuda_epoch
@@ -367,20 +195,9 @@ def _payload(operation: str, group_size: int, size_bytes: int, sent_bytes: int |
     return round(sent_share(operation, group_size) * size_bytes) if sent_bytes is None else sent_bytes
 
 
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _on_host_clock(epoch: tuple[torch.cuda.Event, float], event: torch.cuda.Event) -> float:
-    origin, origin_s = epoch
-    return origin_s + float(origin.elapsed_time(event)) / 1e3
-
-
-def _sum_up(step: _PendingStep) -> StepTraffic:
+def _sum_up(step: PendingStep) -> StepTraffic:
     waits = merged(wait.interval() for wait in step.waits)
-    by_operation: dict[tuple[str, str, int], list[_Record | _CudaRecord]] = {}
+    by_operation: dict[tuple[str, str, int], list[HostRecord | CudaRecord]] = {}
     for record in step.records:
         by_operation.setdefault((record.operation, record.group, record.group_size), []).append(record)
     operations = tuple(
@@ -391,8 +208,8 @@ def _sum_up(step: _PendingStep) -> StepTraffic:
             count=len(records),
             size_bytes=sum(r.size_bytes for r in records),
             sent_bytes=sum(r.sent_bytes for r in records),
-            total_s=_length(_busy(records)),
-            exposed_s=_length(_exposed(records, waits)),
+            total_s=length(_busy(records)),
+            exposed_s=length(_exposed(records, waits)),
         )
         for (operation, group, group_size), records in by_operation.items()
     )
@@ -401,40 +218,16 @@ def _sum_up(step: _PendingStep) -> StepTraffic:
         start_s=step.start_s,
         end_s=step.end_s,
         operations=operations,
-        total_s=_length(_busy(step.records)),
-        exposed_s=_length(_exposed(step.records, waits)),
+        total_s=length(_busy(step.records)),
+        exposed_s=length(_exposed(step.records, waits)),
     )
 
 
-def _busy(records: Sequence[_Record | _CudaRecord]) -> list[Interval]:
+def _busy(records: Sequence[HostRecord | CudaRecord]) -> list[Interval]:
     return merged(record.interval() for record in records)
 
 
-def _exposed(records: Sequence[_Record | _CudaRecord], waits: list[Interval]) -> list[Interval]:
+def _exposed(records: Sequence[HostRecord | CudaRecord], waits: list[Interval]) -> list[Interval]:
     blocking = [record.interval() for record in records if record.blocking]
     others = merged(record.interval() for record in records if not record.blocking)
-    return merged([*blocking, *_overlaps(others, waits)])
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, as disjoint intervals in order."""
-    union: list[Interval] = []
-    for start, end in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def _overlaps(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    return [
-        (max(a, c), min(b, d))
-        for a, b in left
-        for c, d in right
-        if min(b, d) > max(a, c)
-    ]  # fmt: skip
-
-
-def _length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+    return merged([*blocking, *overlaps(others, waits)])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.meter import StepTraffic
+from lightning_multigpu.communication.traffic import StepTraffic
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 

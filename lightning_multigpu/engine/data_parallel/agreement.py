@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.meter import Meter, Transfer
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.records import Transfer
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler
 
 UnevenInputs = Literal["stop", "join"]

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.meter import Meter, Transfer
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
@@ -56,7 +57,9 @@ class GradientReducer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        # The end of the last hook, on the main thread's clock or on its stream: from there on it can only wait.
         self._last_bucket_s: float | None = None
+        self._last_bucket: torch.cuda.Event | None = None
 
     def attach(self, module: DistributedDataParallel) -> None:
         """Makes ``module`` reduce its gradients through this reducer."""
@@ -71,6 +74,9 @@ class GradientReducer:
         if self._last_bucket_s is not None:
             self._meter.waited(self._last_bucket_s, self._meter.now())
             self._last_bucket_s = None
+        if self._last_bucket is not None:
+            self._meter.waited_on_stream(self._last_bucket)
+            self._last_bucket = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -93,7 +99,10 @@ class GradientReducer:
         except BaseException as error:
             return self._failed(error, bucket.buffer())
         finally:
-            self._last_bucket_s = self._meter.now()
+            if self._nccl:
+                self._last_bucket = recorded_event()
+            else:
+                self._last_bucket_s = self._meter.now()
 
     def _reduce_by_ring(self, buffer: Tensor) -> Future[Tensor]:
         future: Future[Tensor] = Future()
