@@ -15,8 +15,10 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     Announcement,
     Announcer,
     LossReduction,
+    StatefulAgreedLoader,
     UnevenInputs,
     agreed_length,
+    is_stateful,
     loss_scale,
 )
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler, deal_out
@@ -92,13 +94,15 @@ class BatchFeed:
         meter: Meter,
         group: dist.ProcessGroup,
     ) -> AgreedLoader:
-        return AgreedLoader(
+        stateful = is_stateful(loader)
+        kind = StatefulAgreedLoader if stateful else AgreedLoader
+        return kind(
             loader,
             Announcer(group, meter),
             batches=batches,
             uneven_inputs=self._uneven_inputs,
             loss_reduction=self._loss_reduction,
-            skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting else 0,
+            skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
             flag=lambda: self._requeue is not None and self._requeue.pending,
             on_agreed=lambda announcement: self._requeue_if_due(announcement, trainer),
             on_uneven=rank_zero_warn,

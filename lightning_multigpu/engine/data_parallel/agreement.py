@@ -10,6 +10,7 @@ Without it a rank that runs out of data leaves the others waiting for its gradie
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -132,7 +133,6 @@ class AgreedLoader:
         on_uneven: Callable[[str], None] = lambda message: None,
         length: int | None = None,
     ) -> None:
-        self.loader = loader
         self._announcer = announcer
         self._batches = batches
         self._uneven_inputs = uneven_inputs
@@ -143,11 +143,19 @@ class AgreedLoader:
         self._on_uneven = on_uneven
         self._length = length
         self.announced: deque[Announcement] = deque()
+        self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "__setstate__"):
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning seeds and ends the workers of a loader through its attributes.
+        if "loader" in self.__dict__ and name not in self.__dict__ and hasattr(self.loader, name):
+            setattr(self.loader, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         """Batches of an iteration, the same on every rank.
@@ -184,9 +192,13 @@ class AgreedLoader:
                     )
                 batch = last
             self.announced.append(announcement)
+            self._before_fetching_ahead()
             # Fetched before the batch is handed out, so that its announcement travels while that one is trained on.
             last, batch = batch, self._announce_next(batches)
             yield last
+
+    def _before_fetching_ahead(self) -> None:
+        """The loader now stands where a run that is saved during the next batch has to go on."""
 
     def _fetch(self) -> Iterator[Any]:
         skip = self._skip()
@@ -216,6 +228,32 @@ class AgreedLoader:
         if callable(self._loss_reduction):
             return float(self._loss_reduction(batch)) if samples else 0.0
         return float(samples) if self._loss_reduction == "mean" else float(samples > 0)
+
+
+class StatefulAgreedLoader(AgreedLoader):
+    """An :class:`AgreedLoader` around a loader that saves and restores its own position.
+
+    It is asked for its state before the batch that is only fetched ahead: that batch has yet to be trained on.
+    """
+
+    def __init__(self, loader: Any, announcer: Announcer, **options: Any) -> None:
+        self._state: Any = None
+        super().__init__(loader, announcer, **options)
+
+    def state_dict(self) -> Any:
+        return self.loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        self._state = None
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _before_fetching_ahead(self) -> None:
+        self._state = copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether the loader saves its own position, as torchdata's StatefulDataLoader does."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduction) -> float:

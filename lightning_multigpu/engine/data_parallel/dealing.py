@@ -155,8 +155,8 @@ def deal_out(loader: Any, *, num_replicas: int, rank: int, even: bool) -> tuple[
     """A copy of ``loader`` whose batches are counted, and dealt out by global batches where that is left to us.
 
     It is left to us where the loader has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's
-    own batch sampler. Any other batch sampler keeps its batches. Iterable datasets, loaders without batches and
-    anything that is no DataLoader are returned as they are.
+    own batch sampler. Any other batch sampler keeps its batches. Iterable datasets, loaders without batches,
+    loaders that keep their own state and anything that is no DataLoader are returned as they are.
 
     Args:
         loader: what the user gave, or what Lightning made of it.
@@ -171,6 +171,7 @@ def deal_out(loader: Any, *, num_replicas: int, rank: int, even: bool) -> tuple[
         not isinstance(loader, DataLoader)
         or loader.batch_sampler is None
         or isinstance(loader.dataset, IterableDataset)
+        or hasattr(loader, "state_dict")
     ):
         return loader, None
     batches, sampler = loader.batch_sampler, loader.sampler

@@ -1,0 +1,131 @@
+"""What ranks tell each other one batch ahead; the exchange itself runs on real ranks in the strategies' tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.data_parallel.agreement import (
+    AgreedLoader,
+    Announcement,
+    Announcer,
+    StatefulAgreedLoader,
+    agreed_length,
+    is_stateful,
+    leading_size,
+    loss_scale,
+)
+from tests.world import World, init_group, rank
+
+
+def announcement(*samples: int, weights: tuple[float, ...] | None = None) -> Announcement:
+    return Announcement(samples, weights or tuple(float(max(n, 0)) for n in samples), flagged=False)
+
+
+def test_gradients_count_by_weight() -> None:
+    uneven = announcement(3, 1)
+    assert [loss_scale(uneven, r, "mean") for r in range(2)] == [1.5, 0.5]
+    assert [loss_scale(announcement(4, 4), r, "mean") for r in range(2)] == [1.0, 1.0]
+    assert [loss_scale(announcement(4, -1), r, "mean") for r in range(2)] == [2.0, 0.0]
+    assert [loss_scale(announcement(4, 1, weights=(1.0, 1.0)), r, "sum") for r in range(2)] == [2.0, 2.0]
+    assert loss_scale(announcement(0, 0), 0, "mean") == 1.0
+
+
+def test_ranks_without_a_batch() -> None:
+    assert announcement(4, -1, 0).exhausted == [1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "limit", "size"),
+    [
+        (torch.zeros(3, 2), 4, 3),
+        ({"name": "x", "data": [torch.zeros(2), torch.zeros(5)]}, 4, 2),
+        ((torch.zeros(9, 2),), 4, 1),  # time first, not samples first: it counts like any other batch
+        (torch.tensor(1.0), 4, 1),
+        (torch.zeros(3), None, 1),
+        ("no tensor", 4, 1),
+    ],
+)
+def test_samples_of_a_batch_that_no_sampler_of_ours_has_drawn(batch: Any, limit: int | None, size: int) -> None:
+    assert leading_size(batch, limit=limit) == size
+
+
+class Resumable:
+    """A loader that keeps its own position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while self.position < 6:
+            self.position += 1
+            yield torch.full((2,), float(self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def resume_a_stateful_loader() -> list[float]:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    seen: list[float] = []
+    state: Any = None
+    for _ in range(2):
+        loader = StatefulAgreedLoader(Resumable(), Announcer(group, Meter()))
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in loader:
+            seen.append(float(batch[0]))
+            if len(seen) == 3:
+                state = loader.state_dict()
+                break
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return seen
+
+
+def test_a_stateful_loader_loses_no_batch_that_was_fetched_ahead(world2: World) -> None:
+    assert is_stateful(Resumable())
+    assert not is_stateful(DataLoader(torch.arange(3)))  # type: ignore[arg-type, var-annotated]
+    assert world2.run(resume_a_stateful_loader) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2
+
+
+def lengths() -> list[int | None]:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    mine = range(3 + rank())
+    unsized = iter([1])
+    answers = [
+        agreed_length(mine, group, "stop"),
+        agreed_length(mine, group, "join"),
+        agreed_length(mine if rank() else unsized, group, "stop"),
+    ]
+    dist.destroy_process_group(group)
+    return answers
+
+
+def test_lengths_are_agreed_on(world2: World) -> None:
+    assert world2.run(lengths) == [[3, 4, None]] * 2
+
+
+def attributes() -> tuple[Any, Any, int]:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type, var-annotated]
+    agreed = AgreedLoader(loader, Announcer(group, Meter()), length=2)
+    agreed.worker_init_fn = len  # type: ignore[attr-defined]
+    dist.destroy_process_group(group)
+    return loader.worker_init_fn, agreed.batch_size, len(agreed)
+
+
+def test_attributes_are_those_of_the_loader(world2: World) -> None:
+    """Lightning seeds the workers of a loader by setting its ``worker_init_fn``."""
+    assert world2.run(attributes) == [(len, 2, 2)] * 2
