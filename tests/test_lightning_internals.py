@@ -26,7 +26,9 @@ def _imports(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("module", "name"), [entry for entry in _imports(INTERNALS) if entry[0].startswith("lightning.")])
+@pytest.mark.parametrize(
+    ("module", "name"), [entry for entry in _imports(INTERNALS) if entry[0].startswith("lightning.")]
+)
 def test_private_name_is_still_there(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name), f"Lightning no longer has {module}.{name}"
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 Sample = dict[str, float]
 
+_STOP_TIMEOUT_S = 5.0
+
 
 class BackgroundSampler:
     """Calls a function every ``interval_s`` seconds in a thread of its own and keeps what it returned.
@@ -52,10 +54,14 @@ class BackgroundSampler:
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def stop(self) -> None:
-        """Ends the thread; may be called more than once."""
+        """Ends the thread; may be called more than once.
+
+        A thread that a driver does not give back within 5 s is left to end with the process: a sensor that hangs must
+        not hang the training.
+        """
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout=_STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

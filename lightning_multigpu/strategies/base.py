@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import logging
-import os
-import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,31 +14,22 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.failure_board import FailureBoard
-from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.engine.data_parallel.agreement import (
-    AgreedLoader,
-    Announcement,
-    Announcer,
-    LossReduction,
-    UnevenInputs,
-    agreed_length,
-    loss_scale,
-)
-from lightning_multigpu.engine.data_parallel.dealing import deal_out
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
 from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies.batch_feed import BatchFeed
 from lightning_multigpu.strategies.failure_watch import FailureWatch
 from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
-from lightning_multigpu.strategies.requeue import DeferredSignal
+from lightning_multigpu.strategies.process_groups import ProcessGroups, metered_group
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +40,6 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-AXES = ("data", "pipeline", "tensor")
 
 
 class MultiGPUStrategy(ParallelStrategy):
@@ -117,20 +104,14 @@ class MultiGPUStrategy(ParallelStrategy):
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
         self.failure_watch = FailureWatch(failure_timeout_s)
-        self.mesh: DeviceMesh | None = None
+        self.groups: ProcessGroups | None = None
+        self.feed = BatchFeed(uneven_inputs, loss_reduction)
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
         self._start_method = start_method
-        self._uneven_inputs: UnevenInputs = uneven_inputs
-        self._loss_reduction: LossReduction = loss_reduction
-        self._loss_scale = 1.0
-        self._batch_counts = True
         self._world: MeteredGroup | None = None
         self._data: MeteredGroup | None = None
-        self._own_groups: list[dist.ProcessGroup] = []
-        self._environment_before: dict[str, str | None] = {}
-        self._requeue: DeferredSignal | None = None
 
     @staticmethod
     def option_names() -> list[str]:
@@ -165,6 +146,11 @@ class MultiGPUStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks along the axes data, pipeline and tensor; None outside a run."""
+        return None if self.groups is None else self.groups.mesh
+
+    @property
     def process_group_backend(self) -> str | None:
         return self._process_group_backend
 
@@ -181,7 +167,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def owns_batch(self) -> bool:
         """False where this rank's present batch is a copy of another rank's, or only fills a gap: it does not count."""
-        return self._batch_counts and self.global_rank % self._model_parallel_size == 0
+        return self.feed.counts and self.global_rank % self._model_parallel_size == 0
 
     @property
     def _model_parallel_size(self) -> int:
@@ -219,78 +205,44 @@ class MultiGPUStrategy(ParallelStrategy):
         self.accelerator.setup_device(self.root_device)
         reset_seed()
         self.set_world_ranks()
-        self._join_world()
-        assert self.mesh is not None
-        self._world = self.metered(_world_group(), "world")
-        self._data = self.metered(self.mesh.get_group("data"), "metrics")
         assert self.cluster_environment is not None
+        self.groups = ProcessGroups(
+            self.cluster_environment,
+            self.root_device,
+            (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+            backend=self._process_group_backend,
+            timeout=self._timeout,
+            variables=self.environment_variables(),
+        )
+        self._process_group_backend = self.groups.backend
+        self._world = self.metered(self.groups.world, "world")
+        self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
         board = FailureBoard.open(self.cluster_environment.main_address, None)
-        self.failure_watch.start(board, [_world_group(), *self._own_groups])
+        self.failure_watch.start(board, [self.groups.world, *self.groups.own])
 
-    def _join_world(self) -> None:
-        assert self.cluster_environment is not None
-        environment = self.cluster_environment
-        self._set_environment("GLOO_SOCKET_IFNAME", interface_towards(environment.main_address))
-        backend = self._process_group_backend or _default_backend(self.root_device)
-        self._process_group_backend = backend
-        if not dist.is_initialized():
-            os.environ["MASTER_ADDR"] = environment.main_address
-            os.environ["MASTER_PORT"] = str(environment.main_port)
-            dist.init_process_group(
-                backend,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=self._timeout,
-                device_id=self.root_device if backend == "nccl" else None,
-            )
-            if backend == "nccl":
-                atexit.register(_leave_world)
-            rank_zero_info(f"{type(self).__name__}: {self.world_size} ranks have joined over {backend}")
-        # A mesh of CPU groups serves CUDA tensors too where the back end is not NCCL.
-        shape = (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
-        device_type = "cuda" if backend == "nccl" else "cpu"
-        self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
-        self._own_groups = [g for axis in AXES if (g := self.mesh.get_group(axis)) is not _world_group()]
+    def environment_variables(self) -> dict[str, str]:
+        """Variables that back ends read, for the time of the run; what the user has set stays."""
+        return {}
 
     def new_group(self, axis: str, *, backend: str | None = None) -> dist.ProcessGroup:
         """A further process group over this rank's line of ``axis``; a collective of the whole world.
 
         It is destroyed at the end of the run, and aborted when a rank fails.
         """
-        assert self.mesh is not None
-        mine: dist.ProcessGroup | None = None
-        lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
-        for ranks in lines.tolist():
-            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)
-            if self.global_rank in ranks:
-                mine = group
-        assert mine is not None
-        self._own_groups.append(mine)
-        self.failure_watch.cover(mine)
-        return mine
-
-    def _set_environment(self, name: str, value: str | None) -> None:
-        """Sets a variable for the time of the run, unless the user has set it."""
-        if value is not None and name not in os.environ:
-            self._environment_before[name] = None
-            os.environ[name] = value
+        assert self.groups is not None
+        group = self.groups.new(axis, backend=backend)
+        self.failure_watch.cover(group)
+        return group
 
     @override
     def teardown(self) -> None:
         self.failure_watch.stop()
-        self._release_requeue()
+        self.feed.release_requeue_signal()
         super().teardown()
         self._world = self._data = None
-        self.mesh = None
-        groups, self._own_groups = self._own_groups, []
-        if self.failure_watch.failed:
-            _leave_world()
-        elif dist.is_initialized():
-            for group in groups:
-                dist.destroy_process_group(group)
-        while self._environment_before:
-            name, _ = self._environment_before.popitem()
-            os.environ.pop(name, None)
+        if self.groups is not None:
+            self.groups.leave(failed=self.failure_watch.failed)
+            self.groups = None
 
     # Collectives
 
@@ -346,13 +298,12 @@ class MultiGPUStrategy(ParallelStrategy):
         if group is None and self._data is not None:
             return self._data
         if group in (None, dist.group.WORLD):
-            return self._world or self.metered(_world_group(), "world")
+            return self._world or self.metered(_world(), "world")
         return self.metered(group, "user")
 
     def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
-        device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        return MeteredGroup(group, self.meter, name=name, device=device)
+        return metered_group(group, self.meter, name, self.root_device)
 
     # Data
 
@@ -363,49 +314,20 @@ class MultiGPUStrategy(ParallelStrategy):
         In training the result can go on in the middle of an epoch; outside, it repeats no sample.
         """
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if trainer.predicting:
-            return dataloader
-        even = not trainer.training
-        dealt, batches = deal_out(
-            dataloader, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, even=even
+        return self.feed.deal(
+            dataloader,
+            self.lightning_module.trainer,
+            rank=self.data_parallel_rank,
+            num_replicas=self.data_parallel_size,
+            meter=self.meter,
+            new_group=lambda: self.new_group("data", backend="gloo"),
         )
-        return dealt if even else self._agreed(dealt, batches)
-
-    def _agreed(self, loader: Iterable[Any], batches: Any) -> AgreedLoader:
-        group = self.new_group("data", backend="gloo")
-        return AgreedLoader(
-            loader,
-            Announcer(group, self.meter),
-            batches=batches,
-            uneven_inputs=self._uneven_inputs,
-            loss_reduction=self._loss_reduction,
-            skip=self._batches_done_in_epoch,
-            flag=lambda: self._requeue is not None and self._requeue.pending,
-            on_agreed=self._on_agreed,
-            on_uneven=rank_zero_warn,
-            length=agreed_length(loader, group, self._uneven_inputs),
-        )
-
-    def _batches_done_in_epoch(self) -> int:
-        """Where a run that resumes within an epoch goes on; 0 in every other epoch."""
-        assert self.lightning_module is not None
-        fit_loop = self.lightning_module.trainer.fit_loop
-        if not fit_loop.restarting:
-            return 0
-        return _batches_processed(fit_loop.epoch_loop.batch_progress)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._loss_scale = 1.0
-        self._batch_counts = True
         assert self.lightning_module is not None
-        loader = self.lightning_module.trainer.train_dataloader
-        if isinstance(loader, AgreedLoader) and loader.announced:
-            announcement = loader.announced.popleft()
-            self._loss_scale = loss_scale(announcement, self.data_parallel_rank, self._loss_reduction)
-            self._batch_counts = announcement.samples[self.data_parallel_rank] > 0
+        self.feed.start_batch(self.lightning_module.trainer, self.data_parallel_rank)
 
     # Checkpoints
 
@@ -422,7 +344,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._hold_requeue_signal()
+        self.feed.hold_requeue_signal(self.cluster_environment)
         self.meter.discard()
 
     @override
@@ -432,8 +354,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._loss_scale != 1.0:
-            closure_loss = closure_loss * self._loss_scale
+        if self.feed.loss_scale != 1.0:
+            closure_loss = closure_loss * self.feed.loss_scale
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -442,47 +364,8 @@ class MultiGPUStrategy(ParallelStrategy):
         self.meter.end_step()
         return output
 
-    # Requeueing
 
-    def _hold_requeue_signal(self) -> None:
-        """SLURM signals each rank wherever it is; saving is a collective, so they act at a batch that all agree on."""
-        signum = getattr(self.cluster_environment, "requeue_signal", None)
-        if signum is not None and getattr(self.cluster_environment, "auto_requeue", False):
-            self._requeue = DeferredSignal(signal.Signals(signum))
-            self._requeue.hold()
-
-    def _release_requeue(self) -> None:
-        if self._requeue is not None:
-            self._requeue.release()
-            self._requeue = None
-
-    def _on_agreed(self, announcement: Announcement) -> None:
-        if self._requeue is None:
-            return
-        self._requeue.due |= announcement.flagged
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        done = _batches_processed(trainer.fit_loop.epoch_loop.batch_progress)
-        # Gradients that are being accumulated are not part of a checkpoint.
-        if self._requeue.due and done % trainer.accumulate_grad_batches == 0:
-            self._requeue.act()
-
-
-def _world_group() -> dist.ProcessGroup:
+def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
-
-
-def _batches_processed(progress: Any) -> int:
-    """Batches of this epoch that the model has been trained on."""
-    return int(progress.current.processed)
-
-
-def _default_backend(device: torch.device) -> str:
-    return str(dist.get_default_backend_for_device(device))
-
-
-def _leave_world() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

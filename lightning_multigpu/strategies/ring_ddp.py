@@ -82,10 +82,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         return {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
 
     @override
-    def setup_environment(self) -> None:
-        if self.root_device.type == "cuda":
-            self._set_environment("NCCL_ALGO", "Ring")
-        super().setup_environment()
+    def environment_variables(self) -> dict[str, str]:
+        return {"NCCL_ALGO": "Ring"} if self.root_device.type == "cuda" else {}
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:

@@ -79,6 +79,24 @@ def test_a_failure_arrives_once_and_ends_sampling() -> None:
     assert sampler.take() == []
 
 
+def test_a_sensor_that_hangs_does_not_hang_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_multigpu.callbacks.sampler._STOP_TIMEOUT_S", 0.01)
+    hanging, released = threading.Event(), threading.Event()
+
+    def hang() -> Sample:
+        hanging.set()
+        assert released.wait(30)
+        return {}
+
+    sampler = BackgroundSampler(hang, interval_s=1e-3)
+    sampler.start()
+    assert hanging.wait(30)
+    sampler.stop()
+    assert sampler._thread.is_alive()
+    released.set()
+    sampler._thread.join(30)
+
+
 def test_the_interval_is_above_zero(counter: Counter) -> None:
     with pytest.raises(ValueError, match=r"interval_s=0: .* above 0 seconds"):
         BackgroundSampler(counter, interval_s=0)

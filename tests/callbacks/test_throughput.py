@@ -6,6 +6,7 @@ import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,23 @@ def test_an_optimizer_step_is_all_of_its_accumulated_batches(
     assert logger.curve(SAMPLES) == [(0, 6 / (2 * BATCH_S)), (1, 6 / (2 * BATCH_S)), (2, 3 / BATCH_S)]
     assert logger.curve(STEP) == [(0, 2e3 * BATCH_S), (1, 2e3 * BATCH_S), (2, 1e3 * BATCH_S)]
     assert monitor.steps == 3
+
+
+def test_an_interval_does_not_end_in_the_middle_of_an_accumulation(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    fit = trainer(
+        tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=2, accumulate_grad_batches=2
+    )
+    fit.fit(Regression(clock), batch_list([4, 4, 2, 2, 1, 1, 1, 1]))
+    assert logger.curve(SAMPLES) == [(1, 12 / (4 * BATCH_S)), (3, 4 / (4 * BATCH_S))]
+
+
+def test_the_rate_of_an_interval_is_total_over_total(tmp_path: Path, clock: HandClock, logger: RecordingLogger) -> None:
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, accumulate_grad_batches=2)
+    fit.fit(Regression(clock), batch_list([4, 4, 1]))
+    # 8 samples in 1 s, then 1 in 0.5 s; the mean of the two rates would be 5.
+    assert logger.curve(SAMPLES) == [(1, pytest.approx(6.0))]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -273,3 +291,17 @@ def test_a_monitor_that_does_not_log_leaves_no_trace(tmp_path: Path, clock: Hand
 def test_the_monitor_travels_to_spawned_ranks() -> None:
     restored: ThroughputMonitor = pickle.loads(pickle.dumps(ThroughputMonitor(tokens_fn="length")))
     assert restored.statistics() == {}
+
+
+def test_the_peak_is_that_of_all_devices_that_work_on_a_batch(clock: HandClock) -> None:
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), data_parallel_size=2)
+    pipeline: Any = SimpleNamespace(strategy=strategy, world_size=8, global_step=0, lightning_module=None)
+    monitor = ThroughputMonitor(flops_per_sample=1000.0, peak_flops=100.0, log=False)
+    monitor.on_train_start(pipeline, Regression())
+    monitor.on_train_batch_start(pipeline, Regression(), None, 0)
+    clock.now_s += 2.0
+    pipeline.global_step = 1
+    monitor.collect(pipeline, Regression(), torch.ones(4, FEATURES))
+    assert monitor.statistics()["throughput/flops_per_sec"]["last"] == 2000.0
+    # 8 devices train on 2 batches, so 4 of them share this one.
+    assert monitor.statistics()["throughput/mfu"]["last"] == 2000.0 / (4 * 100.0)

@@ -56,5 +56,5 @@ def test_tests_on_hosts_are_skipped_for_users_and_fail_in_ci(monkeypatch: pytest
     with pytest.raises(pytest.skip.Exception, match="need root"):
         require_hosts()
     monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="CI must run the tests on emulated hosts, but: .* need root"):
+    with pytest.raises(pytest.fail.Exception, match=r"CI must run the tests on emulated hosts, but: .* need root"):
         require_hosts()

@@ -1,7 +1,7 @@
 """The meter's bytes are the formula's, and those that the interfaces of two hosts have counted.
 
-At 1 Gbit/s, burst 512 KiB, MTU 1500: a full frame is 1448 bytes of payload behind 66 bytes of headers, those of Ethernet
-(14), IP (20) and TCP (20, and 12 of timestamps)::
+At 1 Gbit/s, burst 512 KiB, MTU 1500: a full frame is 1448 bytes of payload behind 66 bytes of headers, which are those
+of Ethernet (14), IP (20) and TCP (20, and 12 of timestamps)::
 
     | 14 | 20 | 32 | up to 1448 bytes of payload |
 
@@ -47,8 +47,9 @@ def counted(before: dict[str, int], after: dict[str, int]) -> InterfaceCounters:
 
 
 def assert_agree(payload_bytes: int, interface: InterfaceCounters) -> None:
-    """Within 3 %, which leaves room for what TCP sends again on a loaded machine: the interface has sent this payload in
-    full frames; and what it sent behind its headers, however many frames and lone acknowledgements, is this payload."""
+    """Within 3 %, which leaves room for what TCP sends again on a loaded machine: the interface has sent this payload
+    in full frames, and what it sent behind its headers, however many frames and lone acknowledgements, is this payload.
+    """
     modelled = payload_bytes * (1 + HEADERS_BYTES / PAYLOAD_OF_A_FRAME_BYTES)
     assert interface.sent_bytes == pytest.approx(modelled, rel=0.03)
     assert interface.sent_bytes - HEADERS_BYTES * interface.sent_packets == pytest.approx(payload_bytes, rel=0.03)

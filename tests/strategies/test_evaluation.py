@@ -54,7 +54,7 @@ def test_every_sample_once_and_values_of_one_device(regime: Regime, num_samples:
 
 
 class _Diverging(Classifier):
-    """Each rank has values of its own for a metric that is not reduced: decisions must be taken together all the same."""
+    """Each rank has values of its own for a metric that is not reduced; decisions must be taken together anyway."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -38,7 +39,7 @@ def test_each_optimizer_step_sends_the_gradients_once(accumulate: int, world2: W
             assert totals.group_size == 2
             assert 0 <= totals.exposed_s <= totals.total_s
             assert totals.total_s > 0
-        assert all(step.end_s <= after.start_s for step, after in zip(steps[:-1], steps[1:], strict=True))
+        assert all(step.end_s <= after.start_s for step, after in pairwise(steps))
     both = world2.run(traffic, {})
     for ours, theirs in zip(*both, strict=True):
         sent = [step.of("all_reduce", "data")[0].sent_bytes for step in (ours, theirs)]

@@ -1,0 +1,120 @@
+"""Feeds every data rank its share of the samples, and keeps the ranks in step with each other."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.data_parallel.agreement import (
+    AgreedLoader,
+    Announcement,
+    Announcer,
+    LossReduction,
+    UnevenInputs,
+    agreed_length,
+    loss_scale,
+)
+from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler, deal_out
+from lightning_multigpu.strategies.requeue import DeferredSignal
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class BatchFeed:
+    """What a strategy does with data: deals it out, agrees on every training batch, weighs it, and resumes in it.
+
+    Args:
+        uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Attributes:
+        loss_scale: what this rank's loss of the present batch is multiplied by.
+        counts: False if the present batch only fills the gap of a rank without data.
+    """
+
+    def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction) -> None:
+        self.loss_scale = 1.0
+        self.counts = True
+        self._uneven_inputs: UnevenInputs = uneven_inputs
+        self._loss_reduction: LossReduction = loss_reduction
+        self._requeue: DeferredSignal | None = None
+
+    def deal(
+        self,
+        loader: Any,
+        trainer: pl.Trainer,
+        *,
+        rank: int,
+        num_replicas: int,
+        meter: Meter,
+        new_group: Callable[[], dist.ProcessGroup],
+    ) -> Any:
+        """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
+
+        Prediction keeps Lightning's own sampler, which repeats nothing and remembers the indices for writers.
+        """
+        if trainer.predicting:
+            return loader
+        dealt, batches = deal_out(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
+        return self._agreed(dealt, batches, trainer, meter, new_group()) if trainer.training else dealt
+
+    def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
+        """Looks up what the ranks have said of the batch that is about to be trained on."""
+        self.loss_scale, self.counts = 1.0, True
+        loader = trainer.train_dataloader
+        if isinstance(loader, AgreedLoader) and loader.announced:
+            announcement = loader.announced.popleft()
+            self.loss_scale = loss_scale(announcement, rank, self._loss_reduction)
+            self.counts = announcement.samples[rank] > 0
+
+    def hold_requeue_signal(self, environment: Any) -> None:
+        """SLURM signals each rank wherever it is; saving is a collective, so they act at a batch that all agree on."""
+        signum = getattr(environment, "requeue_signal", None)
+        if signum is not None and getattr(environment, "auto_requeue", False):
+            self._requeue = DeferredSignal(signal.Signals(signum))
+            self._requeue.hold()
+
+    def release_requeue_signal(self) -> None:
+        if self._requeue is not None:
+            self._requeue.release()
+            self._requeue = None
+
+    def _agreed(
+        self,
+        loader: Iterable[Any],
+        batches: DealtBatchSampler | None,
+        trainer: pl.Trainer,
+        meter: Meter,
+        group: dist.ProcessGroup,
+    ) -> AgreedLoader:
+        return AgreedLoader(
+            loader,
+            Announcer(group, meter),
+            batches=batches,
+            uneven_inputs=self._uneven_inputs,
+            loss_reduction=self._loss_reduction,
+            skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting else 0,
+            flag=lambda: self._requeue is not None and self._requeue.pending,
+            on_agreed=lambda announcement: self._requeue_if_due(announcement, trainer),
+            on_uneven=rank_zero_warn,
+            length=agreed_length(loader, group, self._uneven_inputs),
+        )
+
+    def _requeue_if_due(self, announcement: Announcement, trainer: pl.Trainer) -> None:
+        if self._requeue is None:
+            return
+        self._requeue.due |= announcement.flagged
+        # Gradients that are being accumulated are not part of a checkpoint.
+        if self._requeue.due and _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0:
+            self._requeue.act()
+
+
+def _batches_trained_on(trainer: pl.Trainer) -> int:
+    """Batches of this epoch that the weights have seen; what a run that resumes within the epoch leaves out."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.current.processed)

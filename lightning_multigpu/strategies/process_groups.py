@@ -1,0 +1,124 @@
+"""The process groups of a run: joined at its start, left at its end, whatever the way out."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.communication.interface import interface_towards
+from lightning_multigpu.communication.meter import Meter
+
+AXES = ("data", "pipeline", "tensor")
+
+
+class ProcessGroups:
+    """All ranks, their mesh, and further groups over its axes.
+
+    Args:
+        environment: knows this rank, the number of ranks and where the first one listens.
+        device: this rank's device.
+        shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
+        backend: of all groups unless another one is asked for; None for the device's default.
+        timeout: how long a collective may wait.
+        variables: environment variables for the time of the run; those that the user has set stay as they are.
+    """
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        shape: tuple[int, int, int],
+        *,
+        backend: str | None,
+        timeout: timedelta | None,
+        variables: dict[str, str],
+    ) -> None:
+        self.device = device
+        self.backend = backend or dist.get_default_backend_for_device(device)
+        self._timeout = timeout
+        self._variables: list[str] = []
+        # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
+        interface = interface_towards(environment.main_address)
+        self._set({**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})})
+        self._join(environment)
+        # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
+        mesh_device = "cuda" if self.backend == "nccl" else "cpu"
+        self.mesh: DeviceMesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+        self.own = [group for axis in AXES if (group := self.mesh.get_group(axis)) is not self.world]
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks. Lightning leaves it open between runs, and so do we."""
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    def new(self, axis: str, *, backend: str | None = None) -> dist.ProcessGroup:
+        """A further group over this rank's line of ``axis``; a collective of the whole world."""
+        mine: dist.ProcessGroup | None = None
+        lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
+        for ranks in lines.tolist():
+            group = dist.new_group(ranks, timeout=self._timeout, backend=backend or self.backend)
+            if dist.get_rank() in ranks:
+                mine = group
+        assert mine is not None
+        self.own.append(mine)
+        return mine
+
+    def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
+        """The collectives of ``group``, filed by the meter under ``name``."""
+        return metered_group(group, meter, name, self.device)
+
+    def leave(self, *, failed: bool) -> None:
+        """Destroys what this run has made. After a failure that includes the world: it has been aborted."""
+        own, self.own = self.own, []
+        if failed:
+            leave_world()
+        elif dist.is_initialized():
+            for group in own:
+                dist.destroy_process_group(group)
+        for name in self._variables:
+            os.environ.pop(name, None)
+        self._variables = []
+
+    def _set(self, variables: dict[str, str]) -> None:
+        for name, value in variables.items():
+            if name not in os.environ:
+                os.environ[name] = value
+                self._variables.append(name)
+
+    def _join(self, environment: ClusterEnvironment) -> None:
+        if dist.is_initialized():
+            return
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        dist.init_process_group(
+            self.backend,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=self._timeout,
+            device_id=self.device if self.backend == "nccl" else None,
+        )
+        if self.backend == "nccl":
+            atexit.register(leave_world)  # NCCL warns of groups that are still there when the interpreter ends
+        rank_zero_info(f"{environment.world_size()} ranks have joined over {self.backend}")
+
+
+def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:
+    """The collectives of ``group``, whose tensors travel from ``device`` or, unless its back end is NCCL, the CPU."""
+    travels_from = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return MeteredGroup(group, meter, name=name, device=travels_from)
+
+
+def leave_world() -> None:
+    """Destroys every process group of this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
