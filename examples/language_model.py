@@ -196,8 +196,9 @@ def main() -> None:
         callbacks=[ThroughputMonitor(tokens_fn=count_tokens), report],
     )
     trainer.fit(model, data)
+    [metrics] = trainer.validate(model, data, verbose=False)
     if trainer.is_global_zero:
-        print(f"validation: {trainer.callback_metrics['val_bits_per_byte']:.3f} bits per byte")
+        print(f"validation: {metrics['val_bits_per_byte']:.3f} bits per byte")
         print(f"a sample:\n{model.write(options.prompt, num_bytes=300)}")
         assert report.report is not None
         table.show(report.report)

@@ -34,7 +34,8 @@ _THREADS_THAT_MAY_STAY = ("tqdm_monitor", "TMonitor", "pymp-", "QueueFeederThrea
 _CHILDREN_THAT_MAY_STAY = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _FILES_THAT_MAY_STAY = ("/dev/null", "/dev/random", "/dev/urandom", "/proc/", "/sys/")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGHUP)
+# Without SIGCHLD: torch's DataLoader sets its handler for it once a process, for good, and relies on it.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

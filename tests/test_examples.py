@@ -1,0 +1,122 @@
+"""The examples, run as a user would run them: as scripts and from the configurations."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.digits import DigitsData
+from examples.language_model import ByteGPT, TextData, count_tokens, python_documentation
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(directory: Path, *arguments: str, timeout_s: float = 180.0) -> str:
+    """Standard output of ``python ...`` in ``directory``; all output is shown when it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
+    process = subprocess.run(
+        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert process.returncode == 0, f"exit status {process.returncode}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
+
+
+@pytest.mark.launch
+def test_digits_are_read_by_two_processes(tmp_path: Path) -> None:
+    output = run(tmp_path, str(ROOT / "examples/digits.py"), "--strategy=ring_ddp", "--accelerator=cpu")
+    [accuracy] = re.findall(r"^test accuracy: (.+)$", output, re.MULTILINE)
+    assert float(accuracy) >= 0.95
+    after = output[output.index("test accuracy") :]
+    for row in (
+        "throughput",
+        "step time",
+        "all-reduce time per step",
+        "exposed communication per step",
+        "sent per step",
+    ):
+        assert row in after
+    report = json.loads((tmp_path / "runs/digits/version_0/multigpu_report.json").read_text())
+    assert report["strategy"]["name"] == "ring_ddp"
+    assert report["world"]["size"] == 2
+
+
+@pytest.mark.launch
+def test_language_model_learns_from_a_users_text(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(python_documentation()[:100_000])
+    sizes = ("--width=32", "--num-layers=1", "--num-heads=2", "--context=64", "--max-steps=60")
+    script = str(ROOT / "examples/language_model.py")
+    output = run(tmp_path, script, "--text=book.txt", "--prompt=Whose ", "--accelerator=cpu", *sizes)
+    with (tmp_path / "runs/language_model/version_0/metrics.csv").open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert losses[-1] < 0.8 * losses[0]
+    [bits_per_byte] = re.findall(r"^validation: (.+) bits per byte$", output, re.MULTILINE)
+    assert float(bits_per_byte) < 8  # what a byte has without a model
+    assert "Whose " in output
+    assert "tokens/s" in output
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ["ring_ddp", "single_device"])
+def test_configuration_trains(tmp_path: Path, name: str) -> None:
+    config = str(ROOT / f"configs/{name}.yaml")
+    run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--trainer.max_epochs=1")
+    report = json.loads((tmp_path / f"runs/{name}/version_0/multigpu_report.json").read_text())
+    assert report["strategy"] == {"name": name, "options": {}}
+    assert report["steps"] == 20  # both see 64 images a step
+    assert (tmp_path / f"runs/{name}/version_0/checkpoints/last.ckpt").is_file()
+
+
+def test_digits_are_split_alike_every_time_and_without_overlap() -> None:
+    first, second = DigitsData(), DigitsData()
+    first.setup("fit")
+    second.setup("test")
+    parts = [first.train_set, first.val_set, first.test_set]
+    assert [len(part) for part in parts] == [1257, 270, 270]
+    assert sorted(index for part in parts for index in part.indices) == list(range(1797))
+    assert first.test_set.indices == second.test_set.indices
+
+
+class TestLanguageModel:
+    def test_a_byte_does_not_see_those_after_it(self) -> None:
+        model = ByteGPT(width=16, num_layers=2, num_heads=2, context=8).eval()
+        text = torch.randint(256, (1, 8))
+        changed = text.clone()
+        changed[0, 5] = (changed[0, 5] + 1) % 256
+        before, after = model(text)[0], model(changed)[0]
+        torch.testing.assert_close(before[:5], after[:5])
+        assert not torch.allclose(before[5:], after[5:])
+
+    def test_writes_more_than_its_context(self) -> None:
+        model = ByteGPT(width=16, num_layers=1, num_heads=2, context=8).eval()
+        text = model.write("To be", num_bytes=20)
+        assert text.startswith("To be")
+        assert text == model.write("To be", num_bytes=20)
+
+    def test_every_byte_but_the_first_is_a_target_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "text"
+        path.write_bytes(bytes(index % 256 for index in range(401)))
+        data = TextData(path, context=10, batch_size=4)
+        data.setup("fit")
+        windows = torch.cat([data.train_set.tensors[0], data.val_set.tensors[0]])
+        assert (len(data.train_set), len(data.val_set)) == (36, 4)
+        assert windows[:, 1:].flatten().tolist() == [index % 256 for index in range(1, 401)]
+        assert count_tokens(next(iter(data.val_dataloader()))) == 40
+
+    def test_text_that_is_too_short_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "text"
+        path.write_bytes(b"short")
+        with pytest.raises(ValueError, match="has 5 bytes; 81 are needed for context=8"):
+            TextData(path, context=8).setup("fit")
+
+    def test_heads_that_do_not_divide_the_width_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="width=10 is not a multiple of num_heads=4"):
+            ByteGPT(width=10, num_heads=4)
