@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# One intra-op thread a rank, in this process and in all that tests start: ranks share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from lightning_multigpu.emulation import EmulatedHosts
 from tests.hosts import require_hosts
 from tests.leaks import ProcessState, abandoned_shared_memory, leaks_since, shared_memory_entries

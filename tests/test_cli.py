@@ -368,7 +368,7 @@ class TestProcesses:
         options = ("--trainer.strategy=ring_ddp", "--trainer.devices=2", "--trainer.max_steps=2", *QUIET)
         ended = self.run(command, "fit", *ON_CPU, *options)
         assert ended.returncode == 0, ended.stderr
-        assert "2 ranks have joined over gloo" in ended.stderr
+        assert "Process group of 2 over gloo" in ended.stderr
 
     def test_refusal(self, project: Path) -> None:
         refused = self.run([sys.executable, "-m", "lightning_multigpu"], "fit", *ON_CPU, "--trainer.strategy=ring_dpp")

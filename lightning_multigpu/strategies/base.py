@@ -92,6 +92,7 @@ class MultiGPUStrategy(ParallelStrategy):
         if not callable(loss_reduction):
             validation.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         validation.check_positive("failure_timeout_s", failure_timeout_s)
+        validation.check_timeout(timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -118,6 +119,11 @@ class MultiGPUStrategy(ParallelStrategy):
         """The options that every strategy of the pack has."""
         parameters = inspect.signature(MultiGPUStrategy.__init__).parameters.values()
         return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options that this strategy runs with, for reports."""
+        return {"uneven_inputs": self.feed.uneven_inputs, "loss_reduction": self.feed.loss_reduction}
 
     # Ranks
 

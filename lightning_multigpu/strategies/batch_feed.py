@@ -42,8 +42,8 @@ class BatchFeed:
     def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction) -> None:
         self.loss_scale = 1.0
         self.counts = True
-        self._uneven_inputs: UnevenInputs = uneven_inputs
-        self._loss_reduction: LossReduction = loss_reduction
+        self.uneven_inputs: UnevenInputs = uneven_inputs
+        self.loss_reduction: LossReduction = loss_reduction
         self._requeue: DeferredSignal | None = None
 
     def deal(
@@ -71,7 +71,7 @@ class BatchFeed:
         loader = trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
             announcement = loader.announced.popleft()
-            self.loss_scale = loss_scale(announcement, rank, self._loss_reduction)
+            self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
 
     def hold_requeue_signal(self, environment: Any) -> None:
@@ -100,13 +100,13 @@ class BatchFeed:
             loader,
             Announcer(group, meter),
             batches=batches,
-            uneven_inputs=self._uneven_inputs,
-            loss_reduction=self._loss_reduction,
+            uneven_inputs=self.uneven_inputs,
+            loss_reduction=self.loss_reduction,
             skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
             flag=lambda: self._requeue is not None and self._requeue.pending,
             on_agreed=lambda announcement: self._requeue_if_due(announcement, trainer),
             on_uneven=rank_zero_warn,
-            length=agreed_length(loader, group, self._uneven_inputs),
+            length=agreed_length(loader, group, self.uneven_inputs),
         )
 
     def _requeue_if_due(self, announcement: Announcement, trainer: pl.Trainer) -> None:

@@ -44,11 +44,12 @@ class ProcessGroups:
         self.device = device
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
-        self._variables: list[str] = []
+        self._before: dict[str, str | None] = {}
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
-        self._set({**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})})
-        self._join(environment)
+        wanted = {**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})}
+        self._set({name: value for name, value in wanted.items() if name not in os.environ})
+        self._join(environment, interface)
         # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
         mesh_device = "cuda" if self.backend == "nccl" else "cpu"
         self.mesh: DeviceMesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
@@ -85,21 +86,23 @@ class ProcessGroups:
         elif dist.is_initialized():
             for group in own:
                 dist.destroy_process_group(group)
-        for name in self._variables:
-            os.environ.pop(name, None)
-        self._variables = []
+        while self._before:
+            name, value = self._before.popitem()
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def _set(self, variables: dict[str, str]) -> None:
+        """Sets variables until :meth:`leave`: programs that are started afterwards must not inherit this run's."""
         for name, value in variables.items():
-            if name not in os.environ:
-                os.environ[name] = value
-                self._variables.append(name)
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
 
-    def _join(self, environment: ClusterEnvironment) -> None:
+    def _join(self, environment: ClusterEnvironment, interface: str | None) -> None:
         if dist.is_initialized():
             return
-        os.environ["MASTER_ADDR"] = environment.main_address
-        os.environ["MASTER_PORT"] = str(environment.main_port)
+        self._set({"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)})
         dist.init_process_group(
             self.backend,
             rank=environment.global_rank(),
@@ -109,7 +112,7 @@ class ProcessGroups:
         )
         if self.backend == "nccl":
             atexit.register(leave_world)  # NCCL warns of groups that are still there when the interpreter ends
-        rank_zero_info(f"{environment.world_size()} ranks have joined over {self.backend}")
+        rank_zero_info(f"Process group of {environment.world_size()} over {self.backend}, through {interface}")
 
 
 def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:

@@ -77,9 +77,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._reducer: GradientReducer | None = None
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
-        """The options of ``DistributedDataParallel`` that this strategy runs with, for reports."""
-        return {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
+        ddp = {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
+        return {**super().options, **ddp, "broadcast_buffers": self._broadcast_buffers}
 
     @override
     def environment_variables(self) -> dict[str, str]:

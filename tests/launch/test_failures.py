@@ -75,4 +75,5 @@ def test_spawned_and_launched_ranks_reach_the_weights_of_one_device(tmp_path: Pa
         assert finished.returncode == 0, finished.stderr[-3000:]
         sums = [float(text) for text in re.findall(r"finished with weights (-?\d+\.\d{9})", finished.stdout)]
         assert len(sums) == (2 if strategy == "ring_ddp" else 1)  # spawned ranks give the result to the first process
-        assert sums == pytest.approx([expected] * len(sums), abs=1e-8)
+        # What a spawned run brings back passes through the float32 module of the first process.
+        assert sums == pytest.approx([expected] * len(sums), abs=1e-8 if strategy == "ring_ddp" else 1e-5)

@@ -53,15 +53,15 @@ class _Probe(L.Callback):
         except ValueError as error:
             self.answers["unknown"] = str(error)
         leaf = torch.tensor([float(rank + 1)], requires_grad=True)
-        strategy.all_gather(leaf, sync_grads=True).sum().backward()
+        with torch.enable_grad():
+            strategy.all_gather(leaf, sync_grads=True).sum().backward()
         self.answers["gradient through all_gather"] = leaf.grad.tolist() if leaf.grad is not None else None
 
 
 def ask(strategy_name: str) -> dict[str, Any]:
     probe = _Probe()
     trainer = make_trainer(Case(), make_strategy(strategy_name), 2, callbacks=[probe], inference_mode=False)
-    with torch.enable_grad():
-        trainer.validate(Classifier(), eval_loader(), verbose=False)
+    trainer.validate(Classifier(), eval_loader(), verbose=False)
     return probe.answers
 
 

@@ -81,6 +81,7 @@ def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # the test is about that
 @regimes
 def test_ranks_decide_together(regime: Regime, world2: World, tmp_path: Any) -> None:
     first, second = world2.run(decisions, regime.name, str(tmp_path))
@@ -152,6 +153,7 @@ def limited(strategy_name: str, options: dict[str, Any]) -> tuple[int, int]:
     ],
     ids=["limits", "overfit", "fast dev run", "max steps", "max time", "reloaded loaders"],
 )
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
 @regimes
 def test_the_trainers_limits(regime: Regime, options: dict[str, Any], batches: int, world2: World) -> None:
     for seen, steps in world2.run(limited, regime.name, options):
