@@ -243,7 +243,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.failure_watch.stop()
-        self.feed.release_requeue_signal()
+        self.feed.release_signals()
         super().teardown()
         self._world = self._data = None
         if self.groups is not None:
@@ -350,8 +350,13 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.feed.hold_requeue_signal(self.cluster_environment)
+        self.feed.hold_signals(self.cluster_environment)
         self.meter.discard()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.feed.release_signals()
 
     @override
     def on_validation_end(self) -> None:

@@ -22,7 +22,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     loss_scale,
 )
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler, deal_out
-from lightning_multigpu.strategies.requeue import DeferredSignal
+from lightning_multigpu.strategies.deferred_signals import DeferredSignals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,7 +44,7 @@ class BatchFeed:
         self.counts = True
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
-        self._requeue: DeferredSignal | None = None
+        self._signals: DeferredSignals | None = None
 
     def deal(
         self,
@@ -74,17 +74,20 @@ class BatchFeed:
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
 
-    def hold_requeue_signal(self, environment: Any) -> None:
-        """SLURM signals each rank wherever it is; saving is a collective, so they act at a batch that all agree on."""
-        signum = getattr(environment, "requeue_signal", None)
-        if signum is not None and getattr(environment, "auto_requeue", False):
-            self._requeue = DeferredSignal(signal.Signals(signum))
-            self._requeue.hold()
+    def hold_signals(self, environment: Any) -> None:
+        """Holds SIGTERM and SLURM's requeue signal until all ranks can act on them at the same batch."""
+        signals = [signal.SIGTERM]
+        requeue = getattr(environment, "requeue_signal", None)
+        if requeue is not None and getattr(environment, "auto_requeue", False):
+            signals.append(signal.Signals(requeue))
+        self._signals = DeferredSignals(signals)
+        self._signals.hold()
 
-    def release_requeue_signal(self) -> None:
-        if self._requeue is not None:
-            self._requeue.release()
-            self._requeue = None
+    def release_signals(self) -> None:
+        """Gives the signals back."""
+        if self._signals is not None:
+            self._signals.release()
+            self._signals = None
 
     def _agreed(
         self,
@@ -103,19 +106,19 @@ class BatchFeed:
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
             skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
-            flag=lambda: self._requeue is not None and self._requeue.pending,
-            on_agreed=lambda announcement: self._requeue_if_due(announcement, trainer),
+            flags=lambda: 0 if self._signals is None else self._signals.received,
+            on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
             on_uneven=rank_zero_warn,
             length=agreed_length(loader, group, self.uneven_inputs),
         )
 
-    def _requeue_if_due(self, announcement: Announcement, trainer: pl.Trainer) -> None:
-        if self._requeue is None:
+    def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
+        if self._signals is None:
             return
-        self._requeue.due |= announcement.flagged
+        self._signals.due |= announcement.flags
         # Gradients that are being accumulated are not part of a checkpoint.
-        if self._requeue.due and _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0:
-            self._requeue.act()
+        if self._signals.due and _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0:
+            self._signals.act()
 
 
 def _batches_trained_on(trainer: pl.Trainer) -> int:

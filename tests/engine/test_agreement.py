@@ -24,7 +24,7 @@ from tests.world import World, init_group, rank
 
 
 def announcement(*samples: int, weights: tuple[float, ...] | None = None) -> Announcement:
-    return Announcement(samples, weights or tuple(float(max(n, 0)) for n in samples), flagged=False)
+    return Announcement(samples, weights or tuple(float(max(n, 0)) for n in samples), flags=0)
 
 
 def test_gradients_count_by_weight() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import torch
 
 from tests.launch import failing_script
 from tests.strategies.tasks import Case, fit
+from tests.world import free_port
 
 pytestmark = pytest.mark.launch
 
@@ -77,3 +79,29 @@ def test_spawned_and_launched_ranks_reach_the_weights_of_one_device(tmp_path: Pa
         assert len(sums) == (2 if strategy == "ring_ddp" else 1)  # spawned ranks give the result to the first process
         # What a spawned run brings back passes through the float32 module of the first process.
         assert sums == pytest.approx([expected] * len(sums), abs=1e-8 if strategy == "ring_ddp" else 1e-5)
+
+
+def test_sigterm_at_different_times_ends_all_ranks(tmp_path: Path) -> None:
+    """A scheduler ends each rank on its own. Lightning's handler broadcasts, and two ranks would wait for ever."""
+    port = str(free_port())
+    ranks = []
+    for rank in ("0", "1"):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(tmp_path), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": port, "NODE_RANK": "0", "LOCAL_RANK": rank, "WORLD_SIZE": "2"}  # fmt: skip
+        command = [sys.executable, "-m", failing_script.__name__, "ring_ddp", "2", "-1", "slow"]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "the first step"
+        for process in ranks:
+            process.terminate()
+            time.sleep(0.3)
+        for process in ranks:
+            process.wait(timeout=30)  # with status 0: that is how Lightning ends a run at SIGTERM
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert saved["global_step"] > 0, "callbacks were told, and could save"

@@ -11,6 +11,8 @@ Without it a rank that runs out of data leaves the others waiting for its gradie
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -35,12 +37,12 @@ class Announcement:
     """What every rank said of one batch, in rank order.
 
     ``samples`` are -1 for ranks that have no batch any more; ``weights`` are what each rank's loss counts for;
-    ``flagged`` tells whether any rank raised its flag.
+    ``flags`` has the bits that any rank has set.
     """
 
     samples: tuple[int, ...]
     weights: tuple[float, ...]
-    flagged: bool
+    flags: int
 
     @property
     def exhausted(self) -> list[int]:
@@ -65,10 +67,10 @@ class Announcer:
     def world_size(self) -> int:
         return self._world_size
 
-    def announce(self, samples: int, weight: float, *, flag: bool) -> None:
+    def announce(self, samples: int, weight: float, *, flags: int) -> None:
         """Says what the next batch of this rank is; returns at once."""
         self.drop()
-        mine = torch.tensor([samples, weight, float(flag)], dtype=torch.float64)
+        mine = torch.tensor([samples, weight, flags], dtype=torch.float64)
         everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
         size_bytes = everyone.numel() * everyone.element_size()
         transfer = self._meter.begin("all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes)
@@ -89,7 +91,7 @@ class Announcer:
         return Announcement(
             samples=tuple(int(row[0]) for row in rows),
             weights=tuple(row[1] for row in rows),
-            flagged=any(row[2] for row in rows),
+            flags=functools.reduce(operator.or_, (int(row[2]) for row in rows)),
         )
 
     def drop(self) -> None:
@@ -111,7 +113,7 @@ class AgreedLoader:
         loss_reduction: what a rank's loss counts for against the others': its samples (``"mean"``), equally much
             (``"sum"``), or what a function of the batch returns.
         skip: asked at the start of each iteration how many batches to leave out (resuming within an epoch).
-        flag: asked before each batch whether this rank wants all ranks to act at this batch.
+        flags: asked before each batch for the bits that this rank wants all ranks to see.
         on_agreed: called on all ranks between the same two batches with what they said of the next one.
         on_uneven: called once an iteration with a sentence when ranks run out of data at different times.
 
@@ -128,7 +130,7 @@ class AgreedLoader:
         uneven_inputs: UnevenInputs = "stop",
         loss_reduction: LossReduction = "mean",
         skip: Callable[[], int] = lambda: 0,
-        flag: Callable[[], bool] = lambda: False,
+        flags: Callable[[], int] = lambda: 0,
         on_agreed: Callable[[Announcement], None] = lambda announcement: None,
         on_uneven: Callable[[str], None] = lambda message: None,
         length: int | None = None,
@@ -138,7 +140,7 @@ class AgreedLoader:
         self._uneven_inputs = uneven_inputs
         self._loss_reduction = loss_reduction
         self._skip = skip
-        self._flag = flag
+        self._flags = flags
         self._on_agreed = on_agreed
         self._on_uneven = on_uneven
         self._length = length
@@ -216,7 +218,7 @@ class AgreedLoader:
         else:
             samples = self._count(batch)
             weight = self._weight(batch, samples)
-        self._announcer.announce(samples, weight, flag=self._flag())
+        self._announcer.announce(samples, weight, flags=self._flags())
         return batch
 
     def _count(self, batch: Any) -> int:

@@ -1,0 +1,67 @@
+"""What measuring costs: the meter's own time per optimizer step, against a step of a small model.
+
+    python -m tests.benchmarks.meter_cost
+
+Prints the machine, the versions and medians. The model is the smallest that anybody would train over ranks, so that
+the share is an upper bound: the meter's cost depends on the number of buckets only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from lightning_multigpu.communication.meter import Meter
+
+BUCKETS = 4
+ROUNDS = 2000
+
+
+def meter_seconds_per_step() -> list[float]:
+    """One step: a bucket each begun and finished, one announcement, one wait, the end of the step."""
+    meter = Meter()
+    samples = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(BUCKETS):
+            meter.begin("all_reduce", group="data", group_size=2, size_bytes=1 << 20).finish()
+        meter.begin("all_gather", group="control", group_size=2, size_bytes=48).finish()
+        meter.waited(start, meter.now())
+        meter.end_step()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def training_seconds_per_step() -> list[float]:
+    """Forward, backward and SGD of six Linear(256, 256) with ReLU at a batch of 64, one thread."""
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(64, 256)
+    samples = []
+    for _ in range(200):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+          f"Python {platform.python_version()}, torch {torch.__version__}")  # fmt: skip
+    meter, training = meter_seconds_per_step(), training_seconds_per_step()
+    for name, samples in (("meter", meter), ("training step", training)):
+        low, middle, high = statistics.quantiles(samples, n=20)[0], statistics.median(samples), max(samples)
+        print(f"{name:>14}: median {middle * 1e6:9.1f} us, 5 % {low * 1e6:9.1f} us, worst {high * 1e6:9.1f} us a step")
+    print(f"share of a step: {statistics.median(meter) / statistics.median(training):.3%}")
+
+
+if __name__ == "__main__":
+    main()
