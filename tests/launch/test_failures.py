@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -69,16 +70,44 @@ def test_a_rank_that_dies_without_a_word(how: str, reason: str, tmp_path: Path) 
     assert reason in last
 
 
-def test_spawned_and_launched_ranks_reach_the_weights_of_one_device(tmp_path: Path) -> None:
+def test_two_jobs_at_once_reach_the_weights_of_one_device(tmp_path: Path) -> None:
+    """One launched and one spawned, on one host: neither disturbs the other."""
     reference = fit(Case(num_samples=48), None, 1)
     expected = sum(float(value.sum()) for value in reference["weights"].values())
-    for strategy in ("ring_ddp", "ring_ddp_spawn"):
-        finished = run(tmp_path, strategy, "2", "0", "nothing")
+    strategies = ("ring_ddp", "ring_ddp_spawn")
+    with ThreadPoolExecutor() as pool:
+        jobs = list(pool.map(lambda strategy: run(tmp_path / strategy, strategy, "2", "0", "nothing"), strategies))
+    for strategy, finished in zip(strategies, jobs, strict=True):
         assert finished.returncode == 0, finished.stderr[-3000:]
         sums = [float(text) for text in re.findall(r"finished with weights (-?\d+\.\d{9})", finished.stdout)]
         assert len(sums) == (2 if strategy == "ring_ddp" else 1)  # spawned ranks give the result to the first process
         # What a spawned run brings back passes through the float32 module of the first process.
         assert sums == pytest.approx([expected] * len(sums), abs=1e-8 if strategy == "ring_ddp" else 1e-5)
+
+
+TYPED = """
+import torch, lightning as L, lightning_multigpu
+class Typed(L.LightningModule):
+    def __init__(self):
+        super().__init__(); self.layer = torch.nn.Linear(4, 2)
+    def training_step(self, batch, batch_idx): return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), 4)
+trainer = L.Trainer(strategy="ring_ddp_spawn", devices=2, accelerator="cpu", max_epochs=1, logger=False,
+    enable_progress_bar=False, enable_checkpointing=False)
+module = Typed(); before = module.layer.weight.clone()
+trainer.fit(module, data)
+print("trained", not torch.equal(before, module.layer.weight))
+"""
+
+
+def test_a_module_that_was_typed_at_a_prompt(tmp_path: Path) -> None:
+    """No new process can import it, so that the ranks are forked."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([sys.executable, "-i", "-q"], input=TYPED, env=environment, cwd=tmp_path,
+                              capture_output=True, text=True, timeout=90, check=False)  # fmt: skip
+    assert "trained True" in finished.stdout, finished.stderr[-3000:]
 
 
 def test_sigterm_at_different_times_ends_all_ranks(tmp_path: Path) -> None:
