@@ -211,6 +211,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self.accelerator.setup_device(self.root_device)
         reset_seed()
         self.set_world_ranks()
+        self.feed.silence_warning()
         assert self.cluster_environment is not None
         self.groups = ProcessGroups(
             self.cluster_environment,
@@ -244,6 +245,7 @@ class MultiGPUStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self.failure_watch.stop()
         self.feed.release_signals()
+        self.feed.restore_warning()
         super().teardown()
         self._world = self._data = None
         if self.groups is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class BatchFeed:
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
         self._signals: DeferredSignals | None = None
+        self._filter: Any = None
 
     def deal(
         self,
@@ -82,6 +84,17 @@ class BatchFeed:
             signals.append(signal.Signals(requeue))
         self._signals = DeferredSignals(signals)
         self._signals.hold()
+
+    def silence_warning(self) -> None:
+        """Keeps Lightning from saying that samples are repeated in validation and test: dealt out by us, none is."""
+        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
+        self._filter = warnings.filters[0]
+
+    def restore_warning(self) -> None:
+        """Lets the warning through again, for other strategies of this process."""
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        self._filter = None
 
     def release_signals(self) -> None:
         """Gives the signals back."""
