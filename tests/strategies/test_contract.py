@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_multigpu.registry import Regime
-from tests.strategies.tasks import Case, distinct_regimes, fit, global_losses
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    distinct_regimes,
+    fit,
+    global_losses,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
 from tests.world import World
 
 # The halves of a batch are rounded to bfloat16's 8 bits apart from each other: each step's gradients agree to some
@@ -106,3 +117,29 @@ def test_runs_repeat_bit_for_bit(regime: Regime, world2: World) -> None:
     first, again = (world2.run(fit, case, regime.name, 2)[0] for _ in range(2))
     assert all(torch.equal(first["weights"][name], again["weights"][name]) for name in first["weights"])
     assert first["seen"] == again["seen"]
+
+
+def scaled(strategy_name: str | None, ranks: int) -> dict[str, Any]:
+    """float16 with a gradient scaler, whose first steps overflow and must be skipped by all ranks alike."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
+    module = Classifier()
+    case = Case(max_epochs=3)
+    trainer = make_trainer(case, strategy, ranks, precision=None, plugins=[plugin])
+    trainer.fit(module, train_loader(case, ranks))
+    assert plugin.scaler is not None
+    return {"weights": state(module), "scale": plugin.scaler.get_scale()}
+
+
+@regimes
+def test_gradient_scaling_agrees_over_ranks(regime: Regime, world2: World) -> None:
+    reference = scaled(None, 1)
+    assert reference["scale"] < 2.0**24, "nothing has overflowed: the test shows nothing"
+    first, second = world2.run(scaled, regime.name, 2)
+    # A rank's loss is a mean over half of the samples, so that its gradients overflow at half the scale.
+    assert reference["scale"] / 2 <= first["scale"] == second["scale"] <= reference["scale"]
+    start = state(Classifier())
+    for name, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][name]), f"{name} differs between ranks"
+        assert torch.isfinite(value).all()
+        assert not torch.equal(value, start[name]), "every step was skipped"
