@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_multigpu.callbacks.clock import Lap, Stopwatch, timeline_of
 from lightning_multigpu.callbacks.keys import Group, documents_keys
 from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.engine.batch_size import leading_size
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 _RATES = {
@@ -146,7 +147,7 @@ class ThroughputMonitor(Monitor):
     def _samples(self, batch: Any) -> int | None:
         if self._batch_size_fn is not None:
             return int(self._batch_size_fn(batch))
-        size = _leading_size(batch)
+        size = leading_size(batch)
         if size is None and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -196,20 +197,6 @@ class ThroughputMonitor(Monitor):
         self.observe("throughput/step_ms", seconds / steps * 1e3, weight=steps)
         for key, value in self._rates.of(seconds, work).items():
             self.observe(key, value, weight=seconds)
-
-
-def _leading_size(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch; None where there is no tensor."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    elif is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((size for size in map(_leading_size, parts) if size is not None), None)
 
 
 class _Rates:

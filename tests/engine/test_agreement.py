@@ -16,8 +16,8 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     Announcer,
     StatefulAgreedLoader,
     agreed_length,
+    counted_samples,
     is_stateful,
-    leading_size,
     loss_scale,
 )
 from tests.world import World, init_group, rank
@@ -52,7 +52,7 @@ def test_ranks_without_a_batch() -> None:
     ],
 )
 def test_samples_of_a_batch_that_no_sampler_of_ours_has_drawn(batch: Any, limit: int | None, size: int) -> None:
-    assert leading_size(batch, limit=limit) == size
+    assert counted_samples(batch, limit=limit) == size
 
 
 class Resumable:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.communication.records import Transfer
+from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
@@ -224,7 +225,7 @@ class AgreedLoader:
     def _count(self, batch: Any) -> int:
         if self._batches is not None:
             return self._batches.counts.popleft()
-        return leading_size(batch, limit=getattr(self.loader, "batch_size", None))
+        return counted_samples(batch, limit=getattr(self.loader, "batch_size", None))
 
     def _weight(self, batch: Any, samples: int) -> float:
         if callable(self._loss_reduction):
@@ -273,23 +274,14 @@ def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduct
     return len(weights) * weights[rank] / total
 
 
-def leading_size(batch: Any, *, limit: int | None) -> int:
+def counted_samples(batch: Any, *, limit: int | None) -> int:
     """Samples of a batch that no sampler of ours has drawn: the first dimension of its first tensor.
 
     Where that is more than ``limit`` (the loader's batch size) or there is no tensor, the batch counts for 1, as
     all batches then do.
     """
-    stack = [batch]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Tensor):
-            size = item.shape[0] if item.ndim else 1
-            return size if limit is not None and 0 < size <= limit else 1
-        if isinstance(item, dict):
-            stack.extend(reversed(list(item.values())))
-        elif isinstance(item, (list, tuple)):
-            stack.extend(reversed(item))
-    return 1
+    size = leading_size(batch)
+    return size if size is not None and limit is not None and 0 < size <= limit else 1
 
 
 def agreed_length(loader: Iterable[Any], group: dist.ProcessGroup, uneven_inputs: UnevenInputs) -> int | None:
