@@ -31,13 +31,16 @@ from lightning_multigpu.communication.traffic import (
 )
 
 
+_EPOCH_S = 60.0
+
+
 class Meter:
     """Records every transfer of this rank and sums them up per optimizer step.
 
     Blocking transfers are exposed as a whole. Of the others, the exposed part is what overlaps the intervals in which
     the main thread was reported to wait (:meth:`waited`). Any thread may record; steps are ended by the main thread.
 
-    On GPUs transfers are timed by CUDA events on their own stream, so that measuring never synchronises the device: a
+    On GPUs transfers are timed by CUDA events on their own stream, and the device is waited for once a minute only: a
     step appears in :attr:`steps` once its events have passed, usually one step later.
 
     Args:
@@ -174,8 +177,11 @@ class Meter:
             self._records.append(record)
 
     def _epoch(self) -> tuple[torch.cuda.Event, float]:
-        """One event whose time is known on the host's clock too, so that events can be placed on that clock."""
-        if self._cuda_epoch is None:
+        """An event whose time is known on the host's clock too, so that others can be placed on that clock.
+
+        It is renewed once a minute: CUDA gives the time between two events as a float32 in ms.
+        """
+        if self._cuda_epoch is None or self._clock() - self._cuda_epoch[1] > _EPOCH_S:
             torch.cuda.synchronize()
             event = recorded_event()
             event.synchronize()
