@@ -30,7 +30,6 @@ from lightning_multigpu.communication.traffic import (
     sent_share,
 )
 
-
 _EPOCH_S = 60.0
 
 
