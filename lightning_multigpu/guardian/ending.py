@@ -61,6 +61,8 @@ class Ending:
             self._write_file(Path(directory), text)
         if self._announced is not None and self._announced not in self._killed:
             return
+        if sys.stderr is None:
+            return
         # A pipe that nobody reads must not keep the guardian for ever: the default of SIGALRM ends it.
         signal.alarm(_WRITE_LIMIT_S)
         with contextlib.suppress(OSError, ValueError):

@@ -33,7 +33,7 @@ class Failure(NamedTuple):
         known = [
             f"host {self.host}" if self.host else "",
             "" if self.pid is None else f"pid {self.pid}",
-            "" if self.rank is None else "no step completed" if not self.step else f"last completed step {self.step}",
+            "" if self.step is None else "no step completed" if self.step == 0 else f"last completed step {self.step}",
         ]
         where = ", ".join(text for text in known if text)
         subject = "" if self.rank is None else f"rank {self.rank} "

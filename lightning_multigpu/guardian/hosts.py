@@ -25,6 +25,7 @@ class _Peer:
         self.heard_s = now_s
         self.node_rank: int | None = None
         self.host = "unknown"
+        self.trusted = False
         self.done = False
 
     @property
@@ -54,6 +55,8 @@ class Hosts:
         self._join_timeout_s = join_timeout_s
         self._watch, self._forget = watch, forget
         self._secret = b""
+        self._own_rank = 0
+        self._finished = False
         self._peers: list[_Peer] = []
         self._listener: socket.socket | None = None
         self._missing = 0
@@ -68,7 +71,9 @@ class Hosts:
     @property
     def all_done(self) -> bool:
         """Whether this guardian may leave: node 0's stays until the others' ranks have finished."""
-        return self._listener is None or (self._missing == 0 and all(peer.done for peer in self._peers))
+        if self._listener is None:
+            return all(peer.trusted for peer in self._peers)
+        return self._missing == 0 and all(peer.done for peer in self._peers)
 
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: bytes, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
@@ -120,9 +125,11 @@ class Hosts:
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
 
     def finish(self) -> None:
-        """This host's ranks have finished: its end is no failure from here on."""
-        for peer in self._known():
-            peer.connection.send("done")
+        """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
+        if self._listener is None and not self._finished:
+            for peer in self._known():
+                self._finished = True
+                peer.connection.send("done")
 
     def close(self) -> None:
         """Closes everything; what has been sent before still arrives."""
@@ -134,7 +141,7 @@ class Hosts:
             self._listener = None
 
     def _known(self) -> list[_Peer]:
-        return [peer for peer in self._peers if peer.node_rank is not None and not peer.connection.closed]
+        return [peer for peer in self._peers if peer.trusted and not peer.connection.closed]
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -164,7 +171,10 @@ class Hosts:
     def _read(self, peer: _Peer) -> None:
         for message in peer.connection.receive():
             peer.heard_s = self._now_s
-            self._handle(peer, message)
+            try:
+                self._handle(peer, message)
+            except ValueError:
+                peer.connection.closed = True
         if peer.connection.closed:
             self._forget(peer.connection.socket)
 
@@ -174,23 +184,31 @@ class Hosts:
             own = proof(self._secret, "host", str(message.get("nonce")))
             peer.connection.send("hello", proof=own, nonce=peer.nonce, node_rank=self._own_rank, host=host_name())
         elif self._listener is None and kind == "welcome" and proves(message, self._secret, "node 0", peer.nonce):
-            peer.host = str(message.get("host"))
+            peer.host, peer.trusted = str(message.get("host")), True
         elif self._listener is not None and kind == "hello" and peer.node_rank is None:
             self._welcome(peer, message)
-        elif peer.node_rank is not None and kind == "failure" and self._found is None:
+        elif self._listener is None and kind == "refused" and self._found is None:
+            what = f"the guardian of node 0 has refused this host's: {message.get('why')}"
+            self._found = Found(Failure(what, host=host_name()), self._now_s)
+        elif peer.trusted and kind == "failure" and self._found is None:
             age_s = message.get("age_s")
             since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
-        elif peer.node_rank is not None and kind == "done":
+        elif peer.trusted and kind == "done":
             peer.done = True
 
     def _welcome(self, peer: _Peer, message: Message) -> None:
         node_rank = message.get("node_rank")
+        why = ""
         if not proves(message, self._secret, "host", peer.nonce) or not isinstance(node_rank, int):
-            peer.connection.send("refused", why="the secret is not this job's")
+            why = "its secret is not this job's"
+        elif any(other.node_rank == node_rank for other in self._peers):
+            why = f"there is a node {node_rank} already; give each host a node rank of its own"
+        if why:
+            peer.connection.send("refused", why=why)
             peer.connection.closed = True
             return
-        peer.node_rank, peer.host = node_rank, str(message.get("host"))
+        peer.node_rank, peer.host, peer.trusted = node_rank, str(message.get("host")), True
         self._missing -= 1
         own = proof(self._secret, "node 0", str(message.get("nonce")))
         peer.connection.send("welcome", proof=own, host=host_name())

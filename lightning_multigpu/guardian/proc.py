@@ -27,7 +27,7 @@ class Stat(NamedTuple):
 
 
 def parse_stat(text: str) -> Stat:
-    """Reads the one line of /proc/PID/stat; a program's name, in parentheses, may itself hold spaces and parentheses."""
+    """Reads the one line of /proc/PID/stat; the name in parentheses may hold spaces and parentheses too."""
     fields = text[text.rindex(")") + 1 :].split()
     return Stat(state=fields[0], start_ticks=int(fields[19]), wait_status=int(fields[49]))
 

@@ -23,14 +23,16 @@ class WatchedRank:
 
     Attributes:
         slot: where in the shared memory the rank counts its steps.
+        introduced: its process has said itself which rank it is.
         finished: it needs nobody any more: it said goodbye or ended with exit status 0.
         told_exit_code: what the process that started the rank says of its end.
     """
 
-    def __init__(self, rank: int, process: WatchedProcess, slot: int) -> None:
+    def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
         self.rank = rank
         self.process = process
         self.slot = slot
+        self.introduced = introduced
         self.finished = False
         self.told_exit_code: int | None = None
         self.stopped_since_s: float | None = None
@@ -61,8 +63,14 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def add(self, rank: int, pid: int) -> WatchedRank:
+    def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
         """Watches the process ``pid`` as ``rank``; a rank may come again from the same process.
+
+        Args:
+            rank: the global rank.
+            pid: of its process.
+            introduced: the process itself says so. The one who starts a process can only say which one it has
+                started, and that may in turn start the rank.
 
         Raises:
             ValueError: the rank is another process's, or one too many.
@@ -70,11 +78,14 @@ class Ranks:
         """
         known = self._ranks.get(rank)
         if known is not None:
-            if known.process.pid != pid:
+            if known.process.pid != pid and introduced and not known.introduced:
+                known.process = WatchedProcess(pid)
+            elif known.process.pid != pid and introduced:
                 raise ValueError(
                     f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
                     "give each process a rank of its own"
                 )
+            known.introduced |= introduced
             known.finished = False
             return known
         if len(self._ranks) >= self.num_ranks:
@@ -82,7 +93,7 @@ class Ranks:
                 f"rank {rank} (pid {pid}) is one too many: the guardian was started for {self.num_ranks} ranks and has "
                 f"{', '.join(map(str, sorted(self._ranks)))}; start it with num_ranks={self.num_ranks + 1}"
             )
-        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks))
+        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks), introduced=introduced)
         return self._ranks[rank]
 
     def get(self, rank: object) -> WatchedRank | None:
