@@ -24,11 +24,14 @@ DEADLINE_S = 60.0
 class Job:
     """Ranks that each run some statements. What is left is killed at the end of the ``with`` block."""
 
-    def __init__(self, *statements: str, failure_timeout_s: float = 4.0, directory: Path | None = None) -> None:
+    def __init__(
+        self, *statements: str, first_rank: int = 0, failure_timeout_s: float = 4.0, directory: Path | None = None
+    ) -> None:
         self.guardian = Guardian.start(
             num_ranks=len(statements), failure_timeout_s=failure_timeout_s, directory=directory
         )
-        self.ranks = [start_rank(rank, text, self.guardian.environment) for rank, text in enumerate(statements)]
+        environment = self.guardian.environment
+        self.ranks = [start_rank(rank, text, environment) for rank, text in enumerate(statements, first_rank)]
 
     def __enter__(self) -> Job:
         try:

@@ -177,11 +177,10 @@ def test_a_rank_that_shows_the_failure_itself(tmp_path: Path, capfd: pytest.Capt
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_wrong_secret_is_refused_and_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_secret_is_refused_and_the_job_goes_on() -> None:
     with Job("time.sleep(1.5); client.goodbye()") as job:
-        monkeypatch.setenv(SECRET, "00" * 32)
         with pytest.raises(GuardianError, match="the secret is not this job's"):
-            GuardianClient.from_environment(rank=0, on_failure=print)
+            GuardianClient(job.guardian.environment[ADDRESS], "00" * 32, rank=0, on_failure=print)
         assert job.outcome()[0] == [0]
         assert job.guardian_ends()
 
