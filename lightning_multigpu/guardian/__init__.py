@@ -1,0 +1,27 @@
+"""A process on every host that watches the host's ranks from outside, as the kernel sees them.
+
+A rank that is killed or stopped cannot say so itself, and a thread stops together with its process. So the first rank
+of a host starts a guardian: a plain Python interpreter without any third-party package. It knows the ranks by what the
+kernel says of them and by nothing else, so a rank that computes for a minute without answering is not a failed one.
+::
+
+    guardian = Guardian.start(num_ranks=4)                             # the first rank of the host, before the others
+    client = GuardianClient.from_environment(rank=2, on_failure=end)   # each rank
+    client.completed(step)                                             # after each optimizer step
+    client.goodbye()                                                   # the work is done
+
+::
+
+      first rank ---- starts ----> guardian <---- TCP, alive once a second ----> guardian of node 0
+          |                        ^      |
+          |   UNIX socket, memory  |      |  pidfd, /proc/PID/stat, SIGKILL
+          +------------------------+      v
+                                   ranks of the host
+"""
+
+from lightning_multigpu.guardian.client import GuardianClient
+from lightning_multigpu.guardian.failure import Failure
+from lightning_multigpu.guardian.protocol import ProtocolError
+from lightning_multigpu.guardian.start import Guardian, GuardianError
+
+__all__ = ["Failure", "Guardian", "GuardianClient", "GuardianError", "ProtocolError"]

@@ -1,0 +1,232 @@
+"""A rank's end of the connection to the guardian of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.process import STEP_BYTES
+from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
+
+OnFailure = Callable[[Failure], None]
+
+
+class GuardianClient:
+    """Tells the guardian about this rank, and this rank about failures.
+
+    Use :meth:`from_environment`. A thread waits for the guardian's word; ``on_failure`` is called in it, once, with
+    the failure of another rank or host, or of the guardian itself. After the guardian's own end nobody else would
+    end this process, so it ends itself if it still is there 0.9 ``failure_timeout_s`` later.
+
+    Args:
+        address: what the guardian listens at.
+        secret: of the job.
+        rank: the global rank of this process.
+        on_failure: called once, in another thread.
+        timeout_s: how long the guardian may take to answer.
+
+    Attributes:
+        failure: what ``on_failure`` was called with, or None.
+
+    Raises:
+        GuardianError: there is no guardian there, it refuses this rank, or it does not know the secret.
+    """
+
+    def __init__(self, address: str, secret: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
+        self.rank = rank
+        self.failure: Failure | None = None
+        self._on_failure = on_failure
+        self._left = False
+        self._sending = threading.Lock()
+        self._process = os.getpid()
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect("\0" + address)
+        except OSError as error:
+            sock.close()
+            raise GuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
+        self._connection = Connection(sock)
+        self._early: list[Message] = []
+        try:
+            welcome = self._introduce(bytes.fromhex(secret), time.monotonic() + timeout_s)
+        except BaseException:
+            self._connection.close()
+            raise
+        self.guardian_pid = int(welcome["pid"])
+        self._end_s = 0.9 * float(welcome["failure_timeout_s"])
+        self._memory = self._map_steps(int(welcome["num_slots"]))
+        self._steps = memoryview(self._memory).cast("q")
+        self._slot = int(welcome["slot"])
+        self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_environment(cls, *, rank: int, on_failure: OnFailure) -> GuardianClient:
+        """Connects to the guardian that a process above this one has started.
+
+        Raises:
+            GuardianError: no guardian is named there, or it cannot be reached or trusted.
+        """
+        missing = [name for name in (ADDRESS, SECRET) if not os.environ.get(name)]
+        if missing:
+            raise GuardianError(
+                f"rank {rank} does not know its guardian: {' and '.join(missing)} not set; call Guardian.start() in "
+                "the first rank of the host, before the others are started"
+            )
+        return cls(os.environ[ADDRESS], os.environ[SECRET], rank=rank, on_failure=on_failure)
+
+    def completed(self, step: int) -> None:
+        """Notes that ``step`` optimizer steps are done: a store to shared memory, of less than a microsecond."""
+        self._steps[self._slot] = step
+
+    def failed(self, what: str, *, step: int | None = None, traceback: str = "") -> None:
+        """Says that this rank fails by itself; the others are told so, and all have to end.
+
+        Args:
+            what: goes on after the rank's name: "raised ValueError: no such file".
+            step: optimizer steps completed, or None for what :meth:`completed` has noted.
+            traceback: of the exception.
+        """
+        failure = Failure(what, self.rank, host_name(), self._process, step, traceback)
+        self._send("failed", failure=failure.to_message())
+
+    def announced(self) -> None:
+        """Says that this rank shows the failure in the terminal itself: the guardian then does not."""
+        self._send("announced")
+
+    def listen_for_hosts(self, address: str, *, num_nodes: int, secret: str) -> int:
+        """On node 0, by one rank: lets the guardian listen for those of the other hosts.
+
+        Args:
+            address: of this host, as the others reach it.
+            num_nodes: hosts of the job, this one included.
+            secret: hexadecimal digits that only the hosts of the job know.
+
+        Returns:
+            The port that the others need for :meth:`join_hosts`.
+
+        Raises:
+            GuardianError: the address is not one of this host's.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with socket.create_server((address, 0), family=family, backlog=num_nodes) as listener:
+                self._send("listen", descriptors=(listener.fileno(),), num_nodes=num_nodes, secret=secret)
+                return int(listener.getsockname()[1])
+        except OSError as error:
+            raise GuardianError(
+                f"the guardian cannot listen at {address}: {error}; give an address of {host_name()}"
+            ) from error
+
+    def join_hosts(self, address: str, port: int, *, node_rank: int, secret: str, timeout_s: float = 30.0) -> None:
+        """On each other node, by one rank: connects this host's guardian to that of node 0.
+
+        Raises:
+            GuardianError: node 0's guardian cannot be reached within ``timeout_s``.
+        """
+        try:
+            with socket.create_connection((address, port), timeout=timeout_s) as sock:
+                self._send("join", descriptors=(sock.fileno(),), node_rank=node_rank, secret=secret)
+        except OSError as error:
+            raise GuardianError(
+                f"node {node_rank} ({host_name()}) cannot reach the guardian of node 0 at {address} port {port}: "
+                f"{error}; is the address right, and the port open between the hosts?"
+            ) from error
+
+    def goodbye(self) -> None:
+        """This rank's work is done: from here on its end is no failure, and no failure is told to it."""
+        if self._left or os.getpid() != self._process:
+            return
+        self._send("goodbye")
+        self._left = True
+        with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        self._connection.close()
+        self._steps.release()
+        self._memory.close()
+        self._steps = memoryview(bytearray(STEP_BYTES * (self._slot + 1))).cast("q")
+
+    # The other thread
+
+    def _listen(self) -> None:
+        messages, self._early = self._early, []
+        while True:
+            for message in messages:
+                if message["kind"] == "failure":
+                    self._tell(Failure.from_message(message.get("failure")))
+            if self._connection.closed:
+                break
+            select.select([self._connection], [], [])
+            messages = self._connection.receive()
+        if self._left:
+            return
+        what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
+        self._tell(Failure(what, host=host_name()))
+        time.sleep(self._end_s)
+        if not self._left:
+            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n")
+            os.kill(self._process, signal.SIGKILL)
+
+    def _tell(self, failure: Failure) -> None:
+        if self.failure is None and not self._left:
+            self.failure = failure
+            self._on_failure(failure)
+
+    # Messages
+
+    def _send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: object) -> None:
+        """Nothing is sent from a forked child: it shares the connection, but is not this rank."""
+        if not self._left and os.getpid() == self._process:
+            with self._sending:
+                self._connection.send(kind, descriptors=descriptors, **fields)
+
+    def _introduce(self, secret: bytes, deadline_s: float) -> Message:
+        challenge = self._wait_for("challenge", deadline_s)
+        own = nonce()
+        answer = proof(secret, "rank", str(challenge.get("nonce")))
+        self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)
+        welcome = self._wait_for("welcome", deadline_s)
+        if not proves(welcome, secret, "guardian", own):
+            raise GuardianError(
+                "what answers at the guardian's address does not know the secret: it is another program"
+            )
+        return welcome
+
+    def _wait_for(self, kind: str, deadline_s: float) -> Message:
+        while True:
+            if self._early:
+                message = self._early.pop(0)
+                if message["kind"] == "refused":
+                    raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
+                if message["kind"] == kind:
+                    return message
+                continue
+            if self._connection.closed:
+                raise GuardianError(f"the guardian has closed the connection to rank {self.rank}; has it ended?")
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
+            select.select([self._connection], [], [], left_s)
+            self._early += self._connection.receive()
+
+    def _map_steps(self, num_slots: int) -> mmap.mmap:
+        descriptor = self._connection.take_descriptor()
+        if descriptor is None:
+            raise GuardianError("the guardian's welcome came without its memory; is it of the same version?")
+        try:
+            return mmap.mmap(descriptor, STEP_BYTES * num_slots)
+        finally:
+            os.close(descriptor)

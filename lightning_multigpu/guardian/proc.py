@@ -1,0 +1,136 @@
+"""Processes as the kernel sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+from typing import NamedTuple
+
+RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
+
+# From include/uapi/linux/pidfd.h: the ioctl PIDFD_GET_INFO (Linux 6.13) and its flag PIDFD_INFO_EXIT (Linux 6.15).
+_PIDFD_GET_INFO = 0xC040FF0B
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_INFO_BYTES = 64
+
+
+class Stat(NamedTuple):
+    """Fields of /proc/PID/stat; ``start_ticks`` tells a process from a later one with the same pid."""
+
+    state: str
+    start_ticks: int
+    wait_status: int
+
+
+def parse_stat(text: str) -> Stat:
+    """Reads the one line of /proc/PID/stat; the name in parentheses may hold spaces and parentheses too."""
+    fields = text[text.rindex(")") + 1 :].split()
+    return Stat(state=fields[0], start_ticks=int(fields[19]), wait_status=int(fields[49]))
+
+
+def read_stat(pid: int) -> Stat | None:
+    """The kernel's view of a process, or None if there is none with that pid."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return parse_stat(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+class WatchedProcess:
+    """A process that is not a child of this one.
+
+    Attributes:
+        pidfd: readable from the process's end on; None where the kernel has no such thing (before Linux 5.3).
+
+    Raises:
+        ProcessLookupError: there is no such process any more.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.pidfd: int | None = None
+        with contextlib.suppress(AttributeError, PermissionError):
+            try:
+                self.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                raise
+            except OSError:
+                self.pidfd = None
+        stat = read_stat(pid)
+        if stat is None:
+            self.close()
+            raise ProcessLookupError(f"no process has the pid {pid}")
+        self._start_ticks = stat.start_ticks
+        self._wait_status: int | None = None
+
+    def state(self) -> str:
+        """:data:`RUNNING`, :data:`STOPPED` or :data:`ENDED`.
+
+        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended.
+        """
+        stat = self._stat()
+        if stat is None:
+            return ENDED
+        if stat.state in "ZX":
+            self._wait_status = stat.wait_status
+            return ENDED
+        return STOPPED if stat.state == "T" else RUNNING
+
+    def exit_code(self) -> int | None:
+        """Of an ended process: its exit status, or the negative number of the signal that ended it.
+
+        None where it cannot be known: before Linux 6.15, the parent may have collected the status already.
+        """
+        if self.state() != ENDED:
+            return None
+        status = self._collected_status() if self._wait_status is None else self._wait_status
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def kill(self) -> None:
+        """Ends the process, unless it has ended already."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            elif self._stat() is not None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Gives the pidfd back."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def _stat(self) -> Stat | None:
+        stat = read_stat(self.pid)
+        return None if stat is None or stat.start_ticks != self._start_ticks else stat
+
+    def _collected_status(self) -> int | None:
+        """The wait status that the kernel keeps with a pidfd once the parent has collected it."""
+        if self.pidfd is None or not select.select([self.pidfd], [], [], 0)[0]:
+            return None
+        buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
+        try:
+            fcntl.ioctl(self.pidfd, _PIDFD_GET_INFO, buffer)
+        except OSError:
+            return None
+        (mask,) = struct.unpack_from("Q", buffer)
+        (status,) = struct.unpack_from("i", buffer, _PIDFD_INFO_BYTES - 4)
+        return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def ended_text(exit_code: int | None) -> str:
+    """How a process ended, as the end of a sentence about it."""
+    if exit_code is None:
+        return "ended without a word (its parent has collected the exit status)"
+    if exit_code >= 0:
+        return f"ended with exit status {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"was ended by {name}"

@@ -1,0 +1,156 @@
+"""The ranks of a host and what their processes' states mean for the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, ended_text
+
+_WORD_OF_PARENT_S = 1.0
+
+
+class Found(NamedTuple):
+    """A failure, and the time at which it came about."""
+
+    failure: Failure
+    since_s: float
+
+
+class WatchedRank:
+    """One rank: its process, and what it has said.
+
+    Attributes:
+        slot: where in the shared memory the rank counts its steps.
+        introduced: its process has said itself which rank it is.
+        finished: it needs nobody any more: it said goodbye or ended with exit status 0.
+        told_exit_code: what the process that started the rank says of its end.
+    """
+
+    def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
+        self.rank = rank
+        self.process = process
+        self.slot = slot
+        self.introduced = introduced
+        self.finished = False
+        self.told_exit_code: int | None = None
+        self.stopped_since_s: float | None = None
+        self.ended_since_s: float | None = None
+
+    def failure(self, what: str, step: int | None) -> Failure:
+        """A failure of this rank."""
+        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid, step=step)
+
+
+class Ranks:
+    """All ranks of the host that have come so far.
+
+    Args:
+        num_ranks: how many there will be.
+        stopped_limit_s: how long a rank may be stopped (state T) while others are not.
+    """
+
+    def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
+        self.num_ranks = num_ranks
+        self.others_wait = False
+        self._stopped_limit_s = stopped_limit_s
+        self._ranks: dict[int, WatchedRank] = {}
+
+    def __iter__(self) -> Iterator[WatchedRank]:
+        return iter(list(self._ranks.values()))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
+        """Watches the process ``pid`` as ``rank``; a rank may come again from the same process.
+
+        Args:
+            rank: the global rank.
+            pid: of its process.
+            introduced: the process itself says so. The one who starts a process can only say which one it has
+                started, and that may in turn start the rank.
+
+        Raises:
+            ValueError: the rank is another process's, or one too many.
+            ProcessLookupError: there is no such process.
+        """
+        known = self._ranks.get(rank)
+        if known is not None:
+            if known.process.pid != pid and introduced and not known.introduced:
+                known.process = WatchedProcess(pid)
+            elif known.process.pid != pid and introduced:
+                raise ValueError(
+                    f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
+                    "give each process a rank of its own"
+                )
+            known.introduced |= introduced
+            known.finished = False
+            return known
+        if len(self._ranks) >= self.num_ranks:
+            raise ValueError(
+                f"rank {rank} (pid {pid}) is one too many: the guardian was started for {self.num_ranks} ranks and has "
+                f"{', '.join(map(str, sorted(self._ranks)))}; start it with num_ranks={self.num_ranks + 1}"
+            )
+        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks), introduced=introduced)
+        return self._ranks[rank]
+
+    def get(self, rank: object) -> WatchedRank | None:
+        """The rank, if it has come."""
+        return self._ranks.get(rank) if isinstance(rank, int) else None
+
+    @property
+    def at_work(self) -> list[WatchedRank]:
+        """Those that have not finished."""
+        return [rank for rank in self._ranks.values() if not rank.finished]
+
+    def forgive(self) -> None:
+        """Forgets how long ranks have been stopped: so was the one who looked at the clock."""
+        for rank in self._ranks.values():
+            rank.stopped_since_s = None
+
+    def observe(self, now_s: float) -> Found | None:
+        """Looks at all processes; returns the failure that this shows, if any.
+
+        Where several have ended, the one that a signal ended comes first: an exit status is more often a consequence.
+        """
+        found: list[tuple[bool, Found]] = []
+        stopped: list[WatchedRank] = []
+        for rank in self.at_work:
+            state = rank.process.state()
+            if state == ENDED:
+                exit_code = rank.process.exit_code()
+                exit_code = rank.told_exit_code if exit_code is None else exit_code
+                if exit_code == 0:
+                    rank.finished = True
+                elif exit_code is not None or self._waited_for_parent(rank, now_s):
+                    by_signal = exit_code is not None and exit_code < 0
+                    found.append((not by_signal, Found(rank.failure(ended_text(exit_code), None), now_s)))
+            elif state == STOPPED:
+                stopped.append(rank)
+                rank.stopped_since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
+            elif state == RUNNING:
+                rank.stopped_since_s = None
+        if found:
+            return min(found, key=lambda entry: entry[0])[1]
+        if not self.others_wait and len(stopped) == len(self.at_work):
+            self.forgive()  # the whole job is suspended, by Ctrl-Z for example: nobody waits for anybody
+            return None
+        return self._stopped_too_long(stopped, now_s)
+
+    def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
+        for rank in stopped:
+            since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
+            if now_s - since_s > self._stopped_limit_s:
+                what = (
+                    f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
+                )
+                return Found(rank.failure(what, None), since_s)
+        return None
+
+    def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:
+        """Whether the process that started the rank has had time to say with which status it ended."""
+        if rank.ended_since_s is None:
+            rank.ended_since_s = now_s
+        return now_s - rank.ended_since_s > _WORD_OF_PARENT_S

@@ -1,0 +1,146 @@
+"""Starting the guardian of a host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_multigpu.guardian.process import STEP_BYTES
+from lightning_multigpu.guardian.protocol import Connection
+
+ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
+SECRET = "LIGHTNING_MULTIGPU_GUARDIAN_SECRET"
+
+_SHORTEST_TIMEOUT_S = 1.0
+_START_TIMEOUT_S = 30.0
+_BACKLOG = 256
+
+
+class GuardianError(RuntimeError):
+    """The guardian cannot be started, reached or trusted."""
+
+
+class Guardian:
+    """The guardian of this host, as seen by the process that has started it. See :meth:`start`.
+
+    Attributes:
+        pid: of the guardian.
+        environment: the variables by which ranks find it.
+    """
+
+    def __init__(self, pid: int, environment: dict[str, str], link: socket.socket) -> None:
+        self.pid = pid
+        self.environment = environment
+        self._link = Connection(link)
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        num_ranks: int,
+        failure_timeout_s: float = 15.0,
+        join_timeout_s: float = 600.0,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Guardian:
+        """Starts it, and sets the environment variables by which the ranks that are started afterwards find it.
+
+        The guardian ends by itself when all ranks have said goodbye or have ended with exit status 0.
+
+        Args:
+            num_ranks: ranks on this host.
+            failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more; a rank has failed
+                when it has been stopped for half of that.
+            join_timeout_s: seconds after the start in which the last rank has to come.
+            directory: where a file that describes the failure is written, or None for no file.
+
+        Raises:
+            ValueError: a number is out of its range.
+            GuardianError: there is no interpreter to run it with, or it does not start.
+        """
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
+        for name, value in (("failure_timeout_s", failure_timeout_s), ("join_timeout_s", join_timeout_s)):
+            if not value >= _SHORTEST_TIMEOUT_S:
+                raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
+        secret = os.urandom(32).hex()
+        # A name that is no file: nothing to leave behind, and the kernel forgets it with the last socket.
+        address = f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind("\0" + address)
+            listener.listen(_BACKLOG)
+            steps = os.memfd_create("guardian-steps")
+            stack.callback(os.close, steps)
+            os.ftruncate(steps, STEP_BYTES * num_ranks)
+            own, theirs = socket.socketpair()
+            stack.enter_context(theirs)
+            settings: dict[str, object] = {
+                "num_ranks": num_ranks,
+                "failure_timeout_s": failure_timeout_s,
+                "join_timeout_s": join_timeout_s,
+                "directory": None if directory is None else os.path.abspath(directory),
+                "owner_pid": os.getpid(),
+                "secret": secret,
+                "listener": listener.fileno(),
+                "owner_link": theirs.fileno(),
+                "steps": steps,
+            }
+            try:
+                pid = _run(settings, (listener.fileno(), theirs.fileno(), steps))
+            except GuardianError:
+                own.close()
+                raise
+        environment = {ADDRESS: address, SECRET: secret}
+        os.environ.update(environment)
+        return cls(pid, environment, own)
+
+    def started(self, rank: int, pid: int) -> None:
+        """Says that the process ``pid`` has been started as ``rank``: it is watched before it introduces itself."""
+        self._link.send("started", rank=rank, pid=pid)
+
+    def ended(self, rank: int, exit_code: int) -> None:
+        """Says how a child ended (as ``Popen.returncode``); kernels before 6.15 tell this to the parent only."""
+        self._link.send("ended", rank=rank, exit_code=exit_code)
+
+    def report_to(self, directory: str | os.PathLike[str]) -> None:
+        """Sets where the file that describes a failure is written."""
+        self._link.send("directory", directory=os.path.abspath(directory))
+
+    def stop(self) -> None:
+        """Lets the guardian end although ranks have not come; those that are at work are watched to their end.
+
+        Ranks that are started from here on do not look for it.
+        """
+        self._link.send("stop")
+        self._link.close()
+        for name, value in self.environment.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+
+
+def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
+    """Runs the interpreter; returns the guardian's pid once it is a process of its own."""
+    if not sys.executable:
+        raise GuardianError("sys.executable is empty, and the guardian needs a Python interpreter; set sys.executable")
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("__main__.py"))]
+    try:
+        started = subprocess.run(
+            command,
+            input=json.dumps(settings) + "\n",
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=descriptors,
+            start_new_session=True,
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GuardianError(f"the guardian does not start: {error}") from error
+    if started.returncode != 0 or not started.stdout.strip().isdigit():
+        raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
+    return int(started.stdout)

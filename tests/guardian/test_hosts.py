@@ -1,0 +1,110 @@
+"""Guardians of two hosts; here both are on this machine, and meet over its loopback interface."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.guardian.job import WORK, Job, is_alive
+
+pytestmark = pytest.mark.launch
+
+SECRET = "ab" * 32
+LISTEN = f"print(client.listen_for_hosts('127.0.0.1', num_nodes=2, secret='{SECRET}'), flush=True); "
+JOIN = "print(client.join_hosts('127.0.0.1', {port}, node_rank=1, secret='{secret}'), flush=True); time.sleep(0.5); "
+GOODBYE_LATER = "time.sleep(2); client.goodbye()"
+GOODBYE = "client.goodbye()"
+
+
+@contextmanager
+def two_hosts(
+    first: str, second: str, *, secret: str = SECRET, failure_timeout_s: float = 6.0
+) -> Iterator[tuple[Job, Job]]:
+    """A rank on each of two hosts; the second is rank 1. Yields once they have met."""
+    with Job(LISTEN + first, failure_timeout_s=failure_timeout_s) as one:
+        assert one.ranks[0].stdout is not None
+        port = one.ranks[0].stdout.readline().strip()
+        join = JOIN.format(port=port, secret=secret)
+        with Job(join + second, first_rank=1, failure_timeout_s=failure_timeout_s) as two:
+            assert two.ranks[0].stdout is not None
+            assert two.ranks[0].stdout.readline() == "None\n"
+            yield one, two
+
+
+def test_a_rank_that_is_killed_ends_the_ranks_of_both_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+    with two_hosts(WORK, "client.completed(7); os.kill(os.getpid(), 9)") as (one, two):
+        codes, printed = one.outcome()
+        assert codes == [1]
+        assert f"told: rank 1 (host {os.uname().nodename}, pid {two.ranks[0].pid}, last completed step 7)" in printed[0]
+        assert two.outcome()[0] == [-signal.SIGKILL]
+        assert one.guardian_ends()
+        assert two.guardian_ends()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2, "once in the terminal of each host"
+    assert len(set(lines)) == 1
+
+
+def test_the_failure_of_node_0_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    with two_hosts("time.sleep(2); os._exit(3)", WORK) as (one, two):
+        assert one.outcome()[0] == [3]
+        assert two.outcome()[0] == [1]
+        assert two.guardian_ends()
+    assert capfd.readouterr().err.count("The job failed: rank 0 (") == 2
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_end_of_a_guardian_is_seen_on_both_hosts(node: int) -> None:
+    with two_hosts(WORK, WORK) as jobs:
+        os.kill(jobs[node].guardian.pid, signal.SIGKILL)
+        for job in jobs:
+            codes, printed = job.outcome()
+            assert codes == [1]
+            assert "has ended" in printed[0]
+        assert jobs[1 - node].guardian_ends()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_silent_host_is_a_failure(node: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """A cut link and a host without power look the same from here: nothing is heard, and nothing is closed."""
+    with two_hosts(WORK, WORK) as jobs:
+        os.kill(jobs[node].guardian.pid, signal.SIGSTOP)
+        codes, printed = jobs[1 - node].outcome()
+        assert codes == [1]
+        assert f"node {node} (host" in printed[0]
+        assert "nothing heard for" in printed[0]
+        assert jobs[1 - node].guardian_ends()
+        os.kill(jobs[node].guardian.pid, signal.SIGCONT)
+        assert jobs[node].outcome()[0] == [1], "its connection is gone"
+        assert jobs[node].guardian_ends()
+
+
+@pytest.mark.parametrize(("first", "second"), [(GOODBYE_LATER, GOODBYE), (GOODBYE, GOODBYE_LATER)])
+def test_hosts_that_finish_at_different_times(first: str, second: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with two_hosts(first, second) as (one, two):
+        assert one.outcome()[0] == [0]
+        assert one.guardian.pid
+        assert two.outcome()[0] == [0]
+        assert one.guardian_ends()
+        assert two.guardian_ends()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_host_that_is_stopped_as_a_whole_is_a_failure_because_others_wait() -> None:
+    with two_hosts(WORK, WORK, failure_timeout_s=2.0) as (one, two):
+        two.ranks[0].send_signal(signal.SIGSTOP)
+        assert one.outcome()[0] == [1]
+        assert two.outcome()[0] == [-signal.SIGKILL]
+
+
+def test_another_job_is_refused() -> None:
+    with two_hosts("time.sleep(3); client.goodbye()", WORK, secret="cd" * 32) as (one, two):
+        codes, printed = two.outcome()
+        assert codes == [1]
+        assert "refused" in printed[0]
+        assert is_alive(one.guardian.pid), "a stranger is nobody's loss"
+        os.kill(one.guardian.pid, signal.SIGKILL)
+        one.outcome()

@@ -1,0 +1,262 @@
+"""Messages, /proc and the judgement of states, without a guardian."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_multigpu.guardian.failure import MAX_TRACEBACK_CHARS, MAX_WHAT_CHARS, Failure
+from lightning_multigpu.guardian.proc import (
+    ENDED,
+    RUNNING,
+    STOPPED,
+    WatchedProcess,
+    ended_text,
+    parse_stat,
+    read_stat,
+)
+from lightning_multigpu.guardian.protocol import (
+    MAX_LINE_BYTES,
+    Connection,
+    ProtocolError,
+    decode,
+    encode,
+    proof,
+    proves,
+)
+from lightning_multigpu.guardian.ranks import Ranks
+from tests.guardian.job import eventually
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing."""
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    """Two ends of a connection."""
+    ends = [Connection(sock) for sock in socket.socketpair()]
+    yield ends[0], ends[1]
+    for end in ends:
+        end.close()
+
+
+def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, Connection]) -> None:
+    line = encode("b", text="ä\n")
+    pair[0].send("a", number=1)
+    pair[0].socket.send(line[:5])
+    assert pair[1].receive() == [{"kind": "a", "number": 1}]
+    pair[0].socket.send(line[5:])
+    assert pair[1].receive() == [{"kind": "b", "text": "ä\n"}]
+    assert pair[1].receive() == []
+    assert not pair[1].closed
+
+
+def test_what_was_sent_before_the_end_still_arrives(pair: tuple[Connection, Connection]) -> None:
+    pair[0].send("goodbye")
+    pair[0].close()
+    assert pair[1].receive() == [{"kind": "goodbye"}]
+    assert pair[1].closed
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1", b"[]", b'{"kind": 3}', b"{}", b"\xff", b"[" * 100_000])
+def test_what_is_no_message_closes_the_connection(line: bytes, pair: tuple[Connection, Connection]) -> None:
+    with pytest.raises(ProtocolError, match="not a message of a guardian"):
+        decode(line)
+    pair[0].socket.send(line + b"\n")
+    assert pair[1].receive() == []
+    assert pair[1].closed
+
+
+def test_a_line_without_end_is_not_read_for_ever(pair: tuple[Connection, Connection]) -> None:
+    for _ in range(2):
+        pair[0].socket.send(b"x" * (MAX_LINE_BYTES // 2 + 1))
+        pair[1].receive()
+    assert pair[1].closed
+    with pytest.raises(ProtocolError, match=f"the limit is {MAX_LINE_BYTES}"):
+        encode("a", text="x" * MAX_LINE_BYTES)
+
+
+def test_who_does_not_read_is_given_up(pair: tuple[Connection, Connection]) -> None:
+    for _ in range(1000):
+        pair[0].send("a", text="x" * 10_000)
+    assert pair[0].closed
+
+
+def test_a_proof_holds_for_one_role_and_one_challenge() -> None:
+    message = {"proof": proof(b"secret", "rank", "1")}
+    assert proves(message, b"secret", "rank", "1")
+    assert not proves(message, b"secret", "guardian", "1")
+    assert not proves(message, b"secret", "rank", "2")
+    assert not proves(message, b"other", "rank", "1")
+    assert not proves({"proof": "é"}, b"secret", "rank", "1")
+    assert not proves({}, b"secret", "rank", "1")
+
+
+def test_the_longest_failure_fits_into_a_message() -> None:
+    failure = Failure("\0" * 2 * MAX_WHAT_CHARS, 1, "\0" * 64, 2, 3, "\0" * 2 * MAX_TRACEBACK_CHARS)
+    line = encode("failure", failure=failure.to_message())
+    assert Failure.from_message(decode(line)["failure"])[1:5] == failure[1:5]
+    with pytest.raises(ValueError, match="the field rank"):
+        Failure.from_message({"rank": "1"})
+    with pytest.raises(ValueError, match="an object with the fields"):
+        Failure.from_message([])
+
+
+def test_a_program_may_have_any_name() -> None:
+    fields = ["T", *["0"] * 18, "4711", *["0"] * 29, "9"]
+    stat = parse_stat(f"12 (a) R (b c) {' '.join(fields)}")
+    assert stat == ("T", 4711, 9)
+
+
+def test_the_states_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+    watched = WatchedProcess(sleeper.pid)
+    assert watched.state() == RUNNING
+    assert watched.exit_code() is None
+    sleeper.send_signal(signal.SIGSTOP)
+    assert eventually(lambda: watched.state() == STOPPED)
+    watched.kill()
+    assert eventually(lambda: watched.state() == ENDED), "a zombie has ended"
+    assert watched.exit_code() == -signal.SIGKILL
+    sleeper.wait()
+    assert watched.state() == ENDED
+    assert watched.exit_code() == -signal.SIGKILL
+    watched.kill()
+    watched.close()
+
+
+def test_a_later_process_with_the_same_pid_is_another_one(sleeper: subprocess.Popen[bytes]) -> None:
+    watched = WatchedProcess(sleeper.pid)
+    stat = read_stat(sleeper.pid)
+    assert stat is not None
+    watched._start_ticks = stat.start_ticks - 1
+    watched.close()
+    assert watched.state() == ENDED
+    watched.kill()
+    assert sleeper.poll() is None, "not the one that was watched"
+
+
+def test_a_process_that_is_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    process.wait()
+    with pytest.raises(ProcessLookupError):
+        WatchedProcess(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(3, "exit status 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-40, "signal 40"), (None, "without a word")],
+)
+def test_how_a_process_ended(code: int | None, text: str) -> None:
+    assert text in ended_text(code)
+
+
+class FakeProcess:
+    """A process in a state that the test sets."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.now = RUNNING
+        self.code: int | None = None
+
+    def state(self) -> str:
+        return self.now
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Two ranks that may be stopped for 5 s."""
+    monkeypatch.setattr("lightning_multigpu.guardian.ranks.WatchedProcess", FakeProcess)
+    found = Ranks(2, stopped_limit_s=5.0)
+    for rank in range(2):
+        found.add(rank, 100 + rank)
+    return found
+
+
+def _set(ranks: Ranks, rank: int, state: str, code: int | None = None) -> None:
+    watched = ranks.get(rank)
+    assert watched is not None
+    assert isinstance(watched.process, FakeProcess)
+    watched.process.now, watched.process.code = state, code
+
+
+def test_a_rank_may_be_stopped_for_a_while(ranks: Ranks) -> None:
+    _set(ranks, 1, STOPPED)
+    assert [ranks.observe(now) for now in (10.0, 15.0)] == [None, None]
+    found = ranks.observe(15.1)
+    assert found is not None
+    assert (found.failure.rank, found.since_s) == (1, 10.0)
+
+
+def test_the_guardians_own_pause_gives_everyone_a_fresh_allowance(ranks: Ranks) -> None:
+    _set(ranks, 1, STOPPED)
+    ranks.observe(10.0)
+    ranks.forgive()
+    assert [ranks.observe(now) for now in (60.0, 65.0)] == [None, None]
+    assert ranks.observe(65.1) is not None
+
+
+def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: Ranks) -> None:
+    for rank in range(2):
+        _set(ranks, rank, STOPPED)
+    assert [ranks.observe(now) for now in (10.0, 60.0)] == [None, None]
+    _set(ranks, 0, RUNNING)
+    assert [ranks.observe(now) for now in (61.0, 66.0)] == [None, None]
+    assert ranks.observe(66.1) is not None
+    _set(ranks, 0, STOPPED)
+    ranks.others_wait = True
+    assert ranks.observe(70.0) is not None
+
+
+def test_of_two_ends_the_signal_comes_first(ranks: Ranks) -> None:
+    _set(ranks, 0, ENDED, 1)
+    _set(ranks, 1, ENDED, -9)
+    found = ranks.observe(1.0)
+    assert found is not None
+    assert found.failure.rank == 1
+
+
+def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: Ranks) -> None:
+    _set(ranks, 0, ENDED, None)
+    assert ranks.observe(1.0) is None
+    rank = ranks.get(0)
+    assert rank is not None
+    rank.told_exit_code = 0
+    assert ranks.observe(1.5) is None
+    assert rank.finished
+    _set(ranks, 1, ENDED, None)
+    assert ranks.observe(2.0) is None
+    found = ranks.observe(3.1)
+    assert found is not None
+    assert "without a word" in found.failure.what
+
+
+def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:
+    rank = ranks.get(1)
+    assert rank is not None
+    rank.finished = True
+    _set(ranks, 1, ENDED, 3)
+    assert ranks.observe(1.0) is None
+    assert [rank.rank for rank in ranks.at_work] == [0]
+
+
+def test_who_starts_a_rank_may_have_started_only_its_parent(ranks: Ranks) -> None:
+    more = Ranks(1, stopped_limit_s=5.0)
+    more.add(0, 500, introduced=False)
+    assert more.add(0, 501).process.pid == 501
+    with pytest.raises(ValueError, match="rank 0 is the process 501 already"):
+        more.add(0, os.getpid())
