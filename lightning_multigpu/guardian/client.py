@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.process import STEP_BYTES
@@ -78,13 +78,18 @@ class GuardianClient:
         Raises:
             GuardianError: no guardian is named there, or it cannot be reached or trusted.
         """
-        missing = [name for name in (ADDRESS, SECRET) if not os.environ.get(name)]
+        return cls.from_variables(os.environ, rank=rank, on_failure=on_failure)
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
+        """As :meth:`from_environment`, with the variables of :attr:`Guardian.environment` given."""
+        missing = [name for name in (ADDRESS, SECRET) if not variables.get(name)]
         if missing:
             raise GuardianError(
                 f"rank {rank} does not know its guardian: {' and '.join(missing)} not set; call Guardian.start() in "
                 "the first rank of the host, before the others are started"
             )
-        return cls(os.environ[ADDRESS], os.environ[SECRET], rank=rank, on_failure=on_failure)
+        return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
 
     def completed(self, step: int) -> None:
         """Notes that ``step`` optimizer steps are done: a store to shared memory, of less than a microsecond."""

@@ -30,6 +30,7 @@ from lightning_multigpu.strategies.batch_feed import BatchFeed
 from lightning_multigpu.strategies.failure_watch import FailureWatch
 from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
 from lightning_multigpu.strategies.process_groups import ProcessGroups, metered_group
+from lightning_multigpu.strategies.watching import Watching
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -225,7 +226,18 @@ class MultiGPUStrategy(ParallelStrategy):
         self._world = self.metered(self.groups.world, "world")
         self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
         board = FailureBoard.open(self.cluster_environment.main_address, None)
-        self.failure_watch.start(board, [self.groups.world, *self.groups.own])
+        watching = Watching(
+            self._world,
+            rank=self.global_rank,
+            local_rank=self.local_rank,
+            node_rank=self.node_rank,
+            num_processes=self.num_processes,
+            num_nodes=self.num_nodes,
+            main_address=self.cluster_environment.main_address,
+            failure_timeout_s=self.failure_timeout_s,
+            on_failure=self.failure_watch.seen_by_guardian,
+        )
+        self.failure_watch.start(board, self.groups, watching)
 
     def environment_variables(self) -> dict[str, str]:
         """Variables that back ends read, for the time of the run; what the user has set stays."""
@@ -237,9 +249,7 @@ class MultiGPUStrategy(ParallelStrategy):
         It is destroyed at the end of the run, and aborted when a rank fails.
         """
         assert self.groups is not None
-        group = self.groups.new(axis, backend=backend)
-        self.failure_watch.cover(group)
-        return group
+        return self.groups.new(axis, backend=backend)
 
     @override
     def teardown(self) -> None:
@@ -375,6 +385,7 @@ class MultiGPUStrategy(ParallelStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         self.meter.end_step()
+        self.failure_watch.completed((self.steps_completed() or 0) + 1)  # Lightning counts it a moment later
         return output
 
 

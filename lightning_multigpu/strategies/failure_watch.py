@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
 
 if TYPE_CHECKING:
+    from lightning_multigpu.guardian import Failure
     from lightning_multigpu.strategies.base import MultiGPUStrategy
+    from lightning_multigpu.strategies.process_groups import ProcessGroups
+    from lightning_multigpu.strategies.watching import Watching
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +45,16 @@ class FailureWatch:
         self.timeout_s = timeout_s
         self.failed = False
         self._board: FailureBoard | None = None
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: ProcessGroups | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._dead_child: RankFailure | None = None
+        self._watching: Watching | None = None
 
-    def start(self, board: FailureBoard, groups: list[dist.ProcessGroup]) -> None:
-        """Begins to watch; ``groups`` are aborted when another rank fails, so that nobody waits in them."""
+    def start(self, board: FailureBoard, groups: ProcessGroups, watching: Watching) -> None:
+        """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them."""
         self._board = board
+        self._watching = watching
         self._groups = groups
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -62,10 +65,6 @@ class FailureWatch:
     def __reduce__(self) -> tuple[Any, ...]:
         return FailureWatch, (self.timeout_s,)  # what a spawned rank starts from
 
-    def cover(self, group: dist.ProcessGroup) -> None:
-        """Adds a group to those that are aborted."""
-        self._groups.append(group)
-
     def stop(self) -> None:
         """Ends the watch; no failure is noticed from here on."""
         self._stop.set()
@@ -74,7 +73,10 @@ class FailureWatch:
         self._thread = None
         if not self.failed:
             self._board = None
-        self._groups = []
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.end()
+        self._groups = None
 
     def child_died(self, rank: int, pid: int, reason: str) -> None:
         """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
@@ -90,6 +92,23 @@ class FailureWatch:
         stop = self._stop
         self._abort()
         self._end_process_after_timeout(stop)
+
+    def completed(self, step: int) -> None:
+        """Notes how many optimizer steps are done."""
+        if self._watching is not None:
+            self._watching.completed(step)
+
+    def shown(self) -> None:
+        """This process shows the failure in its terminal, so that nobody else has to."""
+        if self._watching is not None:
+            self._watching.shown()
+
+    def seen_by_guardian(self, failure: Failure) -> None:
+        """A guardian tells of a failure elsewhere; called in a thread of its own."""
+        rank = -1 if failure.rank is None else failure.rank
+        what = RankFailure(rank, failure.host, failure.pid or 0, failure.step, failure.what, failure.traceback)
+        self._dead_child = self._dead_child or what
+        self._abort()
 
     def settle(self, error: BaseException, step: int | None) -> RankFailure | None:
         """Finds out which rank's failure stands behind ``error``; leaves word if it is this one's.
@@ -108,6 +127,8 @@ class FailureWatch:
             first = self._first(board)
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
+            if self._watching is not None:
+                self._watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
             with contextlib.suppress(RuntimeError):
                 first = board.report(own)
         self._stop.set()
@@ -148,10 +169,9 @@ class FailureWatch:
                 return
 
     def _abort(self) -> None:
-        groups, self._groups = self._groups, []
-        for group in groups:
-            with contextlib.suppress(Exception):
-                group.abort()
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.cut()
 
     def _end_process_after_timeout(self, stop: threading.Event) -> None:
         """The last resort for a main thread that neither computes Python nor waits in one of our groups."""
@@ -175,8 +195,10 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
     except Exception as error:
         failure = strategy.failure_watch.settle(error, strategy.steps_completed())
         if failure is None:
+            strategy.failure_watch.shown()
             raise
         if strategy.local_rank == 0:
+            strategy.failure_watch.shown()
             raise failure.exception() from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None

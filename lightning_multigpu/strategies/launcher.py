@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
+_INTERRUPT_S = 3.0
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -55,6 +57,18 @@ class ScriptLauncher(SubprocessScriptLauncher):
             if children is not None:
                 children.end_all()
             raise
+
+    @override
+    def kill(self, signum: signal.Signals | int) -> None:
+        """Signals the other ranks of this host; before SIGKILL they get time to end in order, as at Ctrl-C."""
+        if signum != signal.SIGKILL:
+            super().kill(signum)
+            return
+        for child in self.procs:
+            if child.poll() is None:
+                child.send_signal(signal.SIGINT)
+        _wait(self.procs, _INTERRUPT_S)
+        super().kill(signum)
 
 
 class SpawnLauncher(MultiProcessingLauncher):
@@ -103,13 +117,17 @@ class ChildWatch(threading.Thread):
 
     def end_all(self) -> None:
         """Gives the children time to end by themselves, then ends them."""
-        deadline = time.monotonic() + self._strategy.failure_timeout_s
+        _wait(self._children, self._strategy.failure_timeout_s)
         for child in self._children:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.kill()
+            child.wait()
+
+
+def _wait(children: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _ended(code: int) -> str:

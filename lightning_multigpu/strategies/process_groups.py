@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from datetime import timedelta
 
@@ -13,10 +14,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.meter import Meter
 
 AXES = ("data", "pipeline", "tensor")
+
+# Beside the world's group, which is the process's too: it outlives a run, and so do its connections.
+_CONNECTIONS = Connections()
 
 
 class ProcessGroups:
@@ -45,14 +50,17 @@ class ProcessGroups:
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
         self._before: dict[str, str | None] = {}
+        self._port = environment.main_port
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
         wanted = {**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})}
         self._set({name: value for name, value in wanted.items() if name not in os.environ})
-        self._join(environment, interface)
+        with _CONNECTIONS.noted():
+            self._join(environment, interface)
         # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
         mesh_device = "cuda" if self.backend == "nccl" else "cpu"
-        self.mesh: DeviceMesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+        with _CONNECTIONS.noted():
+            self.mesh: DeviceMesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
         self.own = [group for axis in AXES if (group := self.mesh.get_group(axis)) is not self.world]
 
     @property
@@ -67,7 +75,8 @@ class ProcessGroups:
         mine: dist.ProcessGroup | None = None
         lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
         for ranks in lines.tolist():
-            group = dist.new_group(ranks, timeout=self._timeout, backend=backend or self.backend)
+            with _CONNECTIONS.noted():
+                group = dist.new_group(ranks, timeout=self._timeout, backend=backend or self.backend)
             if dist.get_rank() in ranks:
                 mine = group
         assert mine is not None
@@ -77,6 +86,13 @@ class ProcessGroups:
     def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
         return metered_group(group, meter, name, self.device)
+
+    def cut(self) -> None:
+        """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error."""
+        for group in [self.world, *self.own]:
+            with contextlib.suppress(Exception):
+                group.abort()
+        _CONNECTIONS.cut(except_port=self._port)
 
     def leave(self, *, failed: bool) -> None:
         """Destroys what this run has made. After a failure that includes the world: it has been aborted."""

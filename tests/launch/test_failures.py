@@ -33,6 +33,9 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=90,
         check=False,
     )
+    deadline = time.monotonic() + 20  # where the first rank is killed, the others and the guardian end after it
+    while [p.pid for p in psutil.process_iter() if _carries(p, mark)] and time.monotonic() < deadline:
+        time.sleep(0.1)
     left = [p.pid for p in psutil.process_iter() if _carries(p, mark)]
     assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
     return finished
@@ -61,13 +64,26 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
 
 
-@pytest.mark.parametrize(("how", "reason"), [("kill", "SIGKILL"), ("exit", "exit status 7")])
-def test_a_rank_that_dies_without_a_word(how: str, reason: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, "ring_ddp", "2", "1", how)
+STOPPED = "stopped by a signal"
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "reason"),
+    [
+        ("0", "kill", "SIGKILL"),
+        ("1", "kill", "SIGKILL"),
+        ("1", "exit", "exit status 7"),
+        ("0", "stop", STOPPED),
+        ("1", "stop", STOPPED),
+    ],
+)
+def test_a_rank_that_dies_or_stops_without_a_word(rank: str, how: str, reason: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, "ring_ddp", "2", rank, how)
     assert finished.returncode not in (0, None)
     last = finished.stderr.strip().splitlines()[-1]
-    assert "rank 1" in last
+    assert f"rank {rank}" in last, finished.stderr[-3000:]
     assert reason in last
+    assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
 
 
 def test_two_jobs_at_once_reach_the_weights_of_one_device(tmp_path: Path) -> None:

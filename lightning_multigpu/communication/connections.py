@@ -1,0 +1,67 @@
+"""The TCP connections under process groups, so that they can be cut.
+
+A thread that waits in a collective of gloo cannot be woken up by aborting or destroying the group: only the end of a
+connection does that. So the connections that a group opens are noted, by what the kernel calls them, and shut down
+when the job has failed: threads of this process that wait in them get an error, and so do the ranks at the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+class Connections:
+    """The sockets that are opened within :meth:`noted`. On systems without ``/proc`` there are none."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Takes down what this process opens within the block."""
+        before = set(_sockets().values())
+        yield
+        self._names |= set(_sockets().values()) - before
+
+    def cut(self, *, except_port: int | None = None) -> int:
+        """Shuts the noted connections down; returns how many there were.
+
+        Args:
+            except_port: connections from or to this port stay: that of the store, which ranks still read from.
+        """
+        cut = 0
+        for descriptor, name in _sockets().items():
+            if name in self._names and _shut_down(descriptor, except_port):
+                cut += 1
+        return cut
+
+
+def _sockets() -> dict[int, str]:
+    """Open sockets of this process: descriptor and the kernel's name, which is never used twice while both live."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{_DESCRIPTORS}/{entry}")
+                if target.startswith("socket:"):
+                    found[int(entry)] = target
+    return found
+
+
+def _shut_down(descriptor: int, except_port: int | None) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            ports = {connection.getsockname()[1], connection.getpeername()[1]}
+            if except_port in ports:
+                return False
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    except OSError:  # not connected, or closed meanwhile
+        return False

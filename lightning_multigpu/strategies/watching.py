@@ -1,0 +1,83 @@
+"""Puts the ranks of a run under the eyes of a guardian on every host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.communication.interface import source_address
+from lightning_multigpu.guardian import Failure, Guardian, GuardianClient
+
+
+class Watching:
+    """This rank's part in it; a collective over the world when it begins.
+
+    The first rank of each host starts the host's guardian. The hosts' guardians meet at that of node 0, without going
+    through a store or a process group, so that they also see a host or a link that is gone.
+
+    Args:
+        world: all ranks.
+        rank, local_rank, node_rank: of this process.
+        num_processes: ranks on this host.
+        num_nodes: hosts.
+        main_address: where rank 0 is reached.
+        failure_timeout_s: seconds after a failure in which all processes have to end.
+        on_failure: called in another thread when another rank, a host or a guardian has failed.
+    """
+
+    def __init__(
+        self,
+        world: MeteredGroup,
+        *,
+        rank: int,
+        local_rank: int,
+        node_rank: int,
+        num_processes: int,
+        num_nodes: int,
+        main_address: str,
+        failure_timeout_s: float,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._guardian: Guardian | None = None
+        mine: dict[str, str] = {}
+        if local_rank == 0:
+            self._guardian = Guardian.start(num_ranks=num_processes, failure_timeout_s=failure_timeout_s)
+            mine = self._guardian.environment
+        found = {node: entry for node, entry in world.gather_objects((node_rank, mine)) if entry}
+        self._client = GuardianClient.from_variables(found[node_rank], rank=rank, on_failure=on_failure)
+        if num_nodes > 1:
+            self._meet(world, rank, local_rank, node_rank, num_nodes, main_address)
+
+    def _meet(
+        self, world: MeteredGroup, rank: int, local_rank: int, node_rank: int, num_nodes: int, main_address: str
+    ) -> None:
+        where: tuple[str, int, str] | None = None
+        if rank == 0:
+            secret = os.urandom(32).hex()
+            address = source_address(main_address) or main_address
+            where = (address, self._client.listen_for_hosts(address, num_nodes=num_nodes, secret=secret), secret)
+        where = world.broadcast_object(where, 0)
+        assert where is not None
+        address, port, secret = where
+        if local_rank == 0 and rank != 0:
+            self._client.join_hosts(address, port, node_rank=node_rank, secret=secret)
+
+    def completed(self, step: int) -> None:
+        """Notes how many optimizer steps are done, for the message; costs less than a microsecond."""
+        self._client.completed(step)
+
+    def failed(self, what: str, *, step: int | None, traceback: str) -> None:
+        """This rank fails by itself."""
+        self._client.failed(what, step=step, traceback=traceback)
+
+    def shown(self) -> None:
+        """This rank shows the failure in its terminal."""
+        self._client.announced()
+
+    def end(self) -> None:
+        """The run is over for this rank: its end is no failure from here on."""
+        self._client.goodbye()
+        if self._guardian is not None:
+            self._guardian.stop()
+            self._guardian = None
