@@ -63,7 +63,8 @@ class MultiGPUStrategy(ParallelStrategy):
         loss_reduction: what the loss of a rank's batch is: the "mean" over its samples (ranks then count by their
             samples, so that uneven batches average as one device would), the "sum", or a function that maps the batch
             to its weight (the number of tokens, for example).
-        failure_timeout_s: seconds after the failure of one rank in which all others have to end.
+        failure_timeout_s: seconds after the failure of one rank in which all others have to end, 1 or more. A rank that
+            has been stopped for half of that, while others wait for it, has failed.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
@@ -92,7 +93,7 @@ class MultiGPUStrategy(ParallelStrategy):
         validation.check_choice("uneven_inputs", uneven_inputs, ("stop", "join"))
         if not callable(loss_reduction):
             validation.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        validation.check_positive("failure_timeout_s", failure_timeout_s)
+        validation.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
         validation.check_timeout(timeout)
         super().__init__(
             accelerator=accelerator,

@@ -41,6 +41,13 @@ def check_positive(name: str, value: object, *, whole: bool = False) -> None:
         raise ValueError(f"{name}={value!r} is out of range; pass {kind} above 0")
 
 
+def check_at_least(name: str, value: float, limit: float) -> None:
+    """``value`` is a finite number, ``limit`` or more."""
+    check_positive(name, value)
+    if value < limit:
+        raise ValueError(f"{name}={value!r} is out of range; pass {limit:g} or more")
+
+
 def check_timeout(value: object) -> None:
     """``value`` is a ``timedelta`` above 0, or None for the default."""
     if value is None:
