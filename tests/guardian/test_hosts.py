@@ -15,7 +15,7 @@ pytestmark = pytest.mark.launch
 
 SECRET = "ab" * 32
 LISTEN = f"print(client.listen_for_hosts('127.0.0.1', num_nodes=2, secret='{SECRET}'), flush=True); "
-JOIN = "print(client.join_hosts('127.0.0.1', {port}, node_rank=1, secret='{secret}'), flush=True); time.sleep(0.5); "
+JOIN = "print(client.join_hosts('127.0.0.1', {port}, node_rank=1, secret='{secret}'), flush=True); "
 GOODBYE_LATER = "time.sleep(2); client.goodbye()"
 GOODBYE = "client.goodbye()"
 
@@ -101,10 +101,14 @@ def test_a_host_that_is_stopped_as_a_whole_is_a_failure_because_others_wait() ->
 
 
 def test_another_job_is_refused() -> None:
-    with two_hosts("time.sleep(3); client.goodbye()", WORK, secret="cd" * 32) as (one, two):
-        codes, printed = two.outcome()
-        assert codes == [1]
-        assert "refused" in printed[0]
+    with Job(LISTEN + WORK) as one:
+        assert one.ranks[0].stdout is not None
+        port = one.ranks[0].stdout.readline().strip()
+        with Job(JOIN.format(port=port, secret="cd" * 32), first_rank=1) as two:
+            codes, printed = two.outcome()
+            assert codes == [1]
+            assert "told: the guardian of node 0 has refused this host's: its secret is not this job's" in printed[0]
+            assert two.guardian_ends()
         assert is_alive(one.guardian.pid), "a stranger is nobody's loss"
         os.kill(one.guardian.pid, signal.SIGKILL)
-        one.outcome()
+        assert one.outcome()[0] == [1]
