@@ -4,16 +4,40 @@ The packages above this one import torch and Lightning, and would make a small p
 names are therefore taken by empty modules that only know where to look for this package's files.
 """
 
+import json
+import os
+import signal
 import sys
-from pathlib import Path
 from types import ModuleType
 
-_HERE = Path(__file__).resolve().parent
-for _name, _path in (("lightning_multigpu", _HERE.parent), ("lightning_multigpu.guardian", _HERE)):
+_HERE = os.path.dirname(os.path.abspath(__file__))
+for _name, _path in (("lightning_multigpu", os.path.dirname(_HERE)), ("lightning_multigpu.guardian", _HERE)):
     _module = ModuleType(_name)
-    _module.__path__ = [str(_path)]
+    _module.__path__ = [_path]
     sys.modules[_name] = _module
 
-from lightning_multigpu.guardian.process import main  # noqa: E402
+from lightning_multigpu.guardian.process import Process  # noqa: E402
 
-main()
+
+def main() -> None:
+    """Reads the settings, goes on as nobody's child, and watches."""
+    settings = json.loads(sys.stdin.readline())
+    pid = os.fork()
+    if pid:
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+        os._exit(0)
+    # What ends the ranks must not end the guardian before it has seen to all of them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.chdir("/")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    Process(settings).run()
+
+
+if __name__ == "__main__":
+    main()

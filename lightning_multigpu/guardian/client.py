@@ -46,7 +46,7 @@ class GuardianClient:
         self.rank = rank
         self.failure: Failure | None = None
         self._on_failure = on_failure
-        self._left = False
+        self._leaving, self._met = threading.Event(), threading.Event()
         self._sending = threading.Lock()
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
@@ -135,10 +135,19 @@ class GuardianClient:
             ) from error
 
     def join_hosts(self, address: str, port: int, *, node_rank: int, secret: str, timeout_s: float = 30.0) -> None:
-        """On each other node, by one rank: connects this host's guardian to that of node 0.
+        """On each other node, by one rank: connects this host's guardian to that of node 0, and waits for its welcome.
+
+        From then on node 0 knows of this host, and its end is a failure there.
+
+        Args:
+            address: of node 0, as given to :meth:`listen_for_hosts`.
+            port: what that has returned.
+            node_rank: of this host, 1 or more.
+            secret: of the job.
+            timeout_s: how long connecting may take, and then the welcome.
 
         Raises:
-            GuardianError: node 0's guardian cannot be reached within ``timeout_s``.
+            GuardianError: node 0's guardian cannot be reached within ``timeout_s``, or refuses this host's.
         """
         try:
             with socket.create_connection((address, port), timeout=timeout_s) as sock:
@@ -148,13 +157,18 @@ class GuardianClient:
                 f"node {node_rank} ({host_name()}) cannot reach the guardian of node 0 at {address} port {port}: "
                 f"{error}; is the address right, and the port open between the hosts?"
             ) from error
+        self._met.wait(timeout_s)
+        if self.failure is not None or not self._met.is_set():
+            why = f"no answer within {timeout_s:g} s" if self.failure is None else self.failure.describe()
+            raise GuardianError(f"node {node_rank} ({host_name()}) is not welcome at {address} port {port}: {why}")
 
     def goodbye(self) -> None:
         """This rank's work is done: from here on its end is no failure, and no failure is told to it."""
-        if self._left or os.getpid() != self._process:
+        if self._leaving.is_set() or os.getpid() != self._process:
             return
-        self._send("goodbye")
-        self._left = True
+        self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
+        with self._sending:
+            self._connection.send("goodbye")
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
@@ -170,31 +184,33 @@ class GuardianClient:
         messages, self._early = self._early, []
         while True:
             for message in messages:
-                if message["kind"] == "failure":
+                if message["kind"] == "met":
+                    self._met.set()
+                elif message["kind"] == "failure":
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
                 break
             select.select([self._connection], [], [])
             messages = self._connection.receive()
-        if self._left:
+        if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
         self._tell(Failure(what, host=host_name()))
-        time.sleep(self._end_s)
-        if not self._left:
+        if not self._leaving.wait(self._end_s):
             sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n")
             os.kill(self._process, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:
-        if self.failure is None and not self._left:
+        if self.failure is None and not self._leaving.is_set():
             self.failure = failure
+            self._met.set()  # whoever waits for that learns of the failure instead
             self._on_failure(failure)
 
     # Messages
 
     def _send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: object) -> None:
         """Nothing is sent from a forked child: it shares the connection, but is not this rank."""
-        if not self._left and os.getpid() == self._process:
+        if not self._leaving.is_set() and os.getpid() == self._process:
             with self._sending:
                 self._connection.send(kind, descriptors=descriptors, **fields)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.proc import ENDED, STOPPED
@@ -58,7 +57,7 @@ class Ending:
         """Writes the failure to a file, and to the terminal unless a rank has done so."""
         text = self.text()
         if directory is not None:
-            self._write_file(Path(directory), text)
+            self._write_file(directory, text)
         if self._announced is not None and self._announced not in self._killed:
             return
         if sys.stderr is None:
@@ -82,16 +81,17 @@ class Ending:
         lines.append(f"The job failed: {self.failure.describe()}")
         return "\n".join(lines) + "\n"
 
-    def _write_file(self, directory: Path, text: str) -> None:
+    def _write_file(self, directory: str, text: str) -> None:
         """Each host has a file of its own: the directory may be one that all of them see."""
-        path = directory / f"failure-{host_name()}.txt"
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        name = f"failure-{host_name()}.txt"
+        path, partial = os.path.join(directory, name), os.path.join(directory, f".{name}.{os.getpid()}")
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            os.makedirs(directory, exist_ok=True)
+            with open(partial, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            os.replace(partial, path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                partial.unlink()
+                os.unlink(partial)
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"The failure could not be written to {path}: {error}\n")

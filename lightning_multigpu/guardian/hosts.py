@@ -56,6 +56,7 @@ class Hosts:
         self._watch, self._forget = watch, forget
         self._secret = b""
         self._own_rank = 0
+        self._on_met: Callable[[], None] = lambda: None
         self._finished = False
         self._peers: list[_Peer] = []
         self._listener: socket.socket | None = None
@@ -82,12 +83,14 @@ class Hosts:
         self._now_s = now_s
         self._watch(listener, self._accept)
 
-    def join(self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float) -> None:
+    def join(
+        self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
+    ) -> None:
         """On the other nodes: ``sock`` is connected to node 0's guardian, which asks for the proof first."""
         peer = _Peer(Connection(sock), now_s)
         peer.node_rank, peer.host = 0, "of rank 0"
         self._secret, self._now_s = secret, now_s
-        self._own_rank = node_rank
+        self._own_rank, self._on_met = node_rank, on_met
         self._add(peer)
 
     def forgive(self, now_s: float) -> None:
@@ -185,6 +188,7 @@ class Hosts:
             peer.connection.send("hello", proof=own, nonce=peer.nonce, node_rank=self._own_rank, host=host_name())
         elif self._listener is None and kind == "welcome" and proves(message, self._secret, "node 0", peer.nonce):
             peer.host, peer.trusted = str(message.get("host")), True
+            self._on_met()
         elif self._listener is not None and kind == "hello" and peer.node_rank is None:
             self._welcome(peer, message)
         elif self._listener is None and kind == "refused" and self._found is None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import selectors
-import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -229,14 +226,17 @@ class Process:
         elif kind in ("listen", "join"):
             descriptor = connection.take_descriptor()
             if descriptor is not None:
-                self._meet_hosts(kind, message, socket.socket(fileno=descriptor))
+                self._meet_hosts(connection, message, socket.socket(fileno=descriptor))
 
-    def _meet_hosts(self, kind: str, message: Message, sock: socket.socket) -> None:
+    def _meet_hosts(self, connection: Connection, message: Message, sock: socket.socket) -> None:
         secret = bytes.fromhex(message["secret"])
-        if kind == "listen":
+        if message["kind"] == "listen":
             self._hosts.listen(sock, num_nodes=int(message["num_nodes"]), secret=secret, now_s=self._now_s)
         else:
-            self._hosts.join(sock, node_rank=int(message["node_rank"]), secret=secret, now_s=self._now_s)
+            node_rank = int(message["node_rank"])
+            self._hosts.join(
+                sock, node_rank=node_rank, secret=secret, now_s=self._now_s, on_met=lambda: connection.send("met")
+            )
 
     def _read_owner(self) -> None:
         """What the process that started the guardian says of the ranks that it starts."""
@@ -261,23 +261,3 @@ class Process:
 def _clock_s() -> float:
     """Time that goes on while the machine sleeps, so that one's own pause shows as a jump."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def main() -> None:
-    """Reads the settings, goes on as nobody's child, and watches."""
-    settings = json.loads(sys.stdin.readline())
-    pid = os.fork()
-    if pid:
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-        os._exit(0)
-    # What ends the ranks must not end the guardian before it has seen to all of them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    os.chdir("/")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.close(nothing)
-    Process(settings).run()

@@ -112,7 +112,7 @@ class Guardian:
         self._link.send("directory", directory=os.path.abspath(directory))
 
     def stop(self) -> None:
-        """Lets the guardian end although ranks have not come; those that are at work are watched to their end.
+        """Closes the connection: the guardian ends when nobody is at work any more, whether or not all ranks have come.
 
         Ranks that are started from here on do not look for it.
         """
