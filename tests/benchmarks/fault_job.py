@@ -1,0 +1,210 @@
+"""One job with a planted fault: started as a user would, watched from outside, and cleared away whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.launch import fault_script
+from tests.leaks import abandoned_shared_memory, shared_memory_entries
+from tests.world import free_port
+
+_MARK = "FAULT_JOB_MARK"
+_POLL_S = 0.05
+_START_TIMEOUT_S = 120.0
+_PLANTED = re.compile(r"^.*Planted fault, pid \d+.*$", re.MULTILINE)
+_REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        kind: of the fault.
+        struck: whether the fault happened.
+        statuses: exit statuses of the processes that the user started; None for one that had not ended in time.
+        ended_after_s: from the fault to the end of the last process of the job; None if some were left.
+        survivors: the processes that were left at the deadline, one line each.
+        orphans: those of them that the user did not start.
+        leaks: shared memory, listening sockets and files that were left, one line each.
+        names_rank: whether the output, apart from the fault's own line, says which rank it was.
+        output: of all processes.
+    """
+
+    kind: str
+    struck: bool
+    statuses: tuple[int | None, ...]
+    ended_after_s: float | None
+    survivors: tuple[str, ...]
+    orphans: int
+    leaks: tuple[str, ...]
+    names_rank: bool
+    output: str
+
+    @property
+    def hung(self) -> bool:
+        return bool(self.survivors)
+
+    def verdict(self) -> str:
+        """A few words for a table."""
+        if not self.struck:
+            return "fault never came"
+        codes = ",".join("-" if status is None else str(status) for status in self.statuses)
+        return f"HANG ({codes})" if self.hung else f"ended ({codes})"
+
+    def is_right(self) -> bool:
+        """Nothing hung or was left, and the exit status tells of the fault; SIGTERM ends a run of Lightning with 0."""
+        told = self.kind == "terminate" or 0 not in self.statuses
+        return self.struck and told and not self.hung and not self.leaks
+
+
+class FaultJob:
+    """The script of :mod:`tests.launch.fault_script`, under one launcher.
+
+    Args:
+        directory: empty; for checkpoints, temporary files and outputs.
+        arguments: of the script.
+        launcher: with ``"external"`` every rank is started here, else one process that starts the others.
+    """
+
+    def __init__(self, directory: Path, arguments: list[str], launcher: str) -> None:
+        self._saved, self._temporary, self._outputs = (directory / name for name in ("saved", "temporary", "outputs"))
+        for folder in (self._saved, self._temporary, self._outputs):
+            folder.mkdir()
+        self._command = [sys.executable, "-m", fault_script.__name__, *arguments]
+        self._launcher = launcher
+        self._mark = f"{os.getpid()}-{directory.name}"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def run(self, *, rank: int, kind: str, deadline_s: float) -> Outcome:
+        """Runs the job to its end, or until ``deadline_s`` after the fault."""
+        segments = shared_memory_entries()
+        try:
+            self._start()
+            struck = self._await_fault()
+            fault_s = time.monotonic()
+            left = self._await_end(fault_s + deadline_s)
+            ended_after_s = None if left else time.monotonic() - fault_s
+            statuses = tuple(process.poll() for process in self._started)
+            survivors = tuple(_describe(process) for process in left)
+            orphans = len({process.pid for process in left} - {process.pid for process in self._started})
+            leaks = [leak for process in left for leak in _listening(process)]
+        finally:
+            self._end_all()
+        leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
+        leaks += [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
+        leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not _is_whole(path)]
+        output = self._output()
+        names_rank = bool(re.search(rf"\brank {rank}\b", _PLANTED.sub("", output)))
+        notes = "".join(f"\nleft at the deadline: {line}" for line in survivors)
+        return Outcome(
+            kind, struck, statuses, ended_after_s, survivors, orphans, tuple(leaks), names_rank, output + notes
+        )
+
+    def _start(self) -> None:
+        common = {
+            **os.environ,
+            _MARK: self._mark,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "SAVE_TO": str(self._saved),
+            "TMPDIR": str(self._temporary),
+        }
+        if self._launcher != "external":
+            self._start_process(common)
+            return
+        port = str(free_port())
+        for local_rank in range(fault_script.RANKS):
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "LOCAL_RANK": str(local_rank)}
+            self._start_process({**common, **place, "WORLD_SIZE": str(fault_script.RANKS)})
+
+    def _start_process(self, environment: dict[str, str]) -> None:
+        with (self._outputs / f"{len(self._started)}.log").open("wb") as output:
+            self._started.append(
+                subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a signal from this terminal is not one of the job's faults
+                    cwd=self._temporary,
+                )
+            )
+
+    def _await_fault(self) -> bool:
+        """Waits until the fault says that it happens, or the job ends without it."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            ended = all(process.poll() is not None for process in self._started)
+            if _PLANTED.search(self._output()):
+                return True
+            if ended:
+                return False
+            time.sleep(_POLL_S)
+        return False
+
+    def _await_end(self, deadline: float) -> list[psutil.Process]:
+        """The processes that are left when all have ended or the time is over."""
+        while left := self._processes():
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(_POLL_S)
+        return []
+
+    def _processes(self) -> list[psutil.Process]:
+        """All processes that carry this job's mark in their environment."""
+        for process in self._started:
+            process.poll()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def _end_all(self) -> None:
+        while left := self._processes():
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(_POLL_S)
+        for started in self._started:
+            started.wait()
+
+    def _output(self) -> str:
+        paths = sorted(self._outputs.iterdir())
+        return "\n".join(f"--- {path.stem} ---\n{path.read_text(errors='replace')}" for path in paths)
+
+
+def _describe(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        environment = process.environ()
+        rank = environment.get("LOCAL_RANK", "0 or spawned")
+        return f"pid {process.pid}, {process.status()}, local rank {rank}: {' '.join(process.cmdline())}"
+    return f"pid {process.pid}"
+
+
+def _listening(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        sockets = process.net_connections("inet")
+        return [f"port {s.laddr.port}" for s in sockets if s.status == psutil.CONN_LISTEN]
+    return []
+
+
+def _is_whole(path: Path) -> bool:
+    """A checkpoint is a zip archive, whose table of contents is written last."""
+    if path.is_dir():
+        return True
+    return path.suffix == ".ckpt" and zipfile.is_zipfile(path)
