@@ -98,7 +98,8 @@ class FaultJob:
             statuses = tuple(process.poll() for process in self._started)
             survivors = tuple(_describe(process) for process in left)
             orphans = len({process.pid for process in left} - {process.pid for process in self._started})
-            leaks = [leak for process in left for leak in _listening(process)]
+            ports = sum(_num_listening(process) for process in left)
+            leaks = [f"{ports} listening ports"] if ports else []
         finally:
             self._end_all()
         leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
@@ -175,13 +176,18 @@ class FaultJob:
         return found
 
     def _end_all(self) -> None:
+        """Ends what is left, and removes its shared memory: that nobody else is left to do so is no fault of the job."""
+        used: set[Path] = set()
         while left := self._processes():
             for process in left:
+                used |= _shared_memory(process)
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(_POLL_S)
         for started in self._started:
             started.wait()
+        for path in used:
+            path.unlink(missing_ok=True)
 
     def _output(self) -> str:
         paths = sorted(self._outputs.iterdir())
@@ -196,11 +202,17 @@ def _describe(process: psutil.Process) -> str:
     return f"pid {process.pid}"
 
 
-def _listening(process: psutil.Process) -> list[str]:
+def _num_listening(process: psutil.Process) -> int:
     with contextlib.suppress(psutil.Error):
-        sockets = process.net_connections("inet")
-        return [f"port {s.laddr.port}" for s in sockets if s.status == psutil.CONN_LISTEN]
-    return []
+        return sum(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("inet"))
+    return 0
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    with contextlib.suppress(psutil.Error):
+        mapped = {Path(region.path) for region in process.memory_maps()}
+        return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
+    return set()
 
 
 def _is_whole(path: Path) -> bool:
