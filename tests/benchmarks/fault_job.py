@@ -99,6 +99,7 @@ class FaultJob:
             survivors = tuple(_describe(process) for process in left)
             orphans = len({process.pid for process in left} - {process.pid for process in self._started})
             ports = sum(_num_listening(process) for process in left)
+            _show_stacks(left)
             leaks = [f"{ports} listening ports"] if ports else []
         finally:
             self._end_all()
@@ -176,7 +177,7 @@ class FaultJob:
         return found
 
     def _end_all(self) -> None:
-        """Ends what is left, and removes its shared memory: that nobody else is left to do so is no fault of the job."""
+        """Ends what is left, and removes its shared memory: nobody else is left to do so."""
         used: set[Path] = set()
         while left := self._processes():
             for process in left:
@@ -200,6 +201,15 @@ def _describe(process: psutil.Process) -> str:
         rank = environment.get("LOCAL_RANK", "0 or spawned")
         return f"pid {process.pid}, {process.status()}, local rank {rank}: {' '.join(process.cmdline())}"
     return f"pid {process.pid}"
+
+
+def _show_stacks(processes: list[psutil.Process]) -> None:
+    """Has those that still run write into the job's output where they stand."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(fault_script.STACKS_SIGNAL)
+    if processes:
+        time.sleep(0.5)
 
 
 def _num_listening(process: psutil.Process) -> int:

@@ -5,7 +5,9 @@ It trains 2 ranks on this host, validates, and saves checkpoints into the direct
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from lightning_multigpu import RingDDPStrategy, faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
 RANKS = 2
+STACKS_SIGNAL = signal.SIGUSR2
 FAILURE_TIMEOUT_S = 5.0
 
 KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
@@ -32,6 +35,9 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
     "ring_ddp": lambda method: RingDDPStrategy(start_method=method, failure_timeout_s=FAILURE_TIMEOUT_S),
     "ddp": lambda method: DDPStrategy(start_method=method),
 }
+
+
+faulthandler.register(STACKS_SIGNAL, all_threads=True)  # here, so that spawned ranks, which import this, have it too
 
 
 def main() -> None:
