@@ -166,15 +166,16 @@ class FaultJob:
         return []
 
     def _processes(self) -> list[psutil.Process]:
-        """All processes that carry this job's mark in their environment."""
-        for process in self._started:
-            process.poll()
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self._mark:
-                    found.append(process)
-        return found
+        """Those that were started, and all others that carry this job's mark in their environment."""
+        # The environment of a process is gone some time before its end is seen.
+        started = {process.pid for process in self._started if process.poll() is None}
+        return [p for p in psutil.process_iter() if p.pid in started or self._is_marked(p)]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
 
     def _end_all(self) -> None:
         """Ends what is left, and removes its shared memory: nobody else is left to do so."""
