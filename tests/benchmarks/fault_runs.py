@@ -12,6 +12,7 @@ import itertools
 import os
 import platform
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -84,6 +85,9 @@ def main() -> int:
     parser.add_argument("--outputs", type=Path, help="keep the outputs of jobs in this directory")
     options = parser.parse_args()
     chosen = combinations(options.only, options.runs)
+    # Whoever ends this program ends the job of the moment with it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, frame: sys.exit(128 + received))
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
