@@ -104,7 +104,8 @@ class FaultJob:
         finally:
             self._end_all()
         leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
-        leaks += [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
+        if not left:  # else they are what processes had that have just been ended
+            leaks += [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
         leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not _is_whole(path)]
         output = self._output()
         names_rank = bool(re.search(rf"\brank {rank}\b", _PLANTED.sub("", output)))
