@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -208,10 +209,19 @@ def _describe(process: psutil.Process) -> str:
 def _show_stacks(processes: list[psutil.Process]) -> None:
     """Has those that still run write into the job's output where they stand."""
     for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(fault_script.STACKS_SIGNAL)
+        # Whoever has no handler would be ended by the signal; Lightning removes ours at the end of a run.
+        if _handles(process, fault_script.STACKS_SIGNAL):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(fault_script.STACKS_SIGNAL)
     if processes:
         time.sleep(0.5)
+
+
+def _handles(process: psutil.Process, number: signal.Signals) -> bool:
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _num_listening(process: psutil.Process) -> int:
