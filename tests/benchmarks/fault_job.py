@@ -213,8 +213,7 @@ def _show_stacks(processes: list[psutil.Process]) -> None:
         if _handles(process, fault_script.STACKS_SIGNAL):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(fault_script.STACKS_SIGNAL)
-    if processes:
-        time.sleep(0.5)
+            time.sleep(0.3)  # or they write into each other's lines
 
 
 def _handles(process: psutil.Process, number: signal.Signals) -> bool:
