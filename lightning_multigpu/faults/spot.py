@@ -1,0 +1,116 @@
+"""Names the place and the time of a fault, and then the fault."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_multigpu.faults import fault
+from lightning_multigpu.faults.callback import PlantedFault
+from lightning_multigpu.faults.fault import PLACES, Fault, Where
+from lightning_multigpu.strategies.validation import check_choice
+
+_LARGEST_STATUS = 255
+
+
+def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
+    """The place and time of a fault; one of the methods of the result says what happens there.
+
+    ========== ========================================================================================================
+    where      the fault happens
+    ========== ========================================================================================================
+    joining    before the rank joins its process group: the others wait for it. Takes no ``step``
+    data       while a training batch is put together: in a worker of the DataLoader if it has workers, else in the rank
+    training   at the start of a training batch
+    backward   in the backward pass, as the gradient of the module's first parameter has been computed
+    validation at the start of a validation batch, those of the sanity check included
+    saving     while a checkpoint is gathered, which every rank takes part in; nothing of it has been written
+    end of fit after the last batch, before the strategy's teardown
+    ========== ========================================================================================================
+
+    Args:
+        rank: the global rank that it happens on.
+        step: optimizer steps done before; the fault comes at the first occasion from then on, and only once. For
+            ``"data"`` it is those that are done when the batch is trained on: batches may be put together earlier.
+        where: see above.
+
+    Raises:
+        ValueError: a value is out of its range. A rank that the job does not have raises when the run starts; a fault
+            whose time never came is warned of at the end.
+    """
+    _check_whole("rank", rank, "0 is the first rank")
+    _check_whole("step", step, "0 is the first occasion")
+    check_choice("where", where, PLACES)
+    if where == "joining" and step:
+        raise ValueError(f"step={step} with where='joining': no step is done before the ranks join; leave step out")
+    return Spot(rank, step, where)
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A rank, a step and a place without a fault yet; made by :func:`at`.
+
+    Every method returns a callback for ``Trainer(callbacks=[...])``. What it does happens to the process that ``where``
+    names: the rank, or with ``"data"`` a worker of its DataLoader.
+    """
+
+    rank: int
+    step: int
+    where: Where
+
+    def kill(self) -> PlantedFault:
+        """The process dies at once (SIGKILL), as if it had used up the memory."""
+        return self._signal(signal.SIGKILL)
+
+    def stop(self) -> PlantedFault:
+        """The process stands still with all its threads and keeps its connections (SIGSTOP)."""
+        return self._signal(signal.SIGSTOP)
+
+    def interrupt(self) -> PlantedFault:
+        """The process receives SIGINT, as at Ctrl-C."""
+        return self._signal(signal.SIGINT)
+
+    def terminate(self) -> PlantedFault:
+        """The process receives SIGTERM, as from a scheduler."""
+        return self._signal(signal.SIGTERM)
+
+    def hang(self) -> PlantedFault:
+        """The main thread waits for ever; the process's other threads go on."""
+        return self._planted("hangs", fault.hang)
+
+    def exit(self, status: int) -> PlantedFault:
+        """The process ends with an exit status, 0 to 255, and without cleaning up; see ``raise_`` for ``SystemExit``.
+
+        Raises:
+            ValueError: there is no such exit status.
+        """
+        _check_whole("status", status, "pass 1 for an ordinary failure")
+        if status > _LARGEST_STATUS:
+            raise ValueError(f"status={status} is above {_LARGEST_STATUS}, the largest exit status; pass a smaller one")
+        return self._planted(f"exits with status {status}", fault.Exit(status))
+
+    def raise_(self, error: BaseException) -> PlantedFault:
+        """``error`` is raised; with a spawning launcher it has to be picklable.
+
+        Raises:
+            ValueError: ``error`` is no exception, or a class of exceptions.
+        """
+        if not isinstance(error, BaseException):
+            raise ValueError(f"error={error!r} is not an exception; pass one, RuntimeError('planted') for example")
+        return self._planted(f"raises {error!r}", fault.Raise(error))
+
+    def call(self, function: Callable[[], None]) -> PlantedFault:
+        """``function`` is called: a fault of one's own. With a spawning launcher it has to be picklable."""
+        return self._planted(f"calls {getattr(function, '__name__', function)!s}", function)
+
+    def _signal(self, number: signal.Signals) -> PlantedFault:
+        return self._planted(f"receives {number.name}", fault.Signal(number))
+
+    def _planted(self, what: str, action: Callable[[], None]) -> PlantedFault:
+        return PlantedFault(Fault(self.rank, self.step, self.where, what, action))
+
+
+def _check_whole(name: str, value: object, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r} is not a whole number of 0 or more; {hint}")
