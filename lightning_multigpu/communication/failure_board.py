@@ -23,12 +23,13 @@ _TIMEOUT = timedelta(seconds=60)
 class RankFailure:
     """What one rank says of its end.
 
+    ``rank`` and ``pid`` are None where it is not a rank that failed but a host or a guardian.
     ``pickled`` is the exception itself where it can be pickled, so that other ranks can raise the same one.
     """
 
-    rank: int
+    rank: int | None
     host: str
-    pid: int
+    pid: int | None
     step: int | None
     reason: str
     traceback: str
@@ -52,8 +53,13 @@ class RankFailure:
         )
 
     def describe(self) -> str:
-        after = "" if self.step is None else f", after {self.step} optimizer steps"
-        return f"rank {self.rank} (host {self.host}, pid {self.pid}{after}) failed: {self.reason}"
+        details = [
+            f"host {self.host}",
+            "" if self.pid is None else f"pid {self.pid}",
+            "" if self.step is None else f"after {self.step} optimizer steps",
+        ]
+        who = "the job" if self.rank is None else f"rank {self.rank}"
+        return f"{who} ({', '.join(detail for detail in details if detail)}) failed: {self.reason}"
 
     def exception(self) -> BaseException:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -227,7 +228,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self._world = self.metered(self.groups.world, "world")
         self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
         board = FailureBoard.open(self.cluster_environment.main_address, None)
-        watching = Watching(
+        self.failure_watch.start(board, self.groups, self._begin_watching() if sys.platform == "linux" else None)
+
+    def _begin_watching(self) -> Watching:
+        assert self._world is not None
+        assert self.cluster_environment is not None
+        return Watching(
             self._world,
             rank=self.global_rank,
             local_rank=self.local_rank,
@@ -238,7 +244,6 @@ class MultiGPUStrategy(ParallelStrategy):
             failure_timeout_s=self.failure_timeout_s,
             on_failure=self.failure_watch.seen_by_guardian,
         )
-        self.failure_watch.start(board, self.groups, watching)
 
     def environment_variables(self) -> dict[str, str]:
         """Variables that back ends read, for the time of the run; what the user has set stays."""

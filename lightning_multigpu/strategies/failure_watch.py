@@ -51,8 +51,13 @@ class FailureWatch:
         self._dead_child: RankFailure | None = None
         self._watching: Watching | None = None
 
-    def start(self, board: FailureBoard, groups: ProcessGroups, watching: Watching) -> None:
-        """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them."""
+    def start(self, board: FailureBoard, groups: ProcessGroups, watching: Watching | None) -> None:
+        """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them.
+
+        Without ``watching`` (guardians need Linux) only exceptions and the death of other ranks than 0 are told.
+        """
+        self.failed = False
+        self._dead_child = None
         self._board = board
         self._watching = watching
         self._groups = groups
@@ -105,8 +110,7 @@ class FailureWatch:
 
     def seen_by_guardian(self, failure: Failure) -> None:
         """A guardian tells of a failure elsewhere; called in a thread of its own."""
-        rank = -1 if failure.rank is None else failure.rank
-        what = RankFailure(rank, failure.host, failure.pid or 0, failure.step, failure.what, failure.traceback)
+        what = RankFailure(failure.rank, failure.host, failure.pid, failure.step, failure.what, failure.traceback)
         self._dead_child = self._dead_child or what
         self._abort()
 
@@ -159,7 +163,7 @@ class FailureWatch:
             try:
                 failure = board.first()
             except RuntimeError:
-                failure = RankFailure(0, "unknown", 0, None, "its process is gone", "", None)
+                failure = RankFailure(0, "unknown", None, None, "its process is gone", "", None)
             if failure is not None and failure.rank != board.rank:
                 if stop.wait(_POLL_S):
                     return
