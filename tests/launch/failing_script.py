@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-import lightning_multigpu  # noqa: F401 - its import makes the strategies known
+from lightning_multigpu import RingDDPStrategy  # importing the pack makes its strategies known
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 
@@ -49,7 +49,10 @@ class Saves(L.Callback):
 def main() -> None:
     strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     epochs = 1000 if how == "slow" else 3
-    trainer = make_trainer(Case(num_samples=48, max_epochs=epochs), strategy, devices, callbacks=[Saves()])
+    chosen: Any = strategy
+    if how == "stop":
+        chosen = RingDDPStrategy(failure_timeout_s=6.0)  # a stopped rank has failed after half of that
+    trainer = make_trainer(Case(num_samples=48, max_epochs=epochs), chosen, devices, callbacks=[Saves()])
     module = Breaks(rank, how)
     trainer.fit(module, train_loader(Case(num_samples=48), devices))
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
