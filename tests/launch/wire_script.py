@@ -28,17 +28,23 @@ NUM_STEPS = 4
 
 
 def counters(interface: str) -> dict[str, int]:
+    """What the interface has counted, and how many segments this host's TCP has sent again."""
     directory = Path("/sys/class/net") / interface / "statistics"
     names = {"sent": "tx", "received": "rx"}
-    return dataclasses.asdict(
-        InterfaceCounters(
-            **{
-                f"{name}_{what}": int((directory / f"{short}_{what}").read_text())
-                for name, short in names.items()
-                for what in ("bytes", "packets")
-            }
-        )
+    found = {
+        f"{name}_{what}": int((directory / f"{short}_{what}").read_text())
+        for name, short in names.items()
+        for what in ("bytes", "packets")
+    }
+    return {**dataclasses.asdict(InterfaceCounters(**found)), "sent_again": sent_again()}
+
+
+def sent_again() -> int:
+    """The kernel's ``RetransSegs`` of this network namespace."""
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
     )
+    return int(dict(zip(names, values, strict=True))["RetransSegs"])
 
 
 def all_reduces(interface: str) -> list[dict[str, Any]]:
