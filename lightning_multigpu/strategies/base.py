@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,9 +27,10 @@ from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.batch_feed import BatchFeed
+from lightning_multigpu.strategies.collectives import CollectiveStrategy
 from lightning_multigpu.strategies.failure_watch import FailureWatch
 from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
-from lightning_multigpu.strategies.process_groups import ProcessGroups, metered_group
+from lightning_multigpu.strategies.process_groups import ProcessGroups
 from lightning_multigpu.strategies.watching import Watching
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MultiGPUStrategy(ParallelStrategy):
+class MultiGPUStrategy(CollectiveStrategy):
     """The base of every regime of this pack.
 
     Ranks form a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis. The base
@@ -268,67 +268,6 @@ class MultiGPUStrategy(ParallelStrategy):
             self.groups.leave(failed=self.failure_watch.failed)
             self.groups = None
 
-    # Collectives
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The reduction of ``tensor`` over the data axis (or ``group``), the same on every rank; others pass through.
-
-        The input is not changed. The mean of integers is a floating-point number.
-        """
-        if not isinstance(tensor, Tensor):
-            return tensor
-        metered = self._metered_group(group)
-        return tensor if metered is None else metered.all_reduce(tensor, reduce_op)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        world = self._metered_group(dist.group.WORLD)
-        if world is not None:
-            world.barrier()
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        world = self._metered_group(dist.group.WORLD)
-        return obj if world is None else world.broadcast_object(obj, src)
-
-    def gather_objects(self, obj: T) -> list[T]:
-        """A picklable object of every rank, in rank order, on every rank. A collective of the whole world."""
-        world = self._metered_group(dist.group.WORLD)
-        return [obj] if world is None else world.gather_objects(obj)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
-
-        With ``sync_grads`` the gradient of a rank's tensor is the sum of what all ranks' results contribute to it.
-        """
-        metered = self._metered_group(group)
-        return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The same answer on every rank of the world: whether all, or any, of them said yes."""
-        world = self._metered_group(dist.group.WORLD)
-        if world is None:
-            return decision
-        votes = int(world.all_reduce(torch.tensor(int(decision)), "sum"))
-        return votes == world.size if all else votes > 0
-
-    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
-        """The group to communicate over; None where there is nobody to talk to, or no longer."""
-        if not dist.is_initialized() or self.failure_watch.failed:
-            return None
-        if group is None and self._data is not None:
-            return self._data
-        if group in (None, dist.group.WORLD):
-            return self._world or self.metered(_world(), "world")
-        return self.metered(group, "user")
-
-    def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
-        """The collectives of ``group``, filed by the meter under ``name``."""
-        return metered_group(group, self.meter, name, self.root_device)
-
     # Data
 
     @override
@@ -393,9 +332,3 @@ class MultiGPUStrategy(ParallelStrategy):
         self.meter.end_step()
         self.failure_watch.completed((self.steps_completed() or 0) + 1)  # Lightning counts it a moment later
         return output
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
