@@ -5,6 +5,8 @@ When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -15,7 +17,7 @@ from lightning.fabric.utilities.imports import (
     # Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
     _IS_INTERACTIVE as IS_INTERACTIVE,
 )
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
@@ -33,6 +35,7 @@ __all__ = [
     "argument_of",
     "further_ddp_options",
     "logger_step",
+    "logging_as",
     "set_num_threads_if_needed",
     "writes_logs_after_this_batch",
 ]
@@ -77,3 +80,16 @@ def argument_of(strategy: Strategy, name: str) -> Any:
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
     """What Lightning's ``DDPStrategy`` was given for torch's ``DistributedDataParallel``: it has no names for them."""
     return dict(getattr(strategy, "_ddp_kwargs", {}))
+
+
+@contextmanager
+def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
+    """Within the block ``module.log`` counts as called from ``hook``, "training_step" for example.
+
+    A pipeline runs the training step within its backward, where Lightning would file what it logs under "backward".
+    """
+    before, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.pipeline import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 
 
@@ -25,7 +26,8 @@ class Regime:
         gradients: how gradients travel.
         model: how the model travels.
         bytes_per_step: bytes that travel per optimizer step, as a formula in S (bytes of the gradients, which are those
-            of the model), N (workers), n (nodes) and K (servers).
+            of the model), N (workers), n (nodes), K (servers), P (stages), M (micro-batches) and A (bytes of the
+            activations of a batch at a cut between stages).
         synchronous: whether the regime computes what one device computes at the same global batch.
     """
 
@@ -47,6 +49,12 @@ _RING_DDP: dict[str, Any] = {
     "bytes_per_step": "2(N-1)/N x S sent per worker",
 }
 
+_PIPELINE: dict[str, Any] = {
+    "gradients": "of the activations, from each stage to the one before it; those of the weights stay",
+    "model": "broadcast once at the start; each stage then keeps its own layers only",
+    "bytes_per_step": "A sent forward and A back at each of the P-1 cuts",
+}
+
 REGIMES: tuple[Regime, ...] = (
     Regime(
         name="ring_ddp",
@@ -60,6 +68,30 @@ REGIMES: tuple[Regime, ...] = (
         options={"start_method": "spawn"},
         summary="ring_ddp with processes spawned from a running interpreter, for notebooks and REPLs",
         **_RING_DDP,
+    ),
+    Regime(
+        name="model_parallel",
+        strategy=PipelineStrategy,
+        options={"schedule": "gpipe", "num_micro_batches": 1},
+        summary="layers on different devices, which work one after the other",
+        compute="one stage at a time: each device is idle for (P-1)/P of a step",
+        **_PIPELINE,
+    ),
+    Regime(
+        name="gpipe",
+        strategy=PipelineStrategy,
+        options={"schedule": "gpipe"},
+        summary="layers on different devices; micro-batches flow through all forward, then all backward",
+        compute="all stages at once; each is idle for (P-1)/(M+P-1) of a step",
+        **_PIPELINE,
+    ),
+    Regime(
+        name="pipeline_1f1b",
+        strategy=PipelineStrategy,
+        options={"schedule": "1f1b"},
+        summary="gpipe with backward as soon as possible, so that P micro-batches at most are in memory, not M",
+        compute="all stages at once, one forward and one backward in turn; idle as under gpipe",
+        **_PIPELINE,
     ),
 )
 

@@ -44,6 +44,9 @@ SYMBOLS = {
     "N": "workers",
     "n": "nodes",
     "K": "servers",
+    "P": "stages of a pipeline",
+    "M": "micro-batches of a batch",
+    "A": "bytes of the activations of a batch between two stages",
 }
 
 

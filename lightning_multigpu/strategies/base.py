@@ -254,13 +254,14 @@ class MultiGPUStrategy(CollectiveStrategy):
         """Variables that back ends read, for the time of the run; what the user has set stays."""
         return {}
 
-    def new_group(self, axis: str, *, backend: str | None = None) -> dist.ProcessGroup:
+    def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further process group over this rank's line of ``axis``; a collective of the whole world.
 
-        It is destroyed at the end of the run, and aborted when a rank fails.
+        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its first rank is
+        the world's last of that line.
         """
         assert self.groups is not None
-        return self.groups.new(axis, backend=backend)
+        return self.groups.new(axis, backend=backend, descending=descending)
 
     @override
     def teardown(self) -> None:

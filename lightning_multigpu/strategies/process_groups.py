@@ -70,13 +70,21 @@ class ProcessGroups:
         assert world is not None
         return world
 
-    def new(self, axis: str, *, backend: str | None = None) -> dist.ProcessGroup:
-        """A further group over this rank's line of ``axis``; a collective of the whole world."""
+    def new(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
+        """A further group over this rank's line of ``axis``; a collective of the whole world.
+
+        With ``descending`` the group's first rank is the world's last of that line, and so on.
+        """
         mine: dist.ProcessGroup | None = None
         lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
         for ranks in lines.tolist():
             with _CONNECTIONS.noted():
-                group = dist.new_group(ranks, timeout=self._timeout, backend=backend or self.backend)
+                group = dist.new_group(
+                    ranks[::-1] if descending else ranks,
+                    timeout=self._timeout,
+                    backend=backend or self.backend,
+                    sort_ranks=not descending,
+                )
             if dist.get_rank() in ranks:
                 mine = group
         assert mine is not None

@@ -198,6 +198,30 @@ def check_setup(strategy: MultiGPUStrategy) -> None:
     check_precision(precision, device_type, bf16_supported=not on_gpus or _has_bf16(strategy, precision))
 
 
+def check_pipeline(strategy: MultiGPUStrategy) -> None:
+    """There are ranks enough for a pipeline, and their back end moves tensors from one to another.
+
+    Raises:
+        ValueError: there are not, or SyncBatchNorm is asked for.
+    """
+    devices = strategy.parallel_devices or []
+    num_stages = strategy.pipeline_parallel_size
+    if num_stages < 2:
+        raise ValueError(
+            f"devices={len(devices)}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "
+            "leave strategy= out to train on one device"
+        )
+    if devices[0].type == "cuda" and (strategy.process_group_backend or "nccl") != "nccl":
+        raise ValueError(
+            f"process_group_backend={strategy.process_group_backend!r}: the stages of a pipeline on GPUs exchange their "
+            "activations over 'nccl'; leave the option out"
+        )
+    if strategy._layer_sync is not None:
+        raise ValueError(
+            "sync_batchnorm=True: the stages of a pipeline have no BatchNorm in common; pass sync_batchnorm=False"
+        )
+
+
 def _has_bf16(strategy: MultiGPUStrategy, precision: str) -> bool:
     """Whether this rank's GPU has bfloat16 units; True where it cannot be known yet or does not matter."""
     # Asking initialises CUDA, after which no process can be forked: only a rank that never forks may ask.

@@ -1,0 +1,84 @@
+"""The part of a module that is split: layers of which each takes the output of the one before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Module, ModuleList, Sequential
+
+_CONTAINERS = (Sequential, ModuleList)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers in the order in which they run.
+
+    Attributes:
+        name: of the container in the module, "layers" for example.
+        layers: the container's children.
+    """
+
+    name: str
+    layers: tuple[Module, ...]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def layer_name(self, index: int) -> str:
+        return f"{self.name}.{index}"
+
+    def parameter_bytes(self) -> list[int]:
+        """Of each layer; a parameter that an earlier layer has too counts for that one."""
+        seen: set[Tensor] = set()
+        sizes = []
+        for layer in self.layers:
+            own = set(layer.parameters()) - seen
+            seen |= own
+            sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
+        return sizes
+
+
+def find_chain(module: Module, name: str, num_stages: int) -> Chain:
+    """The container called ``name``, or for "auto" the one with the most parameters that has a layer for every stage.
+
+    Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested ones with equally many parameters the outer one
+    is taken. That the layers do form a chain is found out when they run.
+
+    Raises:
+        ValueError: there is no such container, or it has too few layers; the message lists what there is.
+    """
+    found = {path: child for path, child in module.named_modules() if isinstance(child, _CONTAINERS)}
+    if name != "auto":
+        return _named(module, name, num_stages, found)
+    usable = {path: child for path, child in found.items() if len(child) >= num_stages and _size(child) > 0}
+    if not usable:
+        raise ValueError(
+            f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
+            f"{num_stages} stages. {_listing(found)} Use fewer devices, or put the layers into such a container"
+        )
+    path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals, which is the outer one
+    return Chain(path, tuple(usable[path]))
+
+
+def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList]) -> Chain:
+    if name not in found:
+        kind = next((type(child).__name__ for path, child in module.named_modules() if path == name), None)
+        what = "is no part of the module" if kind is None else f"is a {kind}"
+        raise ValueError(f"module={name!r} {what}; it must be an nn.Sequential or nn.ModuleList. {_listing(found)}")
+    if len(found[name]) < num_stages:
+        raise ValueError(
+            f"module={name!r} has {len(found[name])} layers for {num_stages} stages; use {len(found[name])} or fewer "
+            "devices, or name a longer chain"
+        )
+    return Chain(name, tuple(found[name]))
+
+
+def _size(container: Module) -> int:
+    return sum(parameter.numel() for parameter in container.parameters())
+
+
+def _listing(found: dict[str, Sequential | ModuleList]) -> str:
+    if not found:
+        return "The module has none."
+    return f"The module has {', '.join(f'{path!r} ({len(child)} layers)' for path, child in found.items())}."

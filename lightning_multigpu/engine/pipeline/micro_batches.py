@@ -1,0 +1,125 @@
+"""A batch cut into micro-batches along its samples, and what each of them counts for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+
+_HASHED_BYTES = 1 << 20
+
+
+def num_micro_batches_of(batch: Any, wanted: int) -> int:
+    """``wanted``, or the batch's samples where they are fewer; 1 where no samples can be seen."""
+    size = leading_size(batch)
+    return max(1, min(wanted, size)) if size is not None else 1
+
+
+def split_batch(batch: Any, num_parts: int) -> list[Any]:
+    """The batch in ``num_parts`` parts whose sizes differ by 1 at most, larger ones first; views, not copies.
+
+    Tensors are cut along their first dimension, and so are lists that hold one entry a sample. Numbers, strings, None
+    and tensors without dimensions go to every part.
+
+    Raises:
+        ValueError: a tensor has another first dimension than the batch has samples, or an object cannot be cut.
+    """
+    if num_parts == 1:
+        return [batch]
+    size = leading_size(batch)
+    assert size is not None
+    bounds = [part.tolist() for part in torch.arange(size).tensor_split(num_parts)]
+    return [_cut(batch, part[0], part[-1] + 1, size, "batch") for part in bounds]
+
+
+def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[float]:
+    """What each part's loss is multiplied by so that the sum is the loss of the whole batch.
+
+    For losses that are means over samples a part of n of N samples counts n/N; for sums, 1; for a function, its value
+    for the part divided by the sum over all parts.
+    """
+    if loss_reduction == "sum":
+        return [1.0] * len(parts)
+    if callable(loss_reduction):
+        weights = [float(loss_reduction(part)) for part in parts]
+    else:
+        weights = [float(leading_size(part) or 1) for part in parts]
+    total = sum(weights)
+    return [weight / total if total else 1 / len(parts) for weight in weights]
+
+
+def signature_of(batch: Any) -> tuple[Any, ...]:
+    """Shapes and dtypes of the tensors of a batch, in order."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(batch))
+
+
+def checksum_of(batch: Any) -> int:
+    """A number that tells different batches apart; of each tensor about 1 MiB is looked at."""
+    checksum = zlib.crc32(repr(signature_of(batch)).encode())
+    for tensor in tensors_in(batch):
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() * flat.element_size() // _HASHED_BYTES)
+        sample = flat[::step].contiguous().cpu().view(torch.uint8)
+        checksum = zlib.crc32(sample.numpy(), checksum)
+    return checksum
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors of nested mappings, sequences and dataclasses, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value)
+    elif is_dataclass(batch):
+        for field in fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
+
+
+def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.ndim == 0:
+            return value
+        if value.shape[0] != size:
+            raise ValueError(
+                f"{where} has the shape {tuple(value.shape)}, and the batch has {size} samples: its first dimension "
+                f"must be {size} to be cut into micro-batches; bring it into the module as a buffer, or use "
+                "num_micro_batches=1"
+            )
+        return value[start:stop]
+    if isinstance(value, Mapping):
+        parts = {key: _cut(entry, start, stop, size, f"{where}[{key!r}]") for key, entry in value.items()}
+        return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        return _cut_sequence(value, start, stop, size, where)
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            field.name: _cut(getattr(value, field.name), start, stop, size, f"{where}.{field.name}")
+            for field in fields(value)
+        }
+        return replace(value, **parts)
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which cannot be cut into micro-batches: use tensors in dictionaries, "
+        "lists, tuples or dataclasses, or num_micro_batches=1"
+    )
+
+
+def _cut_sequence(value: Any, start: int, stop: int, size: int, where: str) -> Any:
+    if isinstance(value, list) and len(value) == size and next(tensors_in(value), None) is None:
+        return value[start:stop]
+    parts = [_cut(entry, start, stop, size, f"{where}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts)
+    return type(value)(parts)

@@ -1,0 +1,170 @@
+"""Which stage holds the values of which parameter and buffer.
+
+What belongs to the layers of one stage only is held by that stage; the others have stand-ins in its place, under the
+same names and in the same order. What is outside of the chain, or shared between stages (tied weights), is held by
+all of them, and its gradients are summed over the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+
+
+@dataclass
+class Holding:
+    """A parameter or buffer: its first name, the tensor (or what stands in for it here), and who holds its values."""
+
+    name: str
+    tensor: Tensor
+    stages: tuple[int, ...]
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, Parameter)
+
+
+class Ownership:
+    """The parameters and buffers of a module as stage ``stage`` holds them.
+
+    Args:
+        module: the whole module.
+        chain: its layers.
+        bounds: the layers ``[start, stop)`` of each stage.
+        stage: this one.
+    """
+
+    def __init__(self, module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], stage: int) -> None:
+        self._module = module
+        self.stage = stage
+        self.num_stages = len(bounds)
+        self.holdings = [
+            Holding(name, tensor, stages) for name, tensor, stages in _stages_of_tensors(module, chain, bounds)
+        ]
+
+    def held(self) -> list[Parameter]:
+        """Parameters with values on this stage, in the module's order."""
+        return [h.tensor for h in self.holdings if self.stage in h.stages and isinstance(h.tensor, Parameter)]
+
+    def common(self) -> list[Parameter]:
+        """Parameters that more than one stage holds."""
+        return [h.tensor for h in self.holdings if len(h.stages) > 1 and isinstance(h.tensor, Parameter)]
+
+    def counted(self) -> list[Parameter]:
+        """Parameters that this stage counts for in sums over all stages: each has one stage that does."""
+        return [h.tensor for h in self.holdings if h.stages[-1] == self.stage and isinstance(h.tensor, Parameter)]
+
+    def stages_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each name; a tensor that is registered twice has two names."""
+        stages = {id(h.tensor): h.stages for h in self.holdings}
+        return {name: stages[id(tensor)] for name, tensor in _named_tensors(self._module)}
+
+    def share_values(self, group: MeteredGroup, source: int) -> None:
+        """Gives every rank of ``group`` the values of the world's rank ``source``: the start of a run."""
+        for part in _in_parts(self.holdings):
+            group.broadcast_tensors([holding.tensor for holding in part], src=source)
+
+    def drop(self) -> None:
+        """Replaces what only other stages hold by stand-ins. The parameters stay the same Python objects."""
+        for holding in self.holdings:
+            if self.stage not in holding.stages:
+                kind = "parameter" if holding.is_parameter else "buffer"
+                self._exchange(holding, StandIn(holding.tensor.data, f"{kind} {holding.name}"))
+
+    def move(self, device: torch.device) -> None:
+        """Moves what this stage holds to its device."""
+        for holding in self.holdings:
+            if self.stage in holding.stages and holding.tensor.device != device:
+                holding.tensor.data = holding.tensor.data.to(device)
+
+    def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
+        """Makes the module whole again, in the host's memory of every rank of ``group``: the end of a run.
+
+        Args:
+            group: the stages.
+            ranks: the world's rank of each stage.
+        """
+        for part in _in_parts(self.holdings):
+            for stage in range(self.num_stages):
+                mine = [holding for holding in part if holding.stages[-1] == stage]
+                values = [self._host_copy(holding) for holding in mine]
+                group.broadcast_tensors(values, src=ranks[stage])
+                for holding, value in zip(mine, values, strict=True):
+                    if isinstance(holding.tensor, StandIn):
+                        self._exchange(holding, value)
+                    elif stage != self.stage:
+                        holding.tensor.data.copy_(value)
+
+    def _host_copy(self, holding: Holding) -> Tensor:
+        tensor = holding.tensor
+        if self.stage == holding.stages[-1]:
+            return tensor.detach().to("cpu")
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _exchange(self, holding: Holding, value: Tensor) -> None:
+        """Puts ``value`` in the tensor's place: into the same object if possible, else into every module that has it."""
+        old = holding.tensor
+        new: Tensor = value
+        if isinstance(old, Parameter):
+            new = Parameter(value, requires_grad=old.requires_grad)
+            old.grad = None
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError:  # an autograd graph still refers to it
+            for module in self._module.modules():
+                for table in (module._parameters, module._buffers):
+                    for name, tensor in table.items():
+                        if tensor is old:
+                            table[name] = new  # type: ignore[assignment]
+            holding.tensor = new
+
+
+def _stages_of_tensors(
+    module: Module, chain: Chain, bounds: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    stages: dict[int, set[int]] = {}
+    inside: set[Module] = set()
+    for stage, (start, stop) in enumerate(bounds):
+        for layer in chain.layers[start:stop]:
+            inside.update(layer.modules())
+            for _, tensor in _named_tensors(layer):
+                stages.setdefault(id(tensor), set()).add(stage)
+    everywhere = set(range(len(bounds)))
+    for part in module.modules():
+        if part not in inside:
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is not None:
+                    stages[id(tensor)] = everywhere
+    seen: set[int] = set()
+    for name, tensor in _named_tensors(module):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found = stages[id(tensor)]
+            yield name, tensor, tuple(sorted(found if len(found) == 1 else everywhere))
+
+
+def _named_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _in_parts(holdings: Sequence[Holding], limit_bytes: int = 64 << 20) -> Iterator[list[Holding]]:
+    """Groups of about ``limit_bytes``, so that no second copy of the whole model is made on the way."""
+    part: list[Holding] = []
+    size = 0
+    for holding in holdings:
+        part.append(holding)
+        size += holding.tensor.numel() * holding.tensor.element_size()
+        if size >= limit_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

@@ -1,0 +1,240 @@
+"""One stage as torch's schedules see it.
+
+torch's own stage wants to know the shapes beforehand, or finds them out by running stage and loss once more on
+uninitialised data - which would count batches in BatchNorm and in metrics, and draw random numbers. This one learns
+the shapes of each kind of micro-batch from a header that travels ahead of its first tensors, so that micro-batches
+of different sizes and a smaller last batch need nothing further.
+
+Everything with a leading underscore here is torch's: ``tests/engine/pipeline/test_stage.py`` names what has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn import Module, Parameter
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.records import Transfer
+from lightning_multigpu.engine.pipeline.transfer import Header, Line
+from lightning_multigpu.engine.pipeline.walk import Carried
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of work of a stage: "forward" or "backward" of a micro-batch, on the meter's clock."""
+
+    kind: str
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+class StageModule(Module):
+    """Calls ``run(received, micro_batch)`` and shows torch the stage's parameters."""
+
+    def __init__(self, run: Callable[[tuple[Tensor, ...], int], Any], parameters: Callable[[], list[Parameter]]) -> None:
+        super().__init__()
+        self._run = run
+        self._held = parameters
+
+    def forward(self, *received: Tensor, micro_batch: Tensor) -> Any:
+        return self._run(received, int(micro_batch))
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        return iter(self._held())
+
+
+class Stage(_PipelineStageBase):
+    """A stage whose inputs and outputs may have another shape in every micro-batch.
+
+    Args:
+        run: computes a micro-batch from what was received: gives the output's tensors, on the last stage the loss.
+        parameters: those that the stage holds.
+        index: of the stage.
+        line: to the neighbouring stages.
+        device: where the stage computes.
+        meter: told of activations and gradients, as group "pipeline".
+    """
+
+    def __init__(
+        self,
+        run: Callable[[tuple[Tensor, ...], int], Any],
+        parameters: Callable[[], list[Parameter]],
+        index: int,
+        line: Line,
+        device: torch.device,
+        meter: Meter,
+    ) -> None:
+        super().__init__(StageModule(run, parameters), index, line.num_stages, device, line.group)
+        self._runtime_validate = False
+        self._line = line
+        self._meter = meter
+        self._keys: list[Any] = []
+        self._headers_in: dict[Any, Header] = {}
+        self._headers_out: dict[Any, Header] = {}
+        self._received: dict[int, tuple[Tensor, ...]] = {}
+        self._structures: dict[int, Any] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._transfers: list[Transfer] = []
+        self.events: list[Event] = []
+        self.error: Exception | None = None
+
+    def begin(self, keys: list[Any]) -> None:
+        """Starts a step; ``keys`` tell the kinds of its micro-batches apart: equal keys, equal shapes."""
+        self._keys = keys
+        self._received.clear()
+        self._structures.clear()
+        self._gradients.clear()
+        self.events = []
+        self.error = None
+
+    def end(self) -> None:
+        """Ends a step."""
+        self._settle()
+        self._line.finish()
+
+    def sends(self, carried: Carried, micro_batch: int) -> None:
+        """Notes the containers of the output, which torch's schedules do not carry."""
+        self._structures[micro_batch] = carried.structure
+
+    def structure_received(self, micro_batch: int) -> Any:
+        """The containers that what was received belongs in."""
+        return self._headers_in[self._keys[micro_batch]].structure
+
+    # What torch's schedules call
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
+    ) -> None:
+        self.args_recv_info = {chunk: () for chunk in range(num_microbatches)}
+        self.act_send_info = {}
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        self.chunks = num_microbatches
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        key = self._keys[fwd_chunk_id]
+        if key not in self._headers_in:
+            self._headers_in[key] = self._line.receive_object(self.stage_index - 1)
+        buffers = [
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._headers_in[key].tensors
+        ]
+        self._received[fwd_chunk_id] = tuple(buffers)
+        return self._ops(dist.irecv, buffers, self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        outputs, _ = self.fwd_cache[fwd_chunk_id]
+        header = Header.of(Carried(self._structures[fwd_chunk_id], outputs))
+        key = self._keys[fwd_chunk_id]
+        if key not in self._headers_out:
+            self._headers_out[key] = header
+            self._line.send_object(header, self.stage_index + 1)
+        elif self._headers_out[key] != header:
+            raise ValueError(
+                f"stage {self.stage_index} hands on {header.tensors}, and handed on {self._headers_out[key].tensors} for "
+                "an earlier micro-batch of the same shapes: shapes that depend on the samples' values cannot be pipelined"
+            )
+        return self._ops(dist.isend, [output.detach().contiguous() for output in outputs], self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_last:
+            return []
+        outputs, _ = self.fwd_cache[bwd_chunk_id]
+        gradients = [_empty_like(output) if output.requires_grad else None for output in outputs]
+        self._gradients[bwd_chunk_id] = gradients
+        return self._ops(dist.irecv, [g for g in gradients if g is not None], self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_first:
+            return []
+        computed = self.bwd_cache.pop(bwd_chunk_id)
+        received = self._received.pop(bwd_chunk_id)
+        gradients = [
+            torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+            for tensor, gradient in zip(received, computed, strict=True)
+            if tensor.requires_grad
+        ]
+        return self._ops(dist.isend, gradients, self.stage_index - 1)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        header = self._headers_in[self._keys[fwd_chunk_id]]
+        for tensor, (_, _, requires_grad) in zip(self._received[fwd_chunk_id], header.tensors, strict=True):
+            tensor.requires_grad_(requires_grad and self.has_backward)
+        return self._received[fwd_chunk_id]
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        return tuple(self._gradients.pop(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        start_s = self._meter.now()
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            self._keep(error)
+            raise
+        self.events.append(Event("forward", fwd_chunk_id, start_s, self._meter.now()))
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        received = self._received.get(bwd_chunk_id, ())
+        start_s = self._meter.now()
+        outputs, _ = self.fwd_cache[bwd_chunk_id]
+        if not self.is_last and not any(output.requires_grad for output in outputs):
+            self.fwd_cache.pop(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
+            return
+        self._stage_meta.inputs = (None,) * len(received)
+        try:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            self._keep(error)
+            raise
+        self.events.append(Event("backward", bwd_chunk_id, start_s, self._meter.now()))
+
+    def _keep(self, error: RuntimeError) -> None:
+        """torch wraps what the user's code raises; the user shall see it as it was."""
+        if isinstance(error.__cause__, Exception):
+            self.error = self.error or error.__cause__
+
+    def _ops(self, operation: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
+        receives = operation is dist.irecv
+        for tensor in tensors:
+            self._transfers.append(
+                self._meter.begin(
+                    "recv" if receives else "send",
+                    group="pipeline",
+                    group_size=self.num_stages,
+                    size_bytes=tensor.numel() * tensor.element_size(),
+                    blocking=receives,
+                )
+            )
+        return [dist.P2POp(operation, tensor, self._line.ranks[stage], self.group) for tensor in tensors]
+
+    def _settle(self) -> None:
+        """Ends the clocks of transfers: schedules wait for what is received before they compute."""
+        for transfer in self._transfers:
+            transfer.finish()
+        self._transfers.clear()
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,92 @@
+"""Tensors that take no memory: what a rank has in place of the values that only other stages hold.
+
+A stand-in has the shape, dtype and device of the real tensor and no values. Whatever is computed from one is a
+stand-in as well and remembers where it came from. So code that only passes values on keeps working, optimizers and
+``state_dict`` see every parameter in its place, and a result that would need the missing values can be told apart
+from a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+
+
+class StandIn(Tensor):
+    """A tensor without values.
+
+    Args:
+        like: the tensor whose shape, dtype, strides and device it has.
+        source: what it stands for, for messages: "parameter layers.3.weight".
+        device: another device than that of ``like``.
+        fixed: writing into it raises, where it otherwise changes nothing.
+    """
+
+    source: str
+    fixed: bool
+
+    @staticmethod
+    def __new__(
+        cls, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False
+    ) -> StandIn:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
+        )
+
+    def __init__(
+        self, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False
+    ) -> None:
+        self.source = source
+        self.fixed = fixed
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StandIn({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        mine = next(t for t in tree_iter((args, kwargs)) if isinstance(t, StandIn))
+        if func._schema.is_mutable:
+            return _unchanged(func, args, mine)
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else mine.device
+        meta_args, meta_kwargs = tree_map_only(Tensor, _shape_only, (args, kwargs))
+        if "device" in kwargs:
+            meta_kwargs["device"] = torch.device("meta")
+        try:
+            results = func(*meta_args, **meta_kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise PipelineError(
+                f"a step computes with {mine.source}, whose values are on another stage ({func}): {error}"
+            ) from error
+        return tree_map_only(Tensor, lambda result: StandIn(result, mine.source, device), results)
+
+
+def first_stand_in(values: Any) -> StandIn | None:
+    """Some stand-in within nested containers; None if there is none."""
+    return next((value for value in tree_iter(values) if isinstance(value, StandIn)), None)
+
+
+def real(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those tensors that have values."""
+    return [tensor for tensor in tensors if not isinstance(tensor, StandIn)]
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, StandIn):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor.to("meta")
+
+
+def _unchanged(func: Any, args: Any, mine: StandIn) -> Any:
+    """Writing into a stand-in changes nothing; writing one into a real tensor would lose the tensor's values."""
+    if args and isinstance(args[0], StandIn):
+        if args[0].fixed:
+            raise PipelineError(f"{args[0].source} is changed in place, which would be lost between stages")
+        return args[0]
+    raise PipelineError(f"{func} writes {mine.source}, whose values are on another stage, into a tensor of this stage")

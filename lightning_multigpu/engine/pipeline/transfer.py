@@ -1,0 +1,110 @@
+"""What travels from one stage to the next outside of torch's schedules: headers, objects, and evaluation's outputs."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.pipeline.walk import Carried
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a receiver must know before the tensors come: the containers, and of each tensor shape, dtype, gradient."""
+
+    structure: Any
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
+
+    @classmethod
+    def of(cls, carried: Carried) -> Header:
+        tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in carried.tensors)
+        return cls(carried.structure, tensors)
+
+
+class Line:
+    """Point-to-point messages between the stages of one pipeline; those between two ranks arrive in order.
+
+    Args:
+        group: the ranks, in the order of their stages.
+        meter: told of every message, as group "pipeline".
+        device: where the back end wants its tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, meter: Meter, device: torch.device) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.device = device
+        self._meter = meter
+        self._pending: list[tuple[dist.Work, Tensor]] = []
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    def send_object(self, obj: Any, stage: int) -> None:
+        """Sends a picklable object; returns at once."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        self.send(torch.tensor([payload.numel()]), stage)
+        self.send(payload, stage)
+
+    def receive_object(self, stage: int) -> Any:
+        """The object that ``stage`` has sent next; waits for it."""
+        size = self.receive(torch.empty(1, dtype=torch.int64), stage)
+        payload = self.receive(torch.empty(int(size), dtype=torch.uint8), stage)
+        return pickle.loads(payload.numpy().tobytes())
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Sends a tensor of any device; returns at once."""
+        staged = tensor.detach().to(self.device).contiguous()
+        transfer = self._meter.begin(
+            "send", group="pipeline", group_size=self.num_stages, size_bytes=staged.numel() * staged.element_size()
+        )
+        work = dist.isend(staged, self.ranks[stage], group=self.group)
+        assert work is not None
+        transfer.finish()
+        self._pending = [(w, t) for w, t in self._pending if not w.is_completed()]
+        self._pending.append((work, staged))
+
+    def receive(self, tensor: Tensor, stage: int) -> Tensor:
+        """Fills ``tensor``, on its own device, with what ``stage`` has sent next; waits for it."""
+        staged = tensor if tensor.device == self.device else tensor.to(self.device)
+        size_bytes = staged.numel() * staged.element_size()
+        with self._meter.blocking("recv", group="pipeline", group_size=self.num_stages, size_bytes=size_bytes):
+            dist.recv(staged, self.ranks[stage], group=self.group)
+        if staged is not tensor:
+            tensor.copy_(staged)
+        return tensor
+
+    def send_carried(self, carried: Carried, stage: int) -> None:
+        """Sends a layer's output with its header; returns at once."""
+        self.send_object(Header.of(carried), stage)
+        for tensor in carried.tensors:
+            self.send(tensor, stage)
+
+    def receive_carried(self, stage: int, device: torch.device) -> Carried:
+        """A layer's output that ``stage`` has sent, on ``device``."""
+        header = self.receive_object(stage)
+        empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in header.tensors]
+        return Carried(header.structure, tuple(self.receive(tensor, stage) for tensor in empty))
+
+    def finish(self) -> None:
+        """Waits until everything has been sent."""
+        pending, self._pending = self._pending, []
+        for work, _ in pending:
+            work.wait()
+
+    def same_everywhere(self, number: int) -> bool:
+        """Whether all stages have the same number; a collective of the pipeline."""
+        mine = torch.tensor([number], device=self.device)
+        numbers = [torch.empty_like(mine) for _ in self.ranks]
+        with self._meter.blocking("all_gather", group="pipeline", group_size=self.num_stages, size_bytes=8 * len(numbers)):
+            dist.all_gather(numbers, mine, group=self.group)
+        return len({int(value) for value in numbers}) == 1
+
+

@@ -1,0 +1,85 @@
+"""What the stages of a pipeline decide together although Lightning asks each of them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import Precision
+from torch.nn import Module
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_multigpu.engine.pipeline.gradients import StageSums
+from lightning_multigpu.engine.pipeline.ownership import Ownership
+
+
+class StageAgreement:
+    """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
+
+    The precision plugin's and its gradient scaler's own methods are covered for the time of the run.
+
+    Args:
+        plugin: the Trainer's precision plugin.
+        ownership: which stage counts for which parameter.
+        sums: over the stages.
+    """
+
+    def __init__(self, plugin: Precision, ownership: Ownership, sums: StageSums) -> None:
+        self._plugin = plugin
+        self._scaler: Any = getattr(plugin, "scaler", None)
+        self._ownership = ownership
+        self._sums = sums
+        vars(plugin)["clip_grad_by_norm"] = self._clip
+        if self._scaler is not None:
+            self._unscale = self._scaler.unscale_
+            vars(self._scaler)["unscale_"] = self._unscale_together
+
+    def end(self) -> None:
+        """Gives the plugin its own methods back."""
+        vars(self._plugin).pop("clip_grad_by_norm", None)
+        if self._scaler is not None:
+            vars(self._scaler).pop("unscale_", None)
+
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        norm = self._sums.norm([p for p in self._ownership.counted() if id(p) in own])
+        held = [p for p in self._ownership.held() if id(p) in own and p.grad is not None]
+        dtype = held[0].grad.dtype if held and held[0].grad is not None else norm.dtype
+        clip_grads_with_norm_(held, clip_val, norm.to(dtype))
+
+    def _unscale_together(self, optimizer: Optimizer) -> None:
+        self._unscale(optimizer)
+        found = list(self._scaler._found_inf_per_device(optimizer).values()) or [torch.zeros(1)]
+        for flag in found:
+            self._sums.any(flag)
+
+
+class RealOutputs(Callback):
+    """Puts the loss of the batch, and whatever else the step returned, in the place of what Lightning was given.
+
+    Lightning wants the loss before a pipeline has computed it. This callback comes before all others.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Any] = {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(outputs, dict) and "loss" in outputs:
+            outputs.update(self.outputs)
+        self.outputs = {}
+
+
+def gather_metrics_by(module: Module, gather: Any) -> list[Metric]:
+    """Makes the module's metrics exchange their states by ``gather``; returns those that it was done for."""
+    found = [part for part in module.modules() if isinstance(part, Metric) and part.dist_sync_fn is None]
+    for metric in found:
+        metric.dist_sync_fn = gather
+    return found

@@ -1,0 +1,89 @@
+"""Checkpoints of a pipeline: what the stages hold, put together on the last stage, which is the rank that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.transfer import Line
+
+
+def whole_state_dict(state: dict[str, Any], ownership: Ownership, line: Line) -> dict[str, Any]:
+    """The module's state with all values, in the host's memory, on the last stage; elsewhere the stage's own part.
+
+    Every stage of the pipeline has to call it. Keys keep their order.
+
+    Args:
+        state: ``module.state_dict()``, with stand-ins.
+        ownership: who holds what.
+        line: to the other stages.
+    """
+    stages = ownership.stages_by_name()
+    last = line.num_stages - 1
+    whole = dict(state)
+    for key, value in state.items():
+        holders = stages.get(key, (last,))
+        if last in holders or not isinstance(value, Tensor):
+            continue
+        if ownership.stage == holders[0]:
+            line.send(value, last)
+        elif ownership.stage == last:
+            whole[key] = line.receive(torch.empty(value.shape, dtype=value.dtype), holders[0])
+    line.finish()
+    return whole
+
+
+def whole_optimizer_state(optimizer: Optimizer, ownership: Ownership, line: Line) -> dict[str, Any]:
+    """The optimizer's state of one device, in the host's memory, on the last stage; elsewhere the stage's own part.
+
+    Every stage of the pipeline has to call it. Parameters are numbered as on one device.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    last = line.num_stages - 1
+    merged: dict[int, Any] = {}
+    for index, holders in enumerate(_holders(optimizer, ownership)):
+        own = state["state"].get(index)
+        if last not in holders:
+            if ownership.stage == holders[0]:
+                line.send_object(_on_host(own), last)
+            elif ownership.stage == last:
+                own = line.receive_object(holders[0])
+        if own is not None:
+            merged[index] = own
+    line.finish()
+    return {**state, "state": merged}
+
+
+def own_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, ownership: Ownership) -> dict[str, Any]:
+    """Of one device's optimizer state, what belongs to parameters that this stage holds."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    held = {
+        number
+        for number, holders in zip(numbers, _holders(optimizer, ownership), strict=False)
+        if ownership.stage in holders
+    }
+    return {**state, "state": {number: value for number, value in state["state"].items() if number in held}}
+
+
+def _holders(optimizer: Optimizer, ownership: Ownership) -> list[tuple[int, ...]]:
+    """The stages that hold each parameter of the optimizer, in its order; all of them for what is not the module's."""
+    stages = {id(holding.tensor): holding.stages for holding in ownership.holdings}
+    everywhere = tuple(range(ownership.num_stages))
+    return [stages.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        assert not isinstance(value, StandIn)
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_host(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(entry) for entry in value)
+    return value
