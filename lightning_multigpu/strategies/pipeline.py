@@ -232,7 +232,7 @@ class PipelineStrategy(MultiGPUStrategy):
             gradients: what each micro-batch's loss then has to be multiplied by.
         """
         self._step_args = (*args, *kwargs.values())
-        return torch.ones((), device=self.root_device)
+        return torch.ones((), dtype=torch.float64, device=self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -54,8 +54,10 @@ class StageAgreement:
 
     def _unscale_together(self, optimizer: Optimizer) -> None:
         self._unscale(optimizer)
-        found = list(self._scaler._found_inf_per_device(optimizer).values()) or [torch.zeros(1)]
-        for flag in found:
+        found = self._scaler._found_inf_per_device(optimizer)
+        if not found:  # this stage has no gradient, and the scaler insists on an answer
+            found[torch.device("cpu")] = torch.zeros(1)
+        for flag in found.values():
             self._sums.any(flag)
 
 

@@ -52,13 +52,16 @@ class Case:
 
 
 class Classifier(L.LightningModule):
-    """An ordinary module. It keeps what it saw: the loss and the number of samples of each training batch."""
+    """An ordinary module. It keeps what it saw: the loss and the number of samples of each training batch.
+
+    A batch that comes in micro-batches is one batch; a rank that computes no loss has seen none.
+    """
 
     def __init__(self, optimizer: str = "sgd", *, unused: bool = False, sparse: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(11)
-        self.first = nn.Linear(NUM_FEATURES, 16)
-        self.second = nn.Linear(16, NUM_CLASSES)
+        # Four layers, so that they can be split into as many stages; two of those then have no parameters.
+        self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, NUM_CLASSES), nn.Identity())
         self.unused = nn.Linear(4, 4) if unused else None
         self.table = nn.Embedding(7, NUM_FEATURES, sparse=True) if sparse else None
         with torch.no_grad():
@@ -67,20 +70,36 @@ class Classifier(L.LightningModule):
         self.optimizer_name = optimizer
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(NUM_CLASSES, average="micro")
         self.seen: list[tuple[float, int]] = []
+        self._last_batch: tuple[int, int] | None = None
         self.seen_targets: list[list[int]] = []
         self.learning_rates: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is not None:
             x = x + self.table((x[:, 0].abs() * 3).long() % 7).to(x.dtype)
-        return self.second(torch.tanh(self.first(x)))
+        return self.layers(x)  # type: ignore[no-any-return]
+
+    @property
+    def first(self) -> nn.Linear:
+        return self.layers[0]  # type: ignore[return-value]
+
+    @property
+    def second(self) -> nn.Linear:
+        return self.layers[2]  # type: ignore[return-value]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
-        self.seen.append((float(loss.detach()), len(y)))
+        self._see((self.current_epoch, batch_idx), float(loss.detach()), len(y))
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
+
+    def _see(self, batch: tuple[int, int], loss: float, size: int) -> None:
+        if batch == self._last_batch:
+            before, seen = self.seen.pop()
+            loss, size = (before * seen + loss * size) / (seen + size), seen + size
+        self._last_batch = batch
+        self.seen.append((loss, size))
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.learning_rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -95,10 +114,11 @@ class Classifier(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
+        logits = self(x)
         self.seen_targets.append(batch[0][:, 0].tolist())
-        self.accuracy(self(x), y)
+        self.accuracy(logits, y)
         self.log("test_accuracy", self.accuracy, on_epoch=True)
-        self.log("test_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+        self.log("test_loss", nn.functional.cross_entropy(logits, y), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return batch[0][:, 0]
@@ -129,8 +149,14 @@ def dataset(num_samples: int, *, seed: int = 5) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def train_loader(case: Case, ranks: int, **options: Any) -> DataLoader[Any]:
+def data_ranks(trainer: L.Trainer) -> int:
+    """How many ranks the trainer deals a global batch out to."""
+    return int(getattr(trainer.strategy, "data_parallel_size", trainer.world_size))
+
+
+def train_loader(case: Case, ranks: int | L.Trainer, **options: Any) -> DataLoader[Any]:
     """What a user writes. One device gets the order that Lightning's injected sampler has on several."""
+    ranks = ranks if isinstance(ranks, int) else data_ranks(ranks)
     data = dataset(case.num_samples)
     if ranks == 1:
         order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
@@ -170,8 +196,8 @@ def fit(case: Case, strategy_name: str | None, ranks: int) -> dict[str, Any]:
     module = Classifier(case.optimizer, **case.module)
     trainer = make_trainer(case, strategy, ranks)
     # One device gets the whole global evaluation batch too; the values must not depend on that.
-    validation = eval_loader(batch_size=8 // ranks) if case.validate else None
-    trainer.fit(module, train_loader(case, ranks), validation)
+    validation = eval_loader(batch_size=8 // data_ranks(trainer)) if case.validate else None
+    trainer.fit(module, train_loader(case, trainer), validation)
     return {
         "weights": state(module),
         "seen": module.seen,
@@ -182,8 +208,8 @@ def fit(case: Case, strategy_name: str | None, ranks: int) -> dict[str, Any]:
 
 
 def global_losses(per_rank: list[dict[str, Any]]) -> list[float]:
-    """The loss over each global batch, from what each rank saw of it."""
-    steps: list[Any] = list(zip(*(result["seen"] for result in per_rank), strict=True))
+    """The loss over each global batch, from what each rank that computes losses saw of it."""
+    steps: list[Any] = list(zip(*(result["seen"] for result in per_rank if result["seen"]), strict=True))
     return [sum(loss * n for loss, n in step) / sum(n for _, n in step) for step in steps]
 
 

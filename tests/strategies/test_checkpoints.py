@@ -31,7 +31,7 @@ def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     # The run is cut off well after the file was written, as a crash would do it.
     trainer = make_trainer(case, strategy, ranks, callbacks=[callback], enable_checkpointing=True, max_steps=step + 2)
-    trainer.fit(Classifier(case.optimizer), loader_for(case, ranks))
+    trainer.fit(Classifier(case.optimizer), loader_for(case, trainer))
     return sorted(path.name for path in Path(directory).iterdir())
 
 
@@ -39,8 +39,8 @@ def resume(case: Case, strategy: Any, ranks: int, path: str) -> dict[str, Any]:
     module = Classifier(case.optimizer)
     chosen = "auto" if strategy is None else strategy if strategy == "ddp" else make_strategy(strategy)
     trainer = make_trainer(case, chosen, ranks)
-    trainer.fit(module, loader_for(case, ranks), ckpt_path=path)
-    return {"weights": state(module), "global_step": trainer.global_step, "seen": module.seen,
+    trainer.fit(module, loader_for(case, trainer), ckpt_path=path)
+    return {"weights": state(module), "global_step": trainer.global_step,
             "learning_rates": module.learning_rates}  # fmt: skip
 
 
@@ -56,7 +56,7 @@ STOCK_RTOL = 1e-5
 def _assert_continues(resumed: dict[str, Any], steps_left: int, rtol: float = 1e-9) -> None:
     whole = fit(CASE, None, 1)
     assert resumed["global_step"] == whole["global_step"]
-    assert len(resumed["seen"]) == steps_left
+    assert len(resumed["learning_rates"]) == steps_left
     assert resumed["learning_rates"] == whole["learning_rates"][-steps_left:]
     for name, value in whole["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], value, rtol=rtol, atol=rtol * 1e-2)
@@ -151,7 +151,7 @@ def _save_twice(directory: str) -> str:
     trainer = make_trainer(CASE, make_strategy("ring_ddp"), 2, callbacks=[_FailsWhileWriting(), callback],
                            enable_checkpointing=True)  # fmt: skip
     with pytest.raises((OSError, SystemExit)):
-        trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, 2))
+        trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, trainer))
     return "survived"
 
 

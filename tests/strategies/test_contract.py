@@ -126,7 +126,7 @@ def scaled(strategy_name: str | None, ranks: int) -> dict[str, Any]:
     module = Classifier()
     case = Case(max_epochs=3)
     trainer = make_trainer(case, strategy, ranks, precision=None, plugins=[plugin])
-    trainer.fit(module, train_loader(case, ranks))
+    trainer.fit(module, train_loader(case, trainer))
     assert plugin.scaler is not None
     return {"weights": state(module), "scale": plugin.scaler.get_scale()}
 
@@ -136,8 +136,8 @@ def test_gradient_scaling_agrees_over_ranks(regime: Regime, world2: World) -> No
     reference = scaled(None, 1)
     assert reference["scale"] < 2.0**24, "nothing has overflowed: the test shows nothing"
     first, second = world2.run(scaled, regime.name, 2)
-    # A rank's loss is a mean over half of the samples, so that its gradients overflow at half the scale.
-    assert reference["scale"] / 2 <= first["scale"] == second["scale"] <= reference["scale"]
+    # A loss over half of the samples has gradients that overflow at half the scale; those of a micro-batch are smaller.
+    assert reference["scale"] / 2 <= first["scale"] == second["scale"] <= reference["scale"] * 2
     start = state(Classifier())
     for name, value in first["weights"].items():
         assert torch.equal(value, second["weights"][name]), f"{name} differs between ranks"

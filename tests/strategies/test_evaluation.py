@@ -13,6 +13,7 @@ from lightning_multigpu.registry import Regime
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    data_ranks,
     distinct_regimes,
     eval_loader,
     make_strategy,
@@ -29,7 +30,7 @@ def evaluate(strategy_name: str | None, ranks: int, num_samples: int) -> dict[st
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     module = Classifier()
     trainer = make_trainer(Case(), strategy, ranks)
-    loader = eval_loader(num_samples, batch_size=8 // ranks)
+    loader = eval_loader(num_samples, batch_size=8 // data_ranks(trainer))
     (validated,) = trainer.validate(module, loader, verbose=False)
     (tested,) = trainer.test(module, loader, verbose=False)
     predicted = trainer.predict(module, loader)
@@ -71,7 +72,7 @@ def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
         Case(max_epochs=4), make_strategy(strategy_name), 2, callbacks=[stop, best], enable_checkpointing=True
     )
     del rate
-    trainer.fit(_Diverging(), train_loader(Case(), 2), eval_loader())
+    trainer.fit(_Diverging(), train_loader(Case(), trainer), eval_loader())
     return {
         "stopped_epoch": stop.stopped_epoch,
         "epochs": trainer.current_epoch,
@@ -95,7 +96,7 @@ def averaged(strategy_name: str | None, ranks: int) -> dict[str, torch.Tensor]:
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     trainer = make_trainer(case, strategy, ranks, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
     module = Classifier()
-    trainer.fit(module, train_loader(case, ranks))
+    trainer.fit(module, train_loader(case, trainer))
     return state(module)
 
 
@@ -113,7 +114,7 @@ def twice(strategy_name: str) -> list[float]:
     losses = []
     for _ in range(2):
         trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy_name), 2, num_sanity_val_steps=2)
-        trainer.fit(module, train_loader(Case(), 2), eval_loader())
+        trainer.fit(module, train_loader(Case(), trainer), eval_loader())
         (result,) = trainer.test(module, eval_loader(), verbose=False)
         losses.append(result["test_loss"])
     return losses
@@ -137,7 +138,7 @@ class _Recorder(L.Callback):
 def limited(strategy_name: str, options: dict[str, Any]) -> tuple[int, int]:
     recorder = _Recorder()
     trainer = make_trainer(Case(), make_strategy(strategy_name), 2, callbacks=[recorder], **options)
-    trainer.fit(Classifier(), train_loader(Case(), 2), eval_loader())
+    trainer.fit(Classifier(), train_loader(Case(), trainer), eval_loader())
     return recorder.batches, trainer.global_step
 
 

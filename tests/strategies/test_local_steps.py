@@ -97,7 +97,7 @@ def test_weights_and_momentum_are_those_of_local_sgd_by_hand(world2: World, tmp_
         assert_close(result["weights"], weights)
     assert_same([result["weights"] for result in results])
     alone = [result["after_steps"][1] for result in results]
-    assert not torch.equal(alone[0]["first.weight"], alone[1]["first.weight"]), (
+    assert not torch.equal(alone[0]["layers.0.weight"], alone[1]["layers.0.weight"]), (
         "ranks are on their own between meetings"
     )
 

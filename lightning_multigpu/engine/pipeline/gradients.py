@@ -76,14 +76,16 @@ class StageSums:
         if gradient is None:
             indices = torch.empty((1, 0), dtype=torch.int64)
             values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-            gradient = torch.sparse_coo_tensor(indices, values, parameter.shape, device=parameter.device)
-        gradient = gradient.to_sparse(1) if not gradient.is_sparse else gradient.coalesce()
+            gradient = torch.sparse_coo_tensor(
+                indices, values, parameter.shape, device=parameter.device, check_invariants=False, is_coalesced=True
+            )
+        gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
         self._all_reduce(gradient)
         parameter.grad = gradient
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        entries = tensor._nnz() if tensor.is_sparse else 1
-        size_bytes = entries * tensor.element_size() if tensor.is_sparse else tensor.numel() * tensor.element_size()
+        values = tensor._values() if tensor.is_sparse else tensor
+        size_bytes = values.numel() * values.element_size()
         with self._meter.blocking(
             "all_reduce", group="pipeline", group_size=self._line.num_stages, size_bytes=size_bytes
         ):
