@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,36 +10,33 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.communication.collectives import MeteredGroup
-from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_counts, stage_bounds
 from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.gradients import StageSums
-from lightning_multigpu.engine.pipeline.micro_batches import (
-    checksum_of,
-    num_micro_batches_of,
-    signature_of,
-    split_batch,
-    weights_of,
-)
+from lightning_multigpu.engine.pipeline.micro_batches import checksum_of
 from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.random_state import seed_of
 from lightning_multigpu.engine.pipeline.runner import SCHEDULES, PipelineRunner, ScheduleName
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.pipeline_checks import (
+    check_callbacks,
+    check_module,
+    check_optimizers,
+    describe_split,
+)
 from lightning_multigpu.strategies.stage_agreement import RealOutputs, StageAgreement, gather_metrics_by
-from lightning_multigpu.strategies.stage_logs import StageLogs, combined
 from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state, whole_state_dict
+from lightning_multigpu.strategies.stage_steps import StageSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_HOOKS = {TrainerFn.FITTING: 0, TrainerFn.VALIDATING: 1, TrainerFn.TESTING: 2, TrainerFn.PREDICTING: 3}
 
 
 class PipelineStrategy(MultiGPUStrategy):
@@ -53,8 +49,8 @@ class PipelineStrategy(MultiGPUStrategy):
     Args:
         module: the name of the container whose layers are split, "model.layers" for example; "auto" takes the one
             with the most parameters.
-        schedule: "gpipe" runs all forward passes first, "1f1b" alternates as soon as it can, so that fewer micro-batches
-            are in memory at a time.
+        schedule: "gpipe" runs all forward passes first; "1f1b" alternates as soon as it can, so that fewer
+            micro-batches are in memory at a time.
         num_micro_batches: into how many parts a batch is cut; "auto" makes it four a stage. A batch with fewer samples
             makes fewer.
         balance: how the layers are dealt out: "parameters" evens out the bytes of the parameters; a list gives each
@@ -86,16 +82,14 @@ class PipelineStrategy(MultiGPUStrategy):
         self._num_micro_batches = num_micro_batches
         self._balance = balance
         self._ownership: Ownership | None = None
-        self._runner: PipelineRunner | None = None
+        self._steps: StageSteps | None = None
         self._sums: StageSums | None = None
         self._stages: MeteredGroup | None = None
-        self._logs: StageLogs | None = None
         self._agreement: StageAgreement | None = None
         self._outputs = RealOutputs()
         self._metrics: list[Any] = []
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
-        self._in_step = False
 
     @property
     @override
@@ -131,7 +125,8 @@ class PipelineStrategy(MultiGPUStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            _check_module(self.lightning_module)
+            check_module(self.lightning_module)
+            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, self._outputs)  # type: ignore[attr-defined]
         super().setup(trainer)
         assert self._ownership is not None
@@ -141,11 +136,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError(
-                "LBFGS works on all parameters at once, and a pipeline has them on different ranks; use an optimizer "
-                "that works parameter by parameter, such as SGD or AdamW"
-            )
+        check_optimizers(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -165,14 +156,14 @@ class PipelineStrategy(MultiGPUStrategy):
         self._ownership.drop()
         self._ownership.move(self.root_device)
         self._sums = StageSums(line, self.meter)
-        self._logs = StageLogs(module)
-        self._runner = PipelineRunner(
+        runner = PipelineRunner(
             chain, bounds, stage, line, self.root_device, self.meter,
             schedule=self._schedule, parameters=self._ownership.held,
         )  # fmt: skip
         self._metrics = gather_metrics_by(module, self._gather_metric)
-        self._base_seed = int(self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0]))
-        rank_zero_info(_describe(chain, bounds, line.ranks))
+        seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
+        self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
+        rank_zero_info(describe_split(chain, bounds, line.ranks))
 
     def _cuts(self, chain: Chain, num_stages: int) -> tuple[int, ...]:
         if isinstance(self._balance, str):
@@ -188,10 +179,12 @@ class PipelineStrategy(MultiGPUStrategy):
             metric.dist_sync_fn = None
         if trainer is not None and self._outputs in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._outputs)  # type: ignore[attr-defined]
-        regular = trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not self.failure_watch.failed
-        if regular and self._runner is not None:
+        regular = (
+            trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not self.failure_watch.failed
+        )
+        if regular and self._steps is not None:
             self._make_whole()
-        self._ownership = self._runner = self._sums = self._logs = self._stages = self._agreement = None
+        self._ownership = self._steps = self._sums = self._stages = self._agreement = None
         self._metrics = []
         self._step_args = None
         super().teardown()
@@ -199,10 +192,10 @@ class PipelineStrategy(MultiGPUStrategy):
     def _make_whole(self) -> None:
         """Gives every rank what it had before the run: all values; and rank 0 the states of the optimizers."""
         assert self._ownership is not None
-        assert self._runner is not None
+        assert self._steps is not None
         assert self._stages is not None
         states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
-        self._ownership.restore(self._stages, self._runner.line.ranks)
+        self._ownership.restore(self._stages, self._steps.runner.line.ranks)
         if self.is_global_zero:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
@@ -213,9 +206,9 @@ class PipelineStrategy(MultiGPUStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; stages that have loaded different ones all get that of the last stage."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        assert self._runner is not None
+        assert self._steps is not None
         assert self._stages is not None
-        line = self._runner.line
+        line = self._steps.runner.line
         if line.same_everywhere(checksum_of(batch)):
             return batch
         shared = self._stages.broadcast_object(batch, line.ranks[-1])
@@ -251,119 +244,55 @@ class PipelineStrategy(MultiGPUStrategy):
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
-        self._run_schedule(float(multiplier), float(closure_loss))
+        assert self._steps is not None
+        assert self._step_args is not None
+        (batch, *others), self._step_args = self._step_args, None
+        outputs = self._steps.train(
+            batch,
+            others,
+            multiplier=float(multiplier),
+            num_micro_batches=self.num_micro_batches,
+            loss_reduction=self.feed.loss_reduction,
+        )
+        self._outputs.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         if not self._accumulating:
             self._sums.sum_gradients(self._ownership.common())
         multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
 
-    def _run_schedule(self, multiplier: float, normalization: float) -> None:
-        module, runner, logs = self.lightning_module, self._runner, self._logs
-        assert module is not None
-        assert runner is not None
-        assert logs is not None
-        assert self._step_args is not None
-        (batch, *others), self._step_args = self._step_args, None
-        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
-        weights = weights_of(parts, self.feed.loss_reduction)
-        records: list[Any] = [[] for _ in parts]
-        outputs: list[Any] = [None for _ in parts]
-
-        def step(micro_batch: int) -> Any:
-            with self.precision_plugin.train_step_context(), logs.recording(pass_on=False) as records[micro_batch]:
-                output = self._called(module.training_step, parts[micro_batch], *others)
-            outputs[micro_batch] = {k: v for k, v in output.items() if k != "loss"} if _is_mapping(output) else {}
-            return output.get("loss") if _is_mapping(output) else output
-
-        trainable = sum(parameter.requires_grad for parameter in module.parameters())
-        kinds = [(signature_of(part), trainable, torch.is_autocast_enabled("cpu")) for part in parts]
-        losses = runner.train(step, kinds, [weight * multiplier for weight in weights], self._seed(module.trainer))
-        message: tuple[Any, Any] = (None, None)
-        if runner.is_last:
-            loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-            message = combined(records, [leading_size(part) or 1 for part in parts]), loss
-        replayed, loss = self._from_last_stage(message)
-        logs.replay(replayed, "training_step")
-        extra = _merged(outputs) if runner.is_last else {}
-        self._outputs.outputs = {"loss": loss.to(self.root_device) * normalization, **extra}
-
-    def _called(self, function: Any, *args: Any) -> Any:
-        self._in_step = True
-        try:
-            return function(*args)
-        finally:
-            self._in_step = False
-
-    def _seed(self, trainer: pl.Trainer) -> tuple[int, ...]:
-        """Of the present batch: another one for every batch of a run, the same after it was resumed."""
-        assert trainer.state.fn is not None
-        if trainer.training:
-            place = (0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        else:
-            self._evaluated += 1
-            place = (1 + _HOOKS[trainer.state.fn], trainer.global_step, self._evaluated)
-        return (self._base_seed, self.data_parallel_rank, *place)
-
-    _base_seed = 0
-    _evaluated = 0
-
-    def _from_last_stage(self, message: Any) -> Any:
-        """What the last stage has to say, on every stage."""
-        assert self._runner is not None
-        line = self._runner.line
-        last = line.num_stages - 1
-        if not self._runner.is_last:
-            return line.receive_object(last)
-        for stage in range(last):
-            line.send_object(message, stage)
-        line.finish()
-        return message
-
     # Evaluation
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
         with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *args, **kwargs)
+            return self._steps.evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
         with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *args, **kwargs)
+            return self._steps.evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """What ``predict_step`` returns, on the last stage; an empty list elsewhere."""
+        assert self._steps is not None
         with self.precision_plugin.predict_step_context():
-            output = self._evaluate("predict_step", *args, **kwargs)
-        assert self._runner is not None
-        return output if self._runner.is_last else []
-
-    def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        module, runner, logs = self.lightning_module, self._runner, self._logs
-        assert module is not None
-        assert runner is not None
-        assert logs is not None
-        with logs.recording(pass_on=runner.is_last) as records:
-            step = getattr(module, hook)
-            left, output = runner.evaluate(lambda: self._called(step, *args, **kwargs), self._seed(module.trainer))
-        if hook != "predict_step":
-            replayed = self._from_last_stage(records)
-            if not runner.is_last:
-                logs.replay(replayed, hook)
-        runner.line.finish()
-        return None if left or not runner.is_last else output
+            output = self._steps.evaluate("predict_step", *args, **kwargs)
+        return output if self._steps.runner.is_last else []
 
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """The states of a metric on the last stages, where its samples are.
 
         Within a step only those ask; outside, all ranks do.
         """
-        group = self._metered_group(None if self._in_step else dist.group.WORLD)
+        assert self._steps is not None
+        group = self._metered_group(None if self._steps.running else dist.group.WORLD)
         if group is None:
             return [tensor]
-        states = group.gather_objects((self._runner is not None and self._runner.is_last, tensor.cpu()))
+        states = group.gather_objects((self._steps.runner.is_last, tensor.cpu()))
         return [state.to(tensor.device) for counts, state in states if counts]
 
     # Checkpoints
@@ -371,16 +300,16 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._ownership is None or self._runner is None:
+        if self._ownership is None or self._steps is None:
             return state
-        return whole_state_dict(state, self._ownership, self._runner.line)
+        return whole_state_dict(state, self._ownership, self._steps.runner.line)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
-        if self._ownership is None or self._runner is None:
+        if self._ownership is None or self._steps is None:
             return super().optimizer_state(plain)
-        return whole_optimizer_state(plain, self._ownership, self._runner.line)
+        return whole_optimizer_state(plain, self._ownership, self._steps.runner.line)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -390,40 +319,3 @@ class PipelineStrategy(MultiGPUStrategy):
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-
-
-def _check_module(module: pl.LightningModule) -> None:
-    """What a pipeline cannot do with a module is said before anything is trained."""
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"{name}.automatic_optimization=False: a pipeline runs backward within its schedule, so that manual "
-            "optimization is not possible; use automatic optimization, or another strategy"
-        )
-    if is_overridden("backward", module):
-        raise ValueError(f"{name} overrides backward, which a pipeline's schedule calls by itself; remove it")
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ValueError(f"{name}.training_step takes dataloader_iter; a pipeline needs the batch: take batch instead")
-
-
-def _describe(chain: Chain, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
-    sizes = chain.parameter_bytes()
-    lines = [f"Pipeline over {chain.name!r}, {len(chain)} layers in {len(bounds)} stages:"]
-    for stage, (start, stop) in enumerate(bounds):
-        size_mb = sum(sizes[start:stop]) / 1e6
-        lines.append(f"  stage {stage} on rank {ranks[stage]}: layers {start} to {stop - 1}, {size_mb:.3g} MB of parameters")
-    return "\n".join(lines)
-
-
-def _is_mapping(output: Any) -> bool:
-    return isinstance(output, Mapping)
-
-
-def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The further outputs of the micro-batches as those of one batch: tensors along their samples, else lists."""
-    merged: dict[str, Any] = {}
-    for key in outputs[0]:
-        values = [output[key] for output in outputs]
-        tensors = all(isinstance(value, Tensor) and value.ndim > 0 for value in values)
-        merged[key] = torch.cat(values).detach() if tensors else values
-    return merged

@@ -17,7 +17,14 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", max: "max", min: "min"}
+_REDUCTIONS: dict[Any, str] = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+    max: "max",
+    min: "min",
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,10 @@ class StageLogs:
 
     def _record(self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Record:
         # Positional arguments of LightningModule.log behind name and value, in their order.
-        options = {**dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)), **options}
+        options = {
+            **dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)),
+            **options,
+        }
         if options.get("sync_dist_group") is not None:
             raise PipelineError(f"self.log({name!r}, sync_dist_group=...): a pipeline logs over the data axis only")
         if isinstance(value, Metric):

@@ -213,7 +213,7 @@ def check_pipeline(strategy: MultiGPUStrategy) -> None:
         )
     if devices[0].type == "cuda" and (strategy.process_group_backend or "nccl") != "nccl":
         raise ValueError(
-            f"process_group_backend={strategy.process_group_backend!r}: the stages of a pipeline on GPUs exchange their "
+            f"process_group_backend={strategy.process_group_backend!r}: the stages of a pipeline on GPUs exchange "
             "activations over 'nccl'; leave the option out"
         )
     if strategy._layer_sync is not None:

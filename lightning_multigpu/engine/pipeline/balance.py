@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 
-def balanced_cuts(costs: Sequence[float], num_stages: int, *, transfers: Sequence[float] | None = None) -> tuple[int, ...]:
+def balanced_cuts(
+    costs: Sequence[float], num_stages: int, *, transfers: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """The cuts that minimise the cost of the most expensive stage, found exactly by dynamic programming.
 
     Among equally good splits the one whose stages differ least is taken: it minimises the sum of squares, too.

@@ -46,7 +46,7 @@ class StageSums:
         for members in by_dtype.values():
             flat = torch.cat([_gradient_or_zeros(member).reshape(-1) for member in members])
             self._all_reduce(flat)
-            for member, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
+            for member, part in zip(members, flat.split_with_sizes([m.numel() for m in members]), strict=True):
                 if member.grad is None:
                     member.grad = part.view_as(member).clone()
                 else:

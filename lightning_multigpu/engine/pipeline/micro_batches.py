@@ -67,7 +67,7 @@ def checksum_of(batch: Any) -> int:
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() * flat.element_size() // _HASHED_BYTES)
         sample = flat[::step].contiguous().cpu().view(torch.uint8)
-        checksum = zlib.crc32(sample.numpy(), checksum)
+        checksum = zlib.crc32(sample.numpy().tobytes(), checksum)
     return checksum
 
 

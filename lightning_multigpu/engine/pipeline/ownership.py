@@ -110,19 +110,19 @@ class Ownership:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def _exchange(self, holding: Holding, value: Tensor) -> None:
-        """Puts ``value`` in the tensor's place: into the same object if possible, else into every module that has it."""
+        """Puts ``value`` in the tensor's place: into the same object, or if that is in use into all modules."""
         old = holding.tensor
         new: Tensor = value
         if isinstance(old, Parameter):
             new = Parameter(value, requires_grad=old.requires_grad)
             old.grad = None
         try:
-            torch.utils.swap_tensors(old, new)
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         except RuntimeError:  # an autograd graph still refers to it
             for module in self._module.modules():
                 for table in (module._parameters, module._buffers):
-                    for name, tensor in table.items():
-                        if tensor is old:
+                    for name, entry in table.items():
+                        if entry is old:
                             table[name] = new  # type: ignore[assignment]
             holding.tensor = new
 
@@ -140,9 +140,9 @@ def _stages_of_tensors(
     everywhere = set(range(len(bounds)))
     for part in module.modules():
         if part not in inside:
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is not None:
-                    stages[id(tensor)] = everywhere
+            for own in (*part._parameters.values(), *part._buffers.values()):
+                if own is not None:
+                    stages[id(own)] = everywhere
     seen: set[int] = set()
     for name, tensor in _named_tensors(module):
         if id(tensor) not in seen:

@@ -71,11 +71,11 @@ class PipelineRunner:
 
     @property
     def is_first(self) -> bool:
-        return self._stage.is_first
+        return bool(self._stage.is_first)
 
     @property
     def is_last(self) -> bool:
-        return self._stage.is_last
+        return bool(self._stage.is_last)
 
     def train(
         self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]
@@ -170,8 +170,8 @@ class PipelineRunner:
             raise PipelineError("training_step returned without running the split part; every step must run it")
         if not (isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad):
             raise PipelineError(
-                f"training_step returned {type(result).__name__} as its loss: it must return a loss of one element that "
-                "depends on parameters, for every micro-batch"
+                f"training_step returned {type(result).__name__} as its loss: it must return a tensor of one element "
+                "that depends on parameters, for every micro-batch"
             )
         self._losses[micro_batch] = result.detach()
         return result.reshape(()) * self._scales[micro_batch]

@@ -39,7 +39,9 @@ class Event:
 class StageModule(Module):
     """Calls ``run(received, micro_batch)`` and shows torch the stage's parameters."""
 
-    def __init__(self, run: Callable[[tuple[Tensor, ...], int], Any], parameters: Callable[[], list[Parameter]]) -> None:
+    def __init__(
+        self, run: Callable[[tuple[Tensor, ...], int], Any], parameters: Callable[[], list[Parameter]]
+    ) -> None:
         super().__init__()
         self._run = run
         self._held = parameters
@@ -113,7 +115,7 @@ class Stage(_PipelineStageBase):
     def _prepare_forward_infra(
         self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
     ) -> None:
-        self.args_recv_info = {chunk: () for chunk in range(num_microbatches)}
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
         self.act_send_info = {}
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
@@ -148,8 +150,8 @@ class Stage(_PipelineStageBase):
             self._line.send_object(header, self.stage_index + 1)
         elif self._headers_out[key] != header:
             raise ValueError(
-                f"stage {self.stage_index} hands on {header.tensors}, and handed on {self._headers_out[key].tensors} for "
-                "an earlier micro-batch of the same shapes: shapes that depend on the samples' values cannot be pipelined"
+                f"stage {self.stage_index} hands on {header.tensors}, and for an earlier micro-batch of the same "
+                f"shapes {self._headers_out[key].tensors}: shapes that depend on the samples' values cannot be pipelined"
             )
         return self._ops(dist.isend, [output.detach().contiguous() for output in outputs], self.stage_index + 1)
 
@@ -202,7 +204,7 @@ class Stage(_PipelineStageBase):
             self.fwd_cache.pop(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
             return
-        self._stage_meta.inputs = (None,) * len(received)
+        self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # only its length is used
         try:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:

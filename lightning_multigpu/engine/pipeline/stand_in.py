@@ -32,16 +32,12 @@ class StandIn(Tensor):
     fixed: bool
 
     @staticmethod
-    def __new__(
-        cls, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False
-    ) -> StandIn:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+    def __new__(cls, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False) -> StandIn:
+        return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )
 
-    def __init__(
-        self, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False
-    ) -> None:
+    def __init__(self, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False) -> None:
         self.source = source
         self.fixed = fixed
 
@@ -49,7 +45,9 @@ class StandIn(Tensor):
         return f"StandIn({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         mine = next(t for t in tree_iter((args, kwargs)) if isinstance(t, StandIn))
         if func._schema.is_mutable:

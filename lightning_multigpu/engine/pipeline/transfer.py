@@ -93,6 +93,16 @@ class Line:
         empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in header.tensors]
         return Carried(header.structure, tuple(self.receive(tensor, stage) for tensor in empty))
 
+    def from_last(self, obj: Any) -> Any:
+        """``obj`` of the last stage, on every stage; picklable. A collective of the pipeline."""
+        last = self.num_stages - 1
+        if dist.get_rank(self.group) != last:
+            return self.receive_object(last)
+        for stage in range(last):
+            self.send_object(obj, stage)
+        self.finish()
+        return obj
+
     def finish(self) -> None:
         """Waits until everything has been sent."""
         pending, self._pending = self._pending, []
@@ -103,8 +113,8 @@ class Line:
         """Whether all stages have the same number; a collective of the pipeline."""
         mine = torch.tensor([number], device=self.device)
         numbers = [torch.empty_like(mine) for _ in self.ranks]
-        with self._meter.blocking("all_gather", group="pipeline", group_size=self.num_stages, size_bytes=8 * len(numbers)):
+        with self._meter.blocking(
+            "all_gather", group="pipeline", group_size=self.num_stages, size_bytes=8 * len(numbers)
+        ):
             dist.all_gather(numbers, mine, group=self.group)
         return len({int(value) for value in numbers}) == 1
-
-

@@ -53,8 +53,8 @@ class Carried:
         return cls(tree_map_only(Tensor, take, output), tuple(tensors))
 
 
-class _Left(BaseException):  # noqa: N818 - it is no error; users' ``except Exception`` must not stop it
-    """Thrown through the user's step when the stage's last layer has run."""
+class _Left(BaseException):
+    """Thrown through the user's step when the stage's last layer has run; no ``except Exception`` stops it."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -71,7 +71,9 @@ class ChainWalk:
             last of n layers: the points at which a random state begins.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int, begin_part: Callable[[int], None] = lambda part: None) -> None:
+    def __init__(
+        self, chain: Chain, start: int, stop: int, begin_part: Callable[[int], None] = lambda part: None
+    ) -> None:
         self.chain = chain
         self.start = start
         self.stop = stop
