@@ -14,19 +14,23 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.proc import Stillness, WatchedProcess
 from lightning_multigpu.guardian.process import STEP_BYTES
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 
 OnFailure = Callable[[Failure], None]
 
+_LOOK_S = 0.5  # how often a rank looks whether its guardian is stopped
+
 
 class GuardianClient:
     """Tells the guardian about this rank, and this rank about failures.
 
     Use :meth:`from_environment`. A thread waits for the guardian's word; ``on_failure`` is called in it, once, with
-    the failure of another rank or host, or of the guardian itself. After the guardian's own end nobody else would
-    end this process, so it ends itself if it still is there 0.9 ``failure_timeout_s`` later.
+    the failure of another rank or host, or of the guardian itself: that it has ended, or has been stopped for half of
+    ``failure_timeout_s`` while this process has not. Nobody else would then end this process, so it ends itself if it
+    still is there 0.9 ``failure_timeout_s`` later.
 
     Args:
         address: what the guardian listens at.
@@ -64,7 +68,9 @@ class GuardianClient:
             self._connection.close()
             raise
         self.guardian_pid = int(welcome["pid"])
-        self._end_s = 0.9 * float(welcome["failure_timeout_s"])
+        self._guardian = self._find_guardian()
+        failure_timeout_s = float(welcome["failure_timeout_s"])
+        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
         self._memory = self._map_steps(int(welcome["num_slots"]))
         self._steps = memoryview(self._memory).cast("q")
         self._slot = int(welcome["slot"])
@@ -174,6 +180,7 @@ class GuardianClient:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._connection.close()
+        self._guardian.close()
         self._steps.release()
         self._memory.close()
         self._steps = memoryview(bytearray(STEP_BYTES * (self._slot + 1))).cast("q")
@@ -181,6 +188,7 @@ class GuardianClient:
     # The other thread
 
     def _listen(self) -> None:
+        stillness = Stillness(self._guardian, pause_s=4 * _LOOK_S)
         messages, self._early = self._early, []
         while True:
             for message in messages:
@@ -190,8 +198,13 @@ class GuardianClient:
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
                 break
-            select.select([self._connection], [], [])
-            messages = self._connection.receive()
+            readable, _, _ = select.select([self._connection], [], [], _LOOK_S)
+            messages = self._connection.receive() if readable else []
+            if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and not self._leaving.is_set():
+                what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
+                self._tell(Failure(what, host=host_name()))
+                self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+                break
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
@@ -242,6 +255,13 @@ class GuardianClient:
                 raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
             select.select([self._connection], [], [], left_s)
             self._early += self._connection.receive()
+
+    def _find_guardian(self) -> WatchedProcess:
+        try:
+            return WatchedProcess(self.guardian_pid)
+        except ProcessLookupError as error:
+            self._connection.close()
+            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {self.rank} has ended") from error
 
     def _map_steps(self, num_slots: int) -> mmap.mmap:
         descriptor = self._connection.take_descriptor()

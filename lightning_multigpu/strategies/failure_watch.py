@@ -74,7 +74,7 @@ class FailureWatch:
         """Ends the watch; no failure is noticed from here on."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=0.5 if self.failed else 5)  # it may wait for a host that is gone
         self._thread = None
         if not self.failed:
             self._board = None
@@ -137,13 +137,20 @@ class FailureWatch:
                 first = board.report(own)
         self._stop.set()
         self._abort()
-        if board.rank != 0:
+        if board.rank != 0 and not self._is_beyond_board(first):
             with contextlib.suppress(RuntimeError):
                 board.acknowledge()
         self._await_readers(board)
         return None if first is None or first.rank == board.rank else first
 
+    @staticmethod
+    def _is_beyond_board(failure: RankFailure | None) -> bool:
+        """Whether a host, a guardian or a link has failed, so that asking rank 0's board could take a minute."""
+        return failure is not None and failure.rank is None
+
     def _first(self, board: FailureBoard) -> RankFailure | None:
+        if self._is_beyond_board(self._dead_child):
+            return self._dead_child
         try:
             return board.first() or self._dead_child
         except RuntimeError:
