@@ -203,6 +203,7 @@ class GuardianClient:
             if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and not self._leaving.is_set():
                 what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
                 self._tell(Failure(what, host=host_name()))
+                self._leaving.wait(2 * _LOOK_S)  # the host's other ranks shall see the same
                 self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
                 break
         if self._leaving.is_set():

@@ -297,5 +297,7 @@ class Hosts:
         return [
             (peer.node_rank, peer.host, *peer.where)
             for peer in self._known()
-            if peer.node_rank is not None and not peer.done and (self._num_nodes <= _MAX_MESH or peer.node_rank in neighbours)
+            if peer.node_rank is not None
+            and not peer.done
+            and (self._num_nodes <= _MAX_MESH or peer.node_rank in neighbours)
         ]

@@ -60,9 +60,7 @@ class Peer:
         theirs = str(message.get("nonce"))
         self._seals = (theirs, self._nonce)
         own = proof(self._secret, f"{ASKING} {node_rank}", theirs)
-        self.connection.send(
-            "hello", proof=own, nonce=self._nonce, node_rank=node_rank, host=host_name(), port=port
-        )
+        self.connection.send("hello", proof=own, nonce=self._nonce, node_rank=node_rank, host=host_name(), port=port)
 
     def why_not(self, message: Message) -> str:
         """Asked: what is wrong with the stranger's answer; empty if it can be trusted, and then says who it is."""
@@ -97,9 +95,7 @@ class Peer:
 
     def _trust(self, own: str, other: str, nonces: tuple[str, str]) -> None:
         self.trusted = True
-        self.connection.seal(
-            outgoing=Seal(self._secret, own, nonces), incoming=Seal(self._secret, other, nonces)
-        )
+        self.connection.seal(outgoing=Seal(self._secret, own, nonces), incoming=Seal(self._secret, other, nonces))
 
 
 def node_name(node_rank: int | None, host: str) -> str:
