@@ -65,7 +65,8 @@ class RankFailure:
     def exception(self) -> BaseException:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)
-        error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
+        if self.rank is not None:
+            error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
         return error
 
 

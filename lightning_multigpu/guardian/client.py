@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.proc import Stillness, WatchedProcess
+from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.process import STEP_BYTES
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
@@ -175,6 +175,8 @@ class GuardianClient:
         self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
         with self._sending:
             self._connection.send("goodbye")
+        if self._guardian.state() == STOPPED:
+            self._guardian.go_on()  # nobody would, and it would stay for ever
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():

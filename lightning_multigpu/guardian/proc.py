@@ -94,17 +94,24 @@ class WatchedProcess:
 
     def kill(self) -> None:
         """Ends the process, unless it has ended already."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            elif self._stat() is not None:
-                os.kill(self.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
+
+    def go_on(self) -> None:
+        """Lets the process go on if it is stopped."""
+        self._send(signal.SIGCONT)
 
     def close(self) -> None:
         """Gives the pidfd back."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+            elif self._stat() is not None:
+                os.kill(self.pid, number)
 
     def _stat(self) -> Stat | None:
         stat = read_stat(self.pid)

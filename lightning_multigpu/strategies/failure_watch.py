@@ -137,10 +137,11 @@ class FailureWatch:
                 first = board.report(own)
         self._stop.set()
         self._abort()
-        if board.rank != 0 and not self._is_beyond_board(first):
-            with contextlib.suppress(RuntimeError):
-                board.acknowledge()
-        self._await_readers(board)
+        if not self._is_beyond_board(first):
+            if board.rank != 0:
+                with contextlib.suppress(RuntimeError):
+                    board.acknowledge()
+            self._await_readers(board)
         return None if first is None or first.rank == board.rank else first
 
     @staticmethod

@@ -161,6 +161,13 @@ def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
         assert job.guardian_ends()
 
 
+def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
+    with Job("told.wait(0.1); client.goodbye()") as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert job.outcome()[0] == [0]
+        assert job.guardian_ends()
+
+
 def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(1); client.goodbye()") as job:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
