@@ -144,10 +144,13 @@ class FailureWatch:
             self._await_readers(board)
         return None if first is None or first.rank == board.rank else first
 
-    @staticmethod
-    def _is_beyond_board(failure: RankFailure | None) -> bool:
-        """Whether a host, a guardian or a link has failed, so that asking rank 0's board could take a minute."""
-        return failure is not None and failure.rank is None
+    def _is_beyond_board(self, failure: RankFailure | None) -> bool:
+        """Whether a process, a host or a link has failed, and not Python code.
+
+        The guardians then tell everybody all that is known, and rank 0's board may be out of reach: asking it could
+        take a minute.
+        """
+        return self._watching is not None and failure is not None and not failure.traceback
 
     def _first(self, board: FailureBoard) -> RankFailure | None:
         if self._is_beyond_board(self._dead_child):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -47,6 +46,7 @@ class Outcome:
         names_rank: whether the output, apart from the fault's own line, says which rank, host or guardian it was.
         weights: as rank 0 told them at the end of training, or None.
         reported: a report of the hang has come; only of ``hang``, which ends nothing.
+        resumed: False if the job was resumed and did not come to the weights of a run without faults.
         output: of all processes.
     """
 
@@ -61,6 +61,7 @@ class Outcome:
     output: str
     weights: float | None = None
     reported: bool = False
+    resumed: bool = True
 
     @property
     def hung(self) -> bool:
@@ -75,6 +76,8 @@ class Outcome:
         """A few words for a table."""
         if not self.struck:
             return "fault never came"
+        if not self.resumed:
+            return "NOT RESUMED"
         if self.kind in REPORTED:
             return "reported" if self.reported else "NOT REPORTED"
         codes = ",".join("-" if status is None else str(status) for status in self.statuses)
@@ -86,7 +89,7 @@ class Outcome:
         Args:
             weights: of a run without faults; a control has to come to the same.
         """
-        if not self.struck or self.hung or self.leaks:
+        if not self.struck or self.hung or self.leaks or not self.resumed:
             return False
         if self.kind in REPORTED:
             return self.reported

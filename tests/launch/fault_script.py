@@ -71,9 +71,14 @@ faulthandler.register(STACKS_SIGNAL, all_threads=True)  # here, so that spawned 
 
 def main() -> None:
     method, kind, where, rank, step, num_workers, *strategy = sys.argv[1:]
-    callbacks: list[Callback] = [ModelCheckpoint(os.environ["SAVE_TO"], every_n_train_steps=4, save_last=True), TellsWeights()]
+    callbacks: list[Callback] = [
+        ModelCheckpoint(os.environ["SAVE_TO"], every_n_train_steps=4, save_last=True),
+        TellsWeights(),
+    ]
     if kind != "nothing":
-        callbacks.append({**KINDS, **HOST_KINDS, **CONTROLS}[kind](faults.at(rank=int(rank), step=int(step), where=where)))  # type: ignore[arg-type]
+        callbacks.append(
+            {**KINDS, **HOST_KINDS, **CONTROLS}[kind](faults.at(rank=int(rank), step=int(step), where=where))
+        )  # type: ignore[arg-type]
     num_nodes = int(os.environ.get("NUM_NODES", "1"))
     trainer = make_trainer(
         Case(num_samples=96),
