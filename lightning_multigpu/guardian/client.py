@@ -21,7 +21,7 @@ from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 
 OnFailure = Callable[[Failure], None]
 
-_LOOK_S = 0.5  # how often a rank looks whether its guardian is stopped
+_LONGEST_LOOK_S = 0.5
 
 
 class GuardianClient:
@@ -30,7 +30,7 @@ class GuardianClient:
     Use :meth:`from_environment`. A thread waits for the guardian's word; ``on_failure`` is called in it, once, with
     the failure of another rank or host, or of the guardian itself: that it has ended, or has been stopped for half of
     ``failure_timeout_s`` while this process has not. Nobody else would then end this process, so it ends itself if it
-    still is there 0.9 ``failure_timeout_s`` later.
+    still is there 0.9 ``failure_timeout_s`` after that began.
 
     Args:
         address: what the guardian listens at.
@@ -71,6 +71,7 @@ class GuardianClient:
         self._guardian = self._find_guardian()
         failure_timeout_s = float(welcome["failure_timeout_s"])
         self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
         self._memory = self._map_steps(int(welcome["num_slots"]))
         self._steps = memoryview(self._memory).cast("q")
         self._slot = int(welcome["slot"])
@@ -190,7 +191,7 @@ class GuardianClient:
     # The other thread
 
     def _listen(self) -> None:
-        stillness = Stillness(self._guardian, pause_s=4 * _LOOK_S)
+        stillness = Stillness(self._guardian, pause_s=4 * self._look_s)
         messages, self._early = self._early, []
         while True:
             for message in messages:
@@ -200,12 +201,13 @@ class GuardianClient:
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
                 break
-            readable, _, _ = select.select([self._connection], [], [], _LOOK_S)
+            readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
             if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and not self._leaving.is_set():
                 what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
                 self._tell(Failure(what, host=host_name()))
-                self._leaving.wait(2 * _LOOK_S)  # the host's other ranks shall see the same
+                self._end_s -= stopped_s + 2 * self._look_s
+                self._leaving.wait(2 * self._look_s)  # the host's other ranks shall see the same
                 self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
                 break
         if self._leaving.is_set():
@@ -213,7 +215,8 @@ class GuardianClient:
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
         self._tell(Failure(what, host=host_name()))
         if not self._leaving.wait(self._end_s):
-            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n")
+            why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
+            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
             os.kill(self._process, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:

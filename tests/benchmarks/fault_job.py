@@ -97,6 +97,10 @@ class Outcome:
             return set(self.statuses) == {0} and (weights is None or _agree(self.weights, weights))
         return self.names_rank and (self.kind == "terminate" or 0 not in self.statuses)
 
+    def of_process(self, index: int) -> str:
+        """The output of one of the processes that the user started."""
+        return self.output.split(f"--- {index} ---\n")[1].split("\n--- ")[0]
+
     def to_json(self) -> dict[str, object]:
         """All but the output."""
         return {name: value for name, value in asdict(self).items() if name != "output"}
@@ -127,7 +131,8 @@ class FaultJob:
 
     def run(self, *, rank: int, kind: str, deadline_s: float) -> Outcome:
         """Runs the job to its end, or until ``deadline_s`` after the fault."""
-        with EmulatedHosts(fault_script.RANKS) if self._launcher == "hosts" else contextlib.nullcontext() as hosts:
+        num_hosts = fault_script.NUM_HOSTS.get(kind, fault_script.RANKS)
+        with EmulatedHosts(num_hosts) if self._launcher == "hosts" else contextlib.nullcontext() as hosts:
             return self._run(hosts, rank, kind, deadline_s)
 
     def _run(self, hosts: EmulatedHosts | None, rank: int, kind: str, deadline_s: float) -> Outcome:
@@ -183,7 +188,7 @@ class FaultJob:
         if hosts is not None:
             for host in hosts:
                 switch = f"{host.namespace.rpartition('-')[0]}-switch"
-                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "SWITCH": switch}
+                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "RANKS": str(len(hosts)), "SWITCH": switch}
                 self._start_process({**common, **place}, host)
             return
         if self._launcher != "external":

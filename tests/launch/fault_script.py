@@ -21,7 +21,7 @@ from lightning_multigpu import RingDDPStrategy, faults
 from tests.launch import outside_faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
-RANKS = 2
+RANKS = int(os.environ.get("RANKS", "2"))
 STACKS_SIGNAL = signal.SIGUSR2
 FAILURE_TIMEOUT_S = float(os.environ.get("FAILURE_TIMEOUT_S", "5"))
 
@@ -41,7 +41,9 @@ HOST_KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "cut": lambda spot: spot.call(outside_faults.cut),
     "drop": lambda spot: spot.call(outside_faults.drop),
     "vanish": lambda spot: spot.call(outside_faults.vanish),
+    "sever": lambda spot: spot.call(outside_faults.sever),
 }
+NUM_HOSTS = {"sever": 3}  # others need two
 # Those that a job must survive.
 CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
     "slow": lambda spot: spot.call(outside_faults.slow),

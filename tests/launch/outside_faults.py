@@ -38,6 +38,15 @@ def drop() -> None:
     subprocess.run(["ip", "-n", os.environ["SWITCH"], "link", "set", port, "nomaster"], check=True)
 
 
+def sever() -> None:
+    """Nothing passes any more between this host and the one after it; both go on talking with the others."""
+    node, next_node = int(os.environ["NODE_RANK"]), int(os.environ["NODE_RANK"]) + 1
+    for here, there in ((node, next_node), (next_node, node)):
+        namespace = f"{os.environ['SWITCH'].rpartition('-')[0]}-host{here}"
+        nobody = f"10.77.0.{there + 1} lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+        subprocess.run(["ip", "-n", namespace, "neigh", "replace", *nobody.split()], check=True)
+
+
 def vanish() -> None:
     """The host is gone with all its processes, and no connection of theirs is closed."""
     cut()
@@ -54,7 +63,7 @@ def end_guardian() -> None:
 def stop_guardian() -> None:
     """The guardian of this host stands still."""
     _signal_guardian(signal.SIGSTOP)
-    time.sleep(float(os.environ.get("FAILURE_TIMEOUT_S", "5")))  # or the run would be over before anybody notices
+    time.sleep(0.7 * float(os.environ.get("FAILURE_TIMEOUT_S", "5")))  # or the run would be over before anybody notices
 
 
 # Controls
