@@ -52,7 +52,8 @@ class Combination:
     def arguments(self, strategy: str) -> list[str]:
         """The command line of the job's script."""
         method = "spawn" if self.launcher == "spawn" else "popen"
-        step = 0 if self.where == "joining" else _STEP
+        first = self.where == "joining" or (self.kind, self.where) == ("slow", "training")  # the first step compiles
+        step = 0 if first else _STEP
         # A batch that is put together in a worker of the loader: the rank itself is well, and waits.
         workers = 1 if self.where == "data" and self.kind in KINDS else 0
         return [method, self.kind, self.where, str(self.rank), str(step), str(workers), strategy]
