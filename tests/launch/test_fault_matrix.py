@@ -7,7 +7,6 @@ left; or, after a control, all is as if nothing had been.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -20,15 +19,13 @@ pytestmark = pytest.mark.launch
 
 NOTHING = Combination("nothing", "training", 0, "popen")
 ONE_HOST = [
-    Combination("kill", "saving", 1, "popen"),
     Combination("raise", "validation", 0, "spawn"),
     Combination("stop", "backward", 0, "external"),
-    Combination("end-guardian", "training", 0, "popen"),
     Combination("stop-guardian", "training", 1, "popen"),
     Combination("hold", "training", 1, "popen"),
 ]
 SEVERAL_HOSTS = [
-    Combination("kill", "training", 1, "hosts"),
+    Combination("kill", "saving", 1, "hosts"),
     Combination("drop", "training", 1, "hosts"),
     Combination("vanish", "validation", 0, "hosts"),
     Combination("sever", "training", 1, "hosts"),
@@ -40,8 +37,8 @@ SEVERAL_HOSTS = [
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Combination, Future[Outcome]]]:
-    """Of the runs that this session asks for, two at a time: most of a job is waiting."""
+) -> dict[Combination, Future[Outcome]]:
+    """Of the runs that are asked for, two at a time: most of a job is waiting. All have ended when this returns."""
     cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     asked = [NOTHING, *(case.params["combination"] for case in cases if case is not None)]
 
@@ -51,7 +48,7 @@ def outcomes(
         return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
 
     with ThreadPoolExecutor(2) as pool:
-        yield {combination: pool.submit(run, combination) for combination in asked}
+        return {combination: pool.submit(run, combination) for combination in asked}
 
 
 @pytest.mark.parametrize(
