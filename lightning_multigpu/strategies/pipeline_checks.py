@@ -1,0 +1,73 @@
+"""What a pipeline cannot do with a module, said before anything is trained; and how it was split."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import LBFGS, Optimizer
+
+from lightning_multigpu.engine.pipeline.chain import Chain
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def check_module(module: pl.LightningModule) -> None:
+    """The module leaves backward to Lightning.
+
+    Raises:
+        ValueError: it does not.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name}.automatic_optimization=False: a pipeline runs backward within its schedule, so that manual "
+            "optimization is not possible; use automatic optimization, or another strategy"
+        )
+    if is_overridden("backward", module):
+        raise ValueError(f"{name} overrides backward, which a pipeline's schedule calls by itself; remove it")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(f"{name}.training_step takes dataloader_iter; a pipeline needs the batch: take batch instead")
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """No callback keeps a copy of the whole model.
+
+    Raises:
+        ValueError: one does.
+    """
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"callbacks=[{type(callback).__name__}()] averages a copy of the whole model, which no stage of a "
+                "pipeline has; leave it out, or use ring_ddp"
+            )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Every optimizer works parameter by parameter.
+
+    Raises:
+        ValueError: one does not.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS works on all parameters at once, and a pipeline has them on different ranks; use an optimizer that "
+            "works parameter by parameter, such as SGD or AdamW"
+        )
+
+
+def describe_split(chain: Chain, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
+    """The stages as a few lines of text."""
+    sizes = chain.parameter_bytes()
+    lines = [f"Pipeline over {chain.name!r}, {len(chain)} layers in {len(bounds)} stages:"]
+    for stage, (start, stop) in enumerate(bounds):
+        layers = f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
+        lines.append(
+            f"  stage {stage} on rank {ranks[stage]}: {layers}, {sum(sizes[start:stop]) / 1e6:.3g} MB of parameters"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""The user's steps on one stage: training in micro-batches, evaluation of whole batches, and what they log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.pipeline.micro_batches import (
+    num_micro_batches_of,
+    signature_of,
+    split_batch,
+    weights_of,
+)
+from lightning_multigpu.engine.pipeline.runner import PipelineRunner
+from lightning_multigpu.strategies.stage_logs import StageLogs, combined
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class StageSteps:
+    """Runs this stage's part of the module's steps; every stage of the pipeline has to do so at the same time.
+
+    Args:
+        module: the user's module.
+        runner: runs it through the pipeline.
+        plugin: the Trainer's precision plugin.
+        seed: of the run; the same on all stages, different for every pipeline.
+
+    Attributes:
+        running: the user's step is being run, so that only the stages up to this one are at this place.
+    """
+
+    def __init__(self, module: pl.LightningModule, runner: PipelineRunner, plugin: Precision, seed: int) -> None:
+        self.runner = runner
+        self.running = False
+        self._module = module
+        self._plugin = plugin
+        self._logs = StageLogs(module)
+        self._seed = seed
+        self._evaluated = 0
+
+    def train(
+        self,
+        batch: Any,
+        others: Sequence[Any],
+        *,
+        multiplier: float,
+        num_micro_batches: int,
+        loss_reduction: LossReduction,
+    ) -> dict[str, Any]:
+        """Forward and backward of a batch; what the step logs is logged once, on every stage.
+
+        Args:
+            batch: the same on every stage.
+            others: further arguments of ``training_step``.
+            multiplier: of the loss, before its backward.
+            num_micro_batches: as many, if the batch has that many samples.
+            loss_reduction: what the losses of the micro-batches count for.
+
+        Returns:
+            What the step would have returned for the whole batch: on the last stage the loss and all further
+            outputs, elsewhere the loss.
+        """
+        parts = split_batch(batch, num_micro_batches_of(batch, num_micro_batches))
+        weights = weights_of(parts, loss_reduction)
+        records: list[Any] = [[] for _ in parts]
+        outputs: list[dict[str, Any]] = [{} for _ in parts]
+
+        def step(micro_batch: int) -> Any:
+            with self._plugin.train_step_context(), self._logs.recording(pass_on=False) as records[micro_batch]:
+                output = self._called("training_step", parts[micro_batch], *others)
+            if not isinstance(output, Mapping):
+                return output
+            outputs[micro_batch] = {key: value for key, value in output.items() if key != "loss"}
+            return output.get("loss")
+
+        # Parameters that are frozen or not decide whether what travels has a gradient.
+        trainable = sum(parameter.requires_grad for parameter in self._module.parameters())
+        kinds = [(signature_of(part), trainable) for part in parts]
+        trainer = self._module.trainer
+        seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        losses = self.runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
+        message: Any = None
+        if self.runner.is_last:
+            loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+            message = combined(records, [leading_size(part) or 1 for part in parts]), loss
+        replayed, loss = self.runner.line.from_last(message)
+        self._logs.replay(replayed, "training_step")
+        return {"loss": loss, **(_merged(outputs) if self.runner.is_last else {})}
+
+    def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
+
+        Returns:
+            What the step returned, on the last stage; None elsewhere.
+        """
+        self._evaluated += 1
+        seed = (self._seed, 1, self._module.trainer.global_step, self._evaluated)
+        with self._logs.recording(pass_on=self.runner.is_last) as records:
+            _, output = self.runner.evaluate(lambda: self._called(hook, *args, **kwargs), seed)
+        if hook != "predict_step":
+            replayed = self.runner.line.from_last(records if self.runner.is_last else None)
+            if not self.runner.is_last:
+                self._logs.replay(replayed, hook)
+        self.runner.line.finish()
+        return output if self.runner.is_last else None
+
+    def _called(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        self.running = True
+        try:
+            return getattr(self._module, hook)(*args, **kwargs)
+        finally:
+            self.running = False
+
+
+def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The further outputs of the micro-batches as those of one batch: tensors along their samples, else lists."""
+    merged: dict[str, Any] = {}
+    for key in outputs[0]:
+        values = [output[key] for output in outputs]
+        tensors = all(isinstance(value, Tensor) and value.ndim > 0 for value in values)
+        merged[key] = torch.cat(values).detach() if tensors else values
+    return merged
