@@ -65,7 +65,7 @@ def test_language_model_learns_from_a_users_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ["ring_ddp", "single_device"])
+@pytest.mark.parametrize("name", ["ring_ddp", "gpipe", "single_device"])
 def test_configuration_trains(tmp_path: Path, name: str) -> None:
     config = str(ROOT / f"configs/{name}.yaml")
     run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--trainer.max_epochs=1")

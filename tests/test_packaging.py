@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import lightning_multigpu
-from lightning_multigpu import REGIMES, RingDDPStrategy
+from lightning_multigpu import REGIMES, PipelineStrategy, RingDDPStrategy
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_multigpu"
@@ -130,6 +130,8 @@ class TestPublicNames:
             "REGIMES",
             "Meter",
             "MultiGPUStrategy",
+            "PipelineError",
+            "PipelineStrategy",
             "RankFailedError",
             "Regime",
             "RingDDPStrategy",
@@ -154,7 +156,7 @@ class TestDocuments:
                 assert text in row
 
     def test_readme_has_every_option_and_its_default(self) -> None:
-        for name, default in options(RingDDPStrategy).items():
+        for name, default in {**options(RingDDPStrategy), **options(PipelineStrategy)}.items():
             [row] = [line for line in self.README.splitlines() if line.startswith(f"| `{name}` |")]
             shown = row.split("|")[2].strip().strip("`")
             if name != "timeout":  # a timedelta, which is shown in words
@@ -164,20 +166,23 @@ class TestDocuments:
         for target in re.findall(r"\]\(([^)#]+)\)", self.README):
             assert "://" in target or (ROOT / target).exists(), target
 
-    def test_configuration_shows_the_defaults(self) -> None:
-        config = yaml.safe_load((ROOT / "configs/ring_ddp.yaml").read_text())
-        defaults = options(RingDDPStrategy)
+    @pytest.mark.parametrize("name", ["ring_ddp", "gpipe"])
+    def test_configuration_shows_the_defaults(self, name: str) -> None:
+        config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+        [regime] = [regime for regime in REGIMES if regime.name == name]
+        defaults = {**options(regime.strategy), **regime.options}
         for name, value in config["trainer"]["strategy"]["init_args"].items():
             assert value == (str(defaults[name]) if name == "timeout" else defaults[name]), name
 
     def test_configurations_train_the_same_thing(self) -> None:
-        ring, single = (
-            yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text()) for name in ("ring_ddp", "single_device")
+        ring, pipeline, single = (
+            yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+            for name in ("ring_ddp", "gpipe", "single_device")
         )
-        assert ring["model"] == single["model"]
-        assert ring["seed_everything"] == single["seed_everything"]
-        batch_sizes = [config["data"]["init_args"]["batch_size"] for config in (ring, single)]
-        assert batch_sizes[0] * ring["trainer"]["devices"] == batch_sizes[1] * single["trainer"]["devices"]
+        assert ring["model"] == pipeline["model"] == single["model"]
+        assert ring["seed_everything"] == pipeline["seed_everything"] == single["seed_everything"]
+        sizes = [config["data"]["init_args"]["batch_size"] for config in (ring, pipeline, single)]
+        assert sizes[0] * ring["trainer"]["devices"] == sizes[1] == sizes[2] * single["trainer"]["devices"]
 
 
 def options(strategy: type) -> dict[str, Any]:

@@ -29,6 +29,11 @@ def distinct_regimes() -> list[Regime]:
     return regimes
 
 
+def regimes_with_a_whole_model() -> list[Regime]:
+    """Those whose ranks hold all layers, and batches of their own."""
+    return [regime for regime in distinct_regimes() if regime.strategy.pipeline_parallel_size == 1]
+
+
 def make_strategy(name: str, **options: Any) -> Any:
     """The strategy of a registered name for ranks that already run."""
     regime = next(regime for regime in REGIMES if regime.name == name)

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from tests.strategies.tasks import Case, Classifier, distinct_regimes, eval_loader, make_strategy, make_trainer
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    regimes_with_a_whole_model,
+)
 from tests.world import World
 
 
@@ -65,7 +72,7 @@ def ask(strategy_name: str) -> dict[str, Any]:
     return probe.answers
 
 
-@pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
 def test_collectives_of_the_base(regime: Any, world2: World) -> None:
     answers = world2.run(ask, regime.name)
     for rank, answer in enumerate(answers):

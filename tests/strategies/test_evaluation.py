@@ -18,6 +18,7 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
+    regimes_with_a_whole_model,
     state,
     train_loader,
 )
@@ -100,7 +101,7 @@ def averaged(strategy_name: str | None, ranks: int) -> dict[str, torch.Tensor]:
     return state(module)
 
 
-@regimes
+@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
 def test_stochastic_weight_averaging(regime: Regime, world2: World) -> None:
     reference = averaged(None, 1)
     for result in world2.run(averaged, regime.name, 2):

@@ -151,7 +151,7 @@ class Stage(_PipelineStageBase):
         elif self._headers_out[key] != header:
             raise ValueError(
                 f"stage {self.stage_index} hands on {header.tensors}, and for an earlier micro-batch of the same "
-                f"shapes {self._headers_out[key].tensors}: shapes that depend on the samples' values cannot be pipelined"
+                f"shapes {self._headers_out[key].tensors}: shapes that depend on values cannot be pipelined"
             )
         return self._ops(dist.isend, [output.detach().contiguous() for output in outputs], self.stage_index + 1)
 
