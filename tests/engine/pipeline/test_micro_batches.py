@@ -1,0 +1,88 @@
+"""Batches of every form are cut along their samples, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_multigpu.engine.pipeline.micro_batches import (
+    checksum_of,
+    num_micro_batches_of,
+    signature_of,
+    split_batch,
+    weights_of,
+)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Sample:
+    image: Tensor
+    label: Tensor
+
+
+X, Y = torch.arange(10.0).reshape(5, 2), torch.arange(5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "first"),
+    [
+        (X, lambda part: part),
+        ([X, Y], lambda part: part[0]),
+        (Pair(X, Y), lambda part: part.x),
+        (OrderedDict(x=X, y=Y, names=list("abcde"), scale=2.0, none=None), lambda part: part["x"]),
+        ({"deep": {"x": X}, "y": (Y,)}, lambda part: part["deep"]["x"]),
+        (Sample(X, Y), lambda part: part.image),
+    ],
+)
+def test_parts_keep_their_form(batch: Any, first: Any) -> None:
+    parts = split_batch(batch, 3)
+    assert all(type(part) is type(batch) for part in parts)
+    assert [len(first(part)) for part in parts] == [2, 2, 1]
+    assert torch.equal(torch.cat([first(part) for part in parts]), X)
+
+
+def test_what_is_no_sample_goes_to_every_part() -> None:
+    parts = split_batch({"x": X, "names": list("abcde"), "scale": 2.0, "scalar": torch.tensor(3.0)}, 2)
+    assert [part["names"] for part in parts] == [["a", "b", "c"], ["d", "e"]]
+    assert [(part["scale"], float(part["scalar"])) for part in parts] == [(2.0, 3.0)] * 2
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    with pytest.raises(ValueError, match=r"batch\['mask'\] has the shape \(2, 2\), and the batch has 5 samples"):
+        split_batch({"x": X, "mask": torch.ones(2, 2)}, 2)
+    with pytest.raises(ValueError, match=r"batch\[1\] is a object"):
+        split_batch([X, object()], 2)
+    assert split_batch([X, object()], 1)[0][0] is X
+
+
+def test_no_more_parts_than_samples() -> None:
+    assert num_micro_batches_of([X], 4) == 4
+    assert num_micro_batches_of([X], 9) == 5
+    assert num_micro_batches_of("text", 4) == 1
+
+
+def test_weights() -> None:
+    parts = split_batch([X, Y], 3)
+    assert weights_of(parts, "mean") == pytest.approx([0.4, 0.4, 0.2])
+    assert weights_of(parts, "sum") == [1.0, 1.0, 1.0]
+    assert weights_of(parts, lambda part: float(part[1].sum())) == pytest.approx([0.1, 0.5, 0.4])
+
+
+def test_kinds_and_checksums() -> None:
+    assert signature_of([X, Y]) == signature_of([X + 1, Y]) != signature_of([X[:4], Y[:4]])
+    assert checksum_of([X, Y]) == checksum_of([X.clone(), Y])
+    assert len({checksum_of(b) for b in ([X, Y], [Y, X], [X + 1, Y], [X.reshape(2, 5), Y], [X.flip(0), Y])}) == 5
+    large = torch.zeros(1 << 20)
+    changed = large.clone()
+    changed[::3] = 1
+    assert checksum_of(large) != checksum_of(changed)
