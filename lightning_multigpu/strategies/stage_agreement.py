@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,8 @@ from lightning_multigpu.engine.pipeline.ownership import Ownership
 class StageAgreement:
     """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
 
-    The precision plugin's and its gradient scaler's own methods are covered for the time of the run.
+    The precision plugin's and its gradient scaler's own methods are covered for the time of the run. So is Lightning's
+    advice to log with ``sync_dist=True``: the stages of a pipeline have the same values anyway.
 
     Args:
         plugin: the Trainer's precision plugin.
@@ -35,6 +37,8 @@ class StageAgreement:
         self._ownership = ownership
         self._sums = sums
         vars(plugin)["clip_grad_by_norm"] = self._clip
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        self._filter: Any = warnings.filters[0]
         if self._scaler is not None:
             self._unscale = self._scaler.unscale_
             vars(self._scaler)["unscale_"] = self._unscale_together
@@ -42,6 +46,8 @@ class StageAgreement:
     def end(self) -> None:
         """Gives the plugin its own methods back."""
         vars(self._plugin).pop("clip_grad_by_norm", None)
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         if self._scaler is not None:
             vars(self._scaler).pop("unscale_", None)
 

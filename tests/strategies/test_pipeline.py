@@ -1,0 +1,382 @@
+"""What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others.
+
+That weights, losses, metrics, clipping and checkpoints are those of one device is in the tests of the contract.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.micro_batches import split_batch
+from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.strategies.pipeline_checks import check_callbacks, check_module, check_optimizers
+from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.world import World, rank
+
+SEED = 17
+LENGTH, VOCABULARY, WIDTH = 5, 11, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.norm(x)
+        weights = (self.mix(y) @ y.transpose(1, 2)).masked_fill(mask, -1e9).softmax(-1)
+        return x + self.dropout(self.out(torch.tanh(weights @ y)))
+
+
+class TinyGPT(L.LightningModule):
+    """Embeddings before and a head behind the blocks, noise and dropout, a mask, dictionaries as batches."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.accuracy = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+        self.noises: list[float] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions
+        x = x + 0.1 * torch.randn_like(x)
+        self.noises.append(float(x.detach().sum()))
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("samples", float(len(batch["tokens"])), reduce_fx="sum")
+        return {"loss": loss, "seen": batch["tokens"][:, 0]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if "seen" in outputs:
+            assert torch.equal(outputs["seen"], batch["tokens"][:, 0])
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.accuracy(loss, weight=len(batch["tokens"]))
+        self.log("val_metric", self.accuracy)
+        self.log("val_loss", loss, sync_dist=True)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return batch["targets"][:, 0] + 0 * self(batch["tokens"])[:, 0, 0].long()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class ByHand(TinyGPT):
+    """The same on one device, in the same micro-batches with the same random numbers."""
+
+    num_micro_batches = 4
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        parts = split_batch(batch, min(self.num_micro_batches, len(batch["tokens"])))
+        loss = torch.zeros(())
+        for micro_batch, part in enumerate(parts):
+            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
+            handles = [
+                block.register_forward_pre_hook(
+                    lambda *_, i=i, p=place: set_random_state(seed_of(*p, 1 + i), self.device)
+                )
+                for i, block in enumerate(self.blocks)
+            ]
+            set_random_state(seed_of(*place, 0), self.device)
+            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
+            for handle in handles:
+                handle.remove()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("samples", float(len(batch["tokens"])), reduce_fx="sum")
+        return {"loss": loss}
+
+
+class Text(Dataset[Any]):
+    """``shift`` makes ranks load different batches, as random augmentation does."""
+
+    def __init__(self, num_samples: int, shift: int = 0) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.text = (torch.randint(VOCABULARY, (num_samples, LENGTH + 1), generator=generator) + shift) % VOCABULARY
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": self.text[index, :-1], "targets": self.text[index, 1:]}
+
+
+CASE = Case(
+    trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.3, "max_epochs": 2}
+)
+
+
+def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
+    # 4 batches an epoch, the last of 6 samples: 4 micro-batches of two sizes.
+    loader = DataLoader(Text(30, shift), batch_size=8)
+    # Evaluation draws its noise from another state than one device's: its values are compared between pipelines.
+    trainer.fit(module, loader, DataLoader(Text(6), batch_size=3))
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
+        "losses": module.losses,
+        "noises": module.noises,
+        "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
+        "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
+        "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
+    }
+
+
+def pipeline(ranks: int, *, tied: bool = False, shifted: bool = False, **options: Any) -> dict[str, Any]:
+    strategy = PipelineStrategy(num_micro_batches=4, start_method="popen", **options)
+    return train(TinyGPT(tied=tied), strategy, ranks, shift=rank() if shifted else 0)
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[str, Any]:
+    return train(ByHand(), "auto", 1)
+
+
+def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    for result in results:
+        assert list(result["weights"]) == list(reference["weights"])
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+        assert result["train"] == pytest.approx(reference["train"], rel=1e-6)
+        assert result["val"] == results[0]["val"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
+    results = world2.run(pipeline, 2, schedule=schedule)
+    assert_same(results, by_hand)
+    assert results[0]["val"]["val_metric"] == pytest.approx(results[0]["val"]["val_loss"], rel=1e-6)
+    assert results[0]["predicted"] == Text(30).text[:, 1].tolist()
+    assert results[1]["predicted"] == []
+    # What comes before the blocks sees the same noise on every stage, in evaluation as well.
+    assert results[0]["noises"] == results[1]["noises"]
+
+
+def test_four_stages_draw_the_same_random_numbers(by_hand: dict[str, Any], world4: World) -> None:
+    assert_same(world4.run(pipeline, 4, balance=[1, 1, 1, 1]), by_hand)
+
+
+def test_tied_weights_stay_tied(world2: World) -> None:
+    assert_same(world2.run(pipeline, 2, tied=True, schedule="gpipe"), train(ByHand(tied=True), "auto", 1))
+
+
+def test_all_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(pipeline, 2, shifted=True), by_hand)
+
+
+class Watched(Classifier):
+    """Looks at what this rank holds while it trains."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        optimizer = self.trainer.optimizers[0]
+        self.held = [name for name, value in self.named_parameters() if not isinstance(value, StandIn)]
+        self.states = len(optimizer.state_dict()["state"])
+        self.order = [name for name, _ in self.named_parameters()]
+        self.grouped = [id(p) for group in optimizer.param_groups for p in group["params"]] == [
+            id(p) for p in self.parameters()
+        ]
+
+
+def watch() -> dict[str, Any]:
+    module = Watched("adamw")
+    before = list(module.parameters())
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 2]), 2)
+    trainer.fit(module, train_loader(Case(), 1))
+    trainer.save_checkpoint("after.ckpt")
+    saved = (
+        torch.load("after.ckpt", weights_only=True)["optimizer_states"][0]["state"] if trainer.is_global_zero else {}
+    )
+    trainer.strategy.barrier()
+    trainer.strategy.remove_checkpoint("after.ckpt")
+    steps = trainer.strategy.meter.steps
+    return {
+        "held": module.held,
+        "states": module.states,
+        "order": module.order,
+        "grouped": module.grouped,
+        "same objects": all(a is b for a, b in zip(before, module.parameters(), strict=True)),
+        "whole": not any(isinstance(value, StandIn) for value in module.state_dict().values()),
+        "saved": len(saved),
+        "sent": [(t.count, t.size_bytes) for t in steps[-1].of("send", "pipeline")],
+    }
+
+
+def test_a_stage_holds_its_own_layers_only(world2: World) -> None:
+    last, first = world2.run(watch)
+    assert first["held"] == ["layers.0.weight", "layers.0.bias"]
+    assert last["held"] == ["layers.2.weight", "layers.2.bias"]
+    for result in (first, last):
+        assert result["order"] == first["held"] + last["held"]
+        assert result["states"] == 2
+        assert result["grouped"]
+        assert result["whole"]
+        assert result["same objects"]
+    assert last["saved"] == 4, "a checkpoint that is saved after the run is whole too"
+    # Activations of 16 float64 numbers a sample, 8 samples, in 8 micro-batches, one way; gradients the other way.
+    activations = 8 * 16 * 8
+    assert first["sent"][0] == (8, activations)
+    messages, size = last["sent"][0]
+    assert messages >= 8
+    assert activations <= size
+
+
+class Normalised(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.BatchNorm1d(6)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.behind = nn.BatchNorm1d(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.behind(self.layers(self.before(batch[0]))).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layers(self.before(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def count_batches() -> list[int]:
+    module = Normalised()
+    case = Case(max_epochs=1, num_samples=20, trainer={"val_check_interval": 0.5})
+    trainer = make_trainer(case, PipelineStrategy(num_micro_batches=2), 2, num_sanity_val_steps=1)
+    trainer.fit(module, train_loader(case, 1), train_loader(case, 1))
+    return [int(value) for name, value in module.state_dict().items() if "num_batches" in name]
+
+
+def test_batch_norm_counts_each_micro_batch_once(world2: World) -> None:
+    assert world2.run(count_batches) == [[6] * 4] * 2
+
+
+class Frozen(Classifier):
+    """The first layers, on a stage of their own, are not trained."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.first.requires_grad_(False)
+
+
+def freeze(ranks: int) -> dict[str, Tensor]:
+    module = Frozen()
+    strategy = PipelineStrategy(balance=[2, 2]) if ranks > 1 else "auto"
+    make_trainer(Case(max_epochs=1), strategy, ranks).fit(module, train_loader(Case(), 1))
+    return {name: value.clone() for name, value in module.named_parameters()}
+
+
+def test_a_frozen_stage(world2: World) -> None:
+    reference = freeze(1)
+    for result in world2.run(freeze, 2):
+        for name, value in reference.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+
+
+class UserError(Exception):
+    """Raised by a user's own code."""
+
+
+class Failing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise UserError("the step broke")
+        return loss
+
+
+def fail() -> None:
+    make_trainer(Case(), PipelineStrategy(), 2).fit(Failing(), train_loader(Case(), 1))
+
+
+def test_an_error_in_the_step_reaches_the_user_as_itself(world2: World) -> None:
+    with pytest.raises(UserError, match="the step broke"):
+        world2.run(fail)
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class OwnIterator(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Manual, "Manual.automatic_optimization=False.*another strategy"),
+        (OwnBackward, "OwnBackward overrides backward"),
+        (OwnIterator, "takes dataloader_iter"),
+    ],
+)
+def test_modules_that_cannot_be_split_are_refused(module: type[Classifier], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_module(module())
+
+
+def test_optimizers_and_callbacks_that_need_all_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"LBFGS.*SGD or AdamW"):
+        check_optimizers([torch.optim.LBFGS(nn.Linear(2, 2).parameters())])
+    for callback in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
+        with pytest.raises(ValueError, match=r"averages a copy of the whole model.*ring_ddp"):
+            check_callbacks([callback])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "2f2b"}, "schedule='2f2b'.*'gpipe', '1f1b'"),
+        ({"num_micro_batches": 0}, "num_micro_batches=0"),
+        ({"balance": "luck"}, "balance='luck'.*'parameters'"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PipelineStrategy(**options)
+
+
+def test_one_device_is_no_pipeline() -> None:
+    with pytest.raises(ValueError, match="devices=1: a pipeline has a stage on each device and needs 2 or more"):
+        L.Trainer(strategy="gpipe", accelerator="cpu", devices=1)
