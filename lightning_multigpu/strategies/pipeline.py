@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_counts, stage_bounds
 from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
+from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.gradients import StageSums
 from lightning_multigpu.engine.pipeline.micro_batches import checksum_of
 from lightning_multigpu.engine.pipeline.ownership import Ownership
@@ -53,6 +54,8 @@ class PipelineStrategy(MultiGPUStrategy):
             micro-batches are in memory at a time.
         num_micro_batches: into how many parts a batch is cut; "auto" makes it four a stage. A batch with fewer samples
             makes fewer.
+        pipeline_parallel_size: stages of a pipeline; by default all ranks. With fewer there are several pipelines side
+            by side, each with batches of its own, whose gradients are averaged.
         balance: how the layers are dealt out: "parameters" evens out the bytes of the parameters; a list gives each
             stage's number of layers.
         options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -68,6 +71,7 @@ class PipelineStrategy(MultiGPUStrategy):
         schedule: ScheduleName = "1f1b",
         num_micro_batches: int | Literal["auto"] = "auto",
         balance: Literal["parameters"] | Sequence[int] = "parameters",
+        pipeline_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
         validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
@@ -76,7 +80,10 @@ class PipelineStrategy(MultiGPUStrategy):
             validation.check_positive("num_micro_batches", num_micro_batches, whole=True)
         if isinstance(balance, str):
             validation.check_choice("balance", balance, ("parameters",))
+        if pipeline_parallel_size is not None:
+            validation.check_positive("pipeline_parallel_size", pipeline_parallel_size, whole=True)
         super().__init__(**options)
+        self._pipeline_parallel_size = pipeline_parallel_size
         self._module_name = module
         self._schedule: ScheduleName = schedule
         self._num_micro_batches = num_micro_batches
@@ -85,11 +92,13 @@ class PipelineStrategy(MultiGPUStrategy):
         self._steps: StageSteps | None = None
         self._sums: StageSums | None = None
         self._stages: MeteredGroup | None = None
+        self._data_axis: DataAxis | None = None
         self._agreement: StageAgreement | None = None
         self._outputs = RealOutputs()
         self._metrics: list[Any] = []
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
+        self._buffers_due = True
 
     @property
     @override
@@ -100,12 +109,13 @@ class PipelineStrategy(MultiGPUStrategy):
             "schedule": self._schedule,
             "num_micro_batches": self._num_micro_batches,
             "balance": self._balance,
+            "pipeline_parallel_size": self._pipeline_parallel_size,
         }
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
-        """Stages, which are all ranks."""
-        return max(1, self.num_nodes * self.num_processes)
+        """Stages of a pipeline."""
+        return self._pipeline_parallel_size or max(1, self.num_nodes * self.num_processes)
 
     @property
     def num_micro_batches(self) -> int:
@@ -160,6 +170,9 @@ class PipelineStrategy(MultiGPUStrategy):
             chain, bounds, stage, line, self.root_device, self.meter,
             schedule=self._schedule, parameters=self._ownership.held,
         )  # fmt: skip
+        if self.data_parallel_size > 1:
+            bookkeeping = self.metered(self.new_group("data"), "control")
+            self._data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
         self._metrics = gather_metrics_by(module, self._gather_metric)
         seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
         self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
@@ -184,6 +197,9 @@ class PipelineStrategy(MultiGPUStrategy):
         )
         if regular and self._steps is not None:
             self._make_whole()
+        if self._data_axis is not None:
+            self._data_axis.close()
+        self._data_axis = None
         self._ownership = self._steps = self._sums = self._stages = self._agreement = None
         self._metrics = []
         self._step_args = None
@@ -227,6 +243,16 @@ class PipelineStrategy(MultiGPUStrategy):
         self._step_args = (*args, *kwargs.values())
         return torch.ones((), dtype=torch.float64, device=self.root_device)
 
+    def _share_buffers(self) -> None:
+        """Gives all pipelines the buffers of the first: before each step that follows an update, and validation."""
+        if self._data_axis is not None and self._ownership is not None:
+            self._data_axis.share_buffers(self._ownership.buffers())
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._share_buffers()
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are only accumulated."""
@@ -246,6 +272,9 @@ class PipelineStrategy(MultiGPUStrategy):
         multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
         assert self._steps is not None
         assert self._step_args is not None
+        if self._buffers_due:
+            self._share_buffers()
+        self._buffers_due = not self._accumulating
         (batch, *others), self._step_args = self._step_args, None
         outputs = self._steps.train(
             batch,
@@ -257,6 +286,8 @@ class PipelineStrategy(MultiGPUStrategy):
         self._outputs.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         if not self._accumulating:
             self._sums.sum_gradients(self._ownership.common())
+            if self._data_axis is not None:
+                self._data_axis.average_gradients(self._ownership.held())
         multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
@@ -300,14 +331,14 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._ownership is None or self._steps is None:
+        if self._ownership is None or self._steps is None or self.data_parallel_rank > 0:
             return state
         return whole_state_dict(state, self._ownership, self._steps.runner.line)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
-        if self._ownership is None or self._steps is None:
+        if self._ownership is None or self._steps is None or self.data_parallel_rank > 0:
             return super().optimizer_state(plain)
         return whole_optimizer_state(plain, self._ownership, self._steps.runner.line)
 

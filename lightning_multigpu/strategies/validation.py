@@ -207,9 +207,16 @@ def check_pipeline(strategy: MultiGPUStrategy) -> None:
     devices = strategy.parallel_devices or []
     num_stages = strategy.pipeline_parallel_size
     if num_stages < 2:
+        given = "pipeline_parallel_size=1" if len(devices) > 1 else f"devices={len(devices)}"
         raise ValueError(
-            f"devices={len(devices)}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "
+            f"{given}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "
             "leave strategy= out to train on one device"
+        )
+    num_ranks = strategy.num_nodes * len(devices)
+    if num_ranks % num_stages:
+        raise ValueError(
+            f"pipeline_parallel_size={num_stages} does not divide the {num_ranks} ranks of {strategy.num_nodes} x "
+            f"{len(devices)} devices into pipelines; pass a divisor of {num_ranks}"
         )
     if devices[0].type == "cuda" and (strategy.process_group_backend or "nccl") != "nccl":
         raise ValueError(

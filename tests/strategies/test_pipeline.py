@@ -20,7 +20,7 @@ from lightning_multigpu.engine.pipeline.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 from lightning_multigpu.strategies.pipeline_checks import check_callbacks, check_module, check_optimizers
-from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.strategies.tasks import Case, Classifier, eval_loader, fit, global_losses, make_trainer, state, train_loader
 from tests.world import World, rank
 
 SEED = 17
@@ -380,3 +380,42 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> 
 def test_one_device_is_no_pipeline() -> None:
     with pytest.raises(ValueError, match="devices=1: a pipeline has a stage on each device and needs 2 or more"):
         L.Trainer(strategy="gpipe", accelerator="cpu", devices=1)
+
+
+def side_by_side(case: Case) -> dict[str, Any]:
+    module = Classifier(case.optimizer)
+    trainer = make_trainer(case, PipelineStrategy(pipeline_parallel_size=2), 4)
+    trainer.fit(module, train_loader(case, trainer), eval_loader(batch_size=4))
+    steps = trainer.strategy.meter.steps
+    return {
+        "weights": state(module),
+        "seen": module.seen,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "averages": [sum(t.count for t in step.of("all_reduce", "data")) for step in steps],
+        "bytes": steps[-1].of("all_reduce", "data")[-1].size_bytes,
+    }
+
+
+def test_two_pipelines_side_by_side(world4: World) -> None:
+    case = Case(
+        num_samples=53, max_epochs=2, validate=True, trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    )
+    reference = fit(case, None, 1)
+    results = world4.run(side_by_side, case)
+    for result in results:
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+    assert [bool(result["seen"]) for result in results] == [True, False, True, False]
+    assert global_losses(results) == pytest.approx([loss for loss, _ in reference["seen"]], rel=1e-9)
+
+
+def test_stages_are_averaged_once_a_step(world4: World) -> None:
+    results = world4.run(side_by_side, Case(max_epochs=1, trainer={"accumulate_grad_batches": 2}))
+    assert [result["averages"] for result in results] == [[1] * 4] * 4
+    assert [result["bytes"] for result in results] == [8 * (16 * 3 + 3), 8 * (6 * 16 + 16)] * 2
+
+
+def test_pipelines_that_do_not_fill_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size=3 does not divide the 4 ranks"):
+        L.Trainer(strategy=PipelineStrategy(pipeline_parallel_size=3), accelerator="cpu", devices=4)

@@ -54,6 +54,10 @@ class Ownership:
         """Parameters with values on this stage, in the module's order."""
         return [h.tensor for h in self.holdings if self.stage in h.stages and isinstance(h.tensor, Parameter)]
 
+    def buffers(self) -> list[Tensor]:
+        """Buffers with values on this stage, in the module's order."""
+        return [h.tensor for h in self.holdings if self.stage in h.stages and not h.is_parameter]
+
     def common(self) -> list[Parameter]:
         """Parameters that more than one stage holds."""
         return [h.tensor for h in self.holdings if len(h.stages) > 1 and isinstance(h.tensor, Parameter)]
