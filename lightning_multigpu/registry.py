@@ -26,7 +26,8 @@ class Regime:
         gradients: how gradients travel.
         model: how the model travels.
         bytes_per_step: bytes that travel per optimizer step, as a formula in S (bytes of the gradients, which are those
-            of the model), N (workers), n (nodes), K (servers), P (stages), M (micro-batches) and A (bytes of the
+            of the model), N (workers), n (nodes), K (servers), P (devices of a pipeline), v
+            (stages of each of them), M (micro-batches) and A (bytes of the
             activations of a batch at a cut between stages).
         synchronous: whether the regime computes what one device computes at the same global batch.
     """
@@ -54,6 +55,8 @@ _PIPELINE: dict[str, Any] = {
     "model": "broadcast once at the start; each stage then keeps its own layers only",
     "bytes_per_step": "A sent forward and A back at each of the P-1 cuts",
 }
+
+_LOOPED_PIPELINE = {**_PIPELINE, "bytes_per_step": "A sent forward and A back at each of the vP-1 cuts"}
 
 REGIMES: tuple[Regime, ...] = (
     Regime(
@@ -92,6 +95,22 @@ REGIMES: tuple[Regime, ...] = (
         summary="gpipe with backward as soon as possible, so that P micro-batches at most are in memory, not M",
         compute="all stages at once, one forward and one backward in turn; idle as under gpipe",
         **_PIPELINE,
+    ),
+    Regime(
+        name="pipeline_interleaved",
+        strategy=PipelineStrategy,
+        options={"schedule": "interleaved"},
+        summary="pipeline_1f1b with v = 2 stages on each device, which shortens the time in which devices are idle",
+        compute="all devices at once; each is idle for (P-1)/(vM+P-1) of a step",
+        **_LOOPED_PIPELINE,
+    ),
+    Regime(
+        name="pipeline_zero_bubble",
+        strategy=PipelineStrategy,
+        options={"schedule": "zero_bubble"},
+        summary="pipeline_interleaved with the gradients of the weights computed where a device would be idle",
+        compute="all devices at once, which hardly ever wait; more micro-batches are in memory",
+        **_LOOPED_PIPELINE,
     ),
 )
 

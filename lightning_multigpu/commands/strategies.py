@@ -44,7 +44,8 @@ SYMBOLS = {
     "N": "workers",
     "n": "nodes",
     "K": "servers",
-    "P": "stages of a pipeline",
+    "P": "devices of a pipeline",
+    "v": "stages of each of them",
     "M": "micro-batches of a batch",
     "A": "bytes of the activations of a batch between two stages",
 }

@@ -22,7 +22,7 @@ from lightning_multigpu.engine.pipeline.gradients import StageSums
 from lightning_multigpu.engine.pipeline.micro_batches import checksum_of
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.random_state import seed_of
-from lightning_multigpu.engine.pipeline.runner import SCHEDULES, PipelineRunner, ScheduleName
+from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES, SCHEDULES, PipelineRunner, ScheduleName
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -30,6 +30,7 @@ from lightning_multigpu.strategies.pipeline_checks import (
     check_callbacks,
     check_module,
     check_optimizers,
+    check_stages_per_rank,
     describe_split,
 )
 from lightning_multigpu.strategies.stage_agreement import RealOutputs, StageAgreement, gather_metrics_by
@@ -51,11 +52,13 @@ class PipelineStrategy(MultiGPUStrategy):
         module: the name of the container whose layers are split, "model.layers" for example; "auto" takes the one
             with the most parameters.
         schedule: "gpipe" runs all forward passes first; "1f1b" alternates as soon as it can, so that fewer
-            micro-batches are in memory at a time.
-        num_micro_batches: into how many parts a batch is cut; "auto" makes it four a stage. A batch with fewer samples
+            micro-batches are in memory at a time; "interleaved" does so with several stages a rank, which are idle for
+            less; "zero_bubble" also computes the gradients of the weights later, where a rank would be idle.
+        num_micro_batches: into how many parts a batch is cut; "auto" makes it four a rank. A batch with fewer samples
             makes fewer.
-        pipeline_parallel_size: stages of a pipeline; by default all ranks. With fewer there are several pipelines side
+        pipeline_parallel_size: ranks of a pipeline; by default all. With fewer there are several pipelines side
             by side, each with batches of its own, whose gradients are averaged.
+        stages_per_rank: how many stages each rank has, under "interleaved" and "zero_bubble"; by default 2 there.
         balance: how the layers are dealt out: "parameters" evens out the bytes of the parameters; a list gives each
             stage's number of layers.
         options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -70,6 +73,7 @@ class PipelineStrategy(MultiGPUStrategy):
         module: str = "auto",
         schedule: ScheduleName = "1f1b",
         num_micro_batches: int | Literal["auto"] = "auto",
+        stages_per_rank: int | None = None,
         balance: Literal["parameters"] | Sequence[int] = "parameters",
         pipeline_parallel_size: int | None = None,
         **options: Any,
@@ -78,6 +82,9 @@ class PipelineStrategy(MultiGPUStrategy):
         validation.check_choice("schedule", schedule, SCHEDULES)
         if num_micro_batches != "auto":
             validation.check_positive("num_micro_batches", num_micro_batches, whole=True)
+        if stages_per_rank is not None:
+            validation.check_positive("stages_per_rank", stages_per_rank, whole=True)
+        check_stages_per_rank(schedule, stages_per_rank)
         if isinstance(balance, str):
             validation.check_choice("balance", balance, ("parameters",))
         if pipeline_parallel_size is not None:
@@ -87,6 +94,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._module_name = module
         self._schedule: ScheduleName = schedule
         self._num_micro_batches = num_micro_batches
+        self._stages_per_rank = stages_per_rank or (2 if schedule in LOOPED_SCHEDULES else 1)
         self._balance = balance
         self._ownership: Ownership | None = None
         self._steps: StageSteps | None = None
@@ -108,13 +116,14 @@ class PipelineStrategy(MultiGPUStrategy):
             "module": self._module_name,
             "schedule": self._schedule,
             "num_micro_batches": self._num_micro_batches,
+            "stages_per_rank": self._stages_per_rank,
             "balance": self._balance,
             "pipeline_parallel_size": self._pipeline_parallel_size,
         }
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
-        """Stages of a pipeline."""
+        """Ranks of a pipeline."""
         return self._pipeline_parallel_size or max(1, self.num_nodes * self.num_processes)
 
     @property
@@ -153,23 +162,27 @@ class PipelineStrategy(MultiGPUStrategy):
         """Splits the module, whose dtype is the final one by now, and moves this stage's part to its device."""
         assert self.lightning_module is not None
         module = self.lightning_module
-        num_stages = self.pipeline_parallel_size
+        num_stages = self.pipeline_parallel_size * self._stages_per_rank
         chain = find_chain(module, self._module_name, num_stages)
         bounds = stage_bounds(self._cuts(chain, num_stages), len(chain))
         group = self.new_group("pipeline", descending=True)
         self._stages = self.metered(group, "pipeline")
         assert self._world is not None
         line = Line(group, self.meter, self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
-        stage = self._stages.rank
-        self._ownership = Ownership(module, chain, bounds, stage)
+        self._ownership = Ownership(module, chain, bounds, self._stages.rank, line.num_ranks)
         self._ownership.share_values(self._world, 0)
         self._ownership.drop()
         self._ownership.move(self.root_device)
         self._sums = StageSums(line, self.meter)
         runner = PipelineRunner(
-            chain, bounds, stage, line, self.root_device, self.meter,
-            schedule=self._schedule, parameters=self._ownership.held,
-        )  # fmt: skip
+            chain,
+            bounds,
+            line,
+            self.root_device,
+            self.meter,
+            schedule=self._schedule,
+            parameters=self._ownership.held,
+        )
         if self.data_parallel_size > 1:
             bookkeeping = self.metered(self.new_group("data"), "control")
             self._data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
 from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,13 +62,24 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
         )
 
 
+def check_stages_per_rank(schedule: str, stages_per_rank: int | None) -> None:
+    """The schedule takes so many stages a rank.
+
+    Raises:
+        ValueError: it does not.
+    """
+    looped = schedule in LOOPED_SCHEDULES
+    if stages_per_rank is not None and (stages_per_rank > 1) != looped:
+        fix = "pass 2 or more" if looped else f"leave it out, or use one of the schedules {', '.join(LOOPED_SCHEDULES)}"
+        raise ValueError(f"stages_per_rank={stages_per_rank} under schedule={schedule!r}; {fix}")
+
+
 def describe_split(chain: Chain, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
     """The stages as a few lines of text."""
     sizes = chain.parameter_bytes()
     lines = [f"Pipeline over {chain.name!r}, {len(chain)} layers in {len(bounds)} stages:"]
     for stage, (start, stop) in enumerate(bounds):
         layers = f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
-        lines.append(
-            f"  stage {stage} on rank {ranks[stage]}: {layers}, {sum(sizes[start:stop]) / 1e6:.3g} MB of parameters"
-        )
+        size_mb = sum(sizes[start:stop]) / 1e6
+        lines.append(f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, {size_mb:.3g} MB of parameters")
     return "\n".join(lines)

@@ -24,16 +24,16 @@ def whole_state_dict(state: dict[str, Any], ownership: Ownership, line: Line) ->
         ownership: who holds what.
         line: to the other stages.
     """
-    stages = ownership.stages_by_name()
-    last = line.num_stages - 1
+    holders_of = ownership.holders_by_name()
+    last = line.num_ranks - 1
     whole = dict(state)
     for key, value in state.items():
-        holders = stages.get(key, (last,))
+        holders = holders_of.get(key, (last,))
         if last in holders or not isinstance(value, Tensor):
             continue
-        if ownership.stage == holders[0]:
+        if ownership.position == holders[0]:
             line.send(value, last)
-        elif ownership.stage == last:
+        elif ownership.position == last:
             whole[key] = line.receive(torch.empty(value.shape, dtype=value.dtype), holders[0])
     line.finish()
     return whole
@@ -45,14 +45,14 @@ def whole_optimizer_state(optimizer: Optimizer, ownership: Ownership, line: Line
     Every stage of the pipeline has to call it. Parameters are numbered as on one device.
     """
     state: dict[str, Any] = optimizer.state_dict()
-    last = line.num_stages - 1
+    last = line.num_ranks - 1
     merged: dict[int, Any] = {}
     for index, holders in enumerate(_holders(optimizer, ownership)):
         own = state["state"].get(index)
         if last not in holders:
-            if ownership.stage == holders[0]:
+            if ownership.position == holders[0]:
                 line.send_object(_on_host(own), last)
-            elif ownership.stage == last:
+            elif ownership.position == last:
                 own = line.receive_object(holders[0])
         if own is not None:
             merged[index] = own
@@ -66,16 +66,16 @@ def own_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, ownershi
     held = {
         number
         for number, holders in zip(numbers, _holders(optimizer, ownership), strict=False)
-        if ownership.stage in holders
+        if ownership.position in holders
     }
     return {**state, "state": {number: value for number, value in state["state"].items() if number in held}}
 
 
 def _holders(optimizer: Optimizer, ownership: Ownership) -> list[tuple[int, ...]]:
-    """The stages that hold each parameter of the optimizer, in its order; all of them for what is not the module's."""
-    stages = {id(holding.tensor): holding.stages for holding in ownership.holdings}
-    everywhere = tuple(range(ownership.num_stages))
-    return [stages.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
+    """The positions that hold each parameter of the optimizer, in its order; all, for what is not the module's."""
+    holders_of = {id(holding.tensor): holding.holders for holding in ownership.holdings}
+    everywhere = tuple(range(ownership.num_ranks))
+    return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _on_host(value: Any) -> Any:

@@ -29,6 +29,11 @@ def distinct_regimes() -> list[Regime]:
     return regimes
 
 
+def regimes_of_each_strategy() -> list[Regime]:
+    """The first regime of each class: for what does not depend on the options that a name fixes."""
+    return list({regime.strategy: regime for regime in reversed(distinct_regimes())}.values())
+
+
 def regimes_with_a_whole_model() -> list[Regime]:
     """Those whose ranks hold all layers, and batches of their own."""
     return [regime for regime in distinct_regimes() if regime.strategy.pipeline_parallel_size == 1]
@@ -65,8 +70,10 @@ class Classifier(L.LightningModule):
     def __init__(self, optimizer: str = "sgd", *, unused: bool = False, sparse: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(11)
-        # Four layers, so that they can be split into as many stages; two of those then have no parameters.
-        self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, NUM_CLASSES), nn.Identity())
+        # Eight layers, so that they can be split into as many stages; most of those then have no parameters.
+        self.layers = nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, NUM_CLASSES), *(nn.Identity() for _ in range(5))
+        )
         self.unused = nn.Linear(4, 4) if unused else None
         self.table = nn.Embedding(7, NUM_FEATURES, sparse=True) if sparse else None
         with torch.no_grad():

@@ -11,13 +11,21 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_multigpu.registry import Regime
-from tests.strategies.tasks import Case, Classifier, distinct_regimes, fit, make_strategy, make_trainer, state
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    fit,
+    make_strategy,
+    make_trainer,
+    regimes_of_each_strategy,
+    state,
+)
 from tests.strategies.tasks import train_loader as loader_for
 from tests.world import World
 
 CASE = Case(optimizer="groups", num_samples=53)  # 7 steps an epoch, the last of them uneven
 STEPS_AN_EPOCH = 7
-regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
 
 
 def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> list[str]:

@@ -14,17 +14,17 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     data_ranks,
-    distinct_regimes,
     eval_loader,
     make_strategy,
     make_trainer,
+    regimes_of_each_strategy,
     regimes_with_a_whole_model,
     state,
     train_loader,
 )
 from tests.world import World
 
-regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
 
 
 def evaluate(strategy_name: str | None, ranks: int, num_samples: int) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> Non
         assert result["val"] == results[0]["val"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
     results = world2.run(pipeline, 2, schedule=schedule)
     assert_same(results, by_hand)
@@ -188,6 +188,14 @@ def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], wor
 
 def test_four_stages_draw_the_same_random_numbers(by_hand: dict[str, Any], world4: World) -> None:
     assert_same(world4.run(pipeline, 4, balance=[1, 1, 1, 1]), by_hand)
+
+
+def test_eight_stages_on_four_ranks(world4: World) -> None:
+    case = Case(num_samples=53, max_epochs=1)
+    reference = fit(case, None, 1)
+    for result in world4.run(fit, case, "pipeline_zero_bubble", 4):
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
 
 
 def test_tied_weights_stay_tied(world2: World) -> None:
@@ -215,7 +223,7 @@ class Watched(Classifier):
 def watch() -> dict[str, Any]:
     module = Watched("adamw")
     before = list(module.parameters())
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 2]), 2)
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 6]), 2)
     trainer.fit(module, train_loader(Case(), 1))
     trainer.save_checkpoint("after.ckpt")
     saved = (
@@ -294,7 +302,7 @@ class Frozen(Classifier):
 
 def freeze(ranks: int) -> dict[str, Tensor]:
     module = Frozen()
-    strategy = PipelineStrategy(balance=[2, 2]) if ranks > 1 else "auto"
+    strategy = PipelineStrategy(balance=[2, 6]) if ranks > 1 else "auto"
     make_trainer(Case(max_epochs=1), strategy, ranks).fit(module, train_loader(Case(), 1))
     return {name: value.clone() for name, value in module.named_parameters()}
 
@@ -369,6 +377,12 @@ def test_optimizers_and_callbacks_that_need_all_parameters_are_refused() -> None
     [
         ({"schedule": "2f2b"}, "schedule='2f2b'.*'gpipe', '1f1b'"),
         ({"num_micro_batches": 0}, "num_micro_batches=0"),
+        ({"stages_per_rank": 2}, "stages_per_rank=2 under schedule='1f1b'.*interleaved, zero_bubble"),
+        (
+            {"schedule": "interleaved", "stages_per_rank": 1},
+            "stages_per_rank=1 under schedule='interleaved'.*2 or more",
+        ),
+        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size=-1"),
         ({"balance": "luck"}, "balance='luck'.*'parameters'"),
     ],
 )

@@ -87,7 +87,7 @@ class StageSums:
         values = tensor._values() if tensor.is_sparse else tensor
         size_bytes = values.numel() * values.element_size()
         with self._meter.blocking(
-            "all_reduce", group="pipeline", group_size=self._line.num_stages, size_bytes=size_bytes
+            "all_reduce", group="pipeline", group_size=self._line.num_ranks, size_bytes=size_bytes
         ):
             dist.all_reduce(tensor, op=op, group=self._line.group)
 

@@ -1,8 +1,8 @@
 """Which stage holds the values of which parameter and buffer.
 
-What belongs to the layers of one stage only is held by that stage; the others have stand-ins in its place, under the
-same names and in the same order. What is outside of the chain, or shared between stages (tied weights), is held by
-all of them, and its gradients are summed over the stages.
+What belongs to the layers of one rank's stages only is held by that rank; the others have stand-ins in its place,
+under the same names and in the same order. What is outside of the chain, or shared between ranks (tied weights), is
+held by all of them, and its gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_multigpu.engine.pipeline.stand_in import StandIn
 
 @dataclass
 class Holding:
-    """A parameter or buffer: its first name, the tensor (or what stands in for it here), and who holds its values."""
+    """A parameter or buffer: its first name, the tensor or its stand-in, and the positions that have its values."""
 
     name: str
     tensor: Tensor
-    stages: tuple[int, ...]
+    holders: tuple[int, ...]
 
     @property
     def is_parameter(self) -> bool:
@@ -33,43 +33,47 @@ class Holding:
 
 
 class Ownership:
-    """The parameters and buffers of a module as stage ``stage`` holds them.
+    """The parameters and buffers of a module as one rank of a pipeline holds them.
 
     Args:
         module: the whole module.
         chain: its layers.
         bounds: the layers ``[start, stop)`` of each stage.
-        stage: this one.
+        position: of this rank; it has every stage whose index modulo ``num_ranks`` is its position.
+        num_ranks: of the pipeline.
     """
 
-    def __init__(self, module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], stage: int) -> None:
+    def __init__(
+        self, module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], position: int, num_ranks: int
+    ) -> None:
         self._module = module
-        self.stage = stage
-        self.num_stages = len(bounds)
+        self.position = position
+        self.num_ranks = num_ranks
         self.holdings = [
-            Holding(name, tensor, stages) for name, tensor, stages in _stages_of_tensors(module, chain, bounds)
+            Holding(name, tensor, holders)
+            for name, tensor, holders in _holders_of_tensors(module, chain, bounds, num_ranks)
         ]
 
     def held(self) -> list[Parameter]:
         """Parameters with values on this stage, in the module's order."""
-        return [h.tensor for h in self.holdings if self.stage in h.stages and isinstance(h.tensor, Parameter)]
+        return [h.tensor for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Parameter)]
 
     def buffers(self) -> list[Tensor]:
         """Buffers with values on this stage, in the module's order."""
-        return [h.tensor for h in self.holdings if self.stage in h.stages and not h.is_parameter]
+        return [h.tensor for h in self.holdings if self.position in h.holders and not h.is_parameter]
 
     def common(self) -> list[Parameter]:
         """Parameters that more than one stage holds."""
-        return [h.tensor for h in self.holdings if len(h.stages) > 1 and isinstance(h.tensor, Parameter)]
+        return [h.tensor for h in self.holdings if len(h.holders) > 1 and isinstance(h.tensor, Parameter)]
 
     def counted(self) -> list[Parameter]:
         """Parameters that this stage counts for in sums over all stages: each has one stage that does."""
-        return [h.tensor for h in self.holdings if h.stages[-1] == self.stage and isinstance(h.tensor, Parameter)]
+        return [h.tensor for h in self.holdings if h.holders[-1] == self.position and isinstance(h.tensor, Parameter)]
 
-    def stages_by_name(self) -> dict[str, tuple[int, ...]]:
-        """The stages that hold each name; a tensor that is registered twice has two names."""
-        stages = {id(h.tensor): h.stages for h in self.holdings}
-        return {name: stages[id(tensor)] for name, tensor in _named_tensors(self._module)}
+    def holders_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The positions that hold each name; a tensor that is registered twice has two names."""
+        holders = {id(h.tensor): h.holders for h in self.holdings}
+        return {name: holders[id(tensor)] for name, tensor in _named_tensors(self._module)}
 
     def share_values(self, group: MeteredGroup, source: int) -> None:
         """Gives every rank of ``group`` the values of the world's rank ``source``: the start of a run."""
@@ -79,14 +83,14 @@ class Ownership:
     def drop(self) -> None:
         """Replaces what only other stages hold by stand-ins. The parameters stay the same Python objects."""
         for holding in self.holdings:
-            if self.stage not in holding.stages:
+            if self.position not in holding.holders:
                 kind = "parameter" if holding.is_parameter else "buffer"
                 self._exchange(holding, StandIn(holding.tensor.data, f"{kind} {holding.name}"))
 
     def move(self, device: torch.device) -> None:
         """Moves what this stage holds to its device."""
         for holding in self.holdings:
-            if self.stage in holding.stages and holding.tensor.device != device:
+            if self.position in holding.holders and holding.tensor.device != device:
                 holding.tensor.data = holding.tensor.data.to(device)
 
     def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
@@ -94,22 +98,22 @@ class Ownership:
 
         Args:
             group: the stages.
-            ranks: the world's rank of each stage.
+            ranks: the world's rank at each position.
         """
         for part in _in_parts(self.holdings):
-            for stage in range(self.num_stages):
-                mine = [holding for holding in part if holding.stages[-1] == stage]
+            for position in range(self.num_ranks):
+                mine = [holding for holding in part if holding.holders[-1] == position]
                 values = [self._host_copy(holding) for holding in mine]
-                group.broadcast_tensors(values, src=ranks[stage])
+                group.broadcast_tensors(values, src=ranks[position])
                 for holding, value in zip(mine, values, strict=True):
                     if isinstance(holding.tensor, StandIn):
                         self._exchange(holding, value)
-                    elif stage != self.stage:
+                    elif position != self.position:
                         holding.tensor.data.copy_(value)
 
     def _host_copy(self, holding: Holding) -> Tensor:
         tensor = holding.tensor
-        if self.stage == holding.stages[-1]:
+        if self.position == holding.holders[-1]:
             return tensor.detach().to("cpu")
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
@@ -131,27 +135,27 @@ class Ownership:
             holding.tensor = new
 
 
-def _stages_of_tensors(
-    module: Module, chain: Chain, bounds: Sequence[tuple[int, int]]
+def _holders_of_tensors(
+    module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    stages: dict[int, set[int]] = {}
+    holders: dict[int, set[int]] = {}
     inside: set[Module] = set()
     for stage, (start, stop) in enumerate(bounds):
         for layer in chain.layers[start:stop]:
             inside.update(layer.modules())
             for _, tensor in _named_tensors(layer):
-                stages.setdefault(id(tensor), set()).add(stage)
-    everywhere = set(range(len(bounds)))
+                holders.setdefault(id(tensor), set()).add(stage % num_ranks)
+    everywhere = set(range(num_ranks))
     for part in module.modules():
         if part not in inside:
             for own in (*part._parameters.values(), *part._buffers.values()):
                 if own is not None:
-                    stages[id(own)] = everywhere
+                    holders[id(own)] = everywhere
     seen: set[int] = set()
     for name, tensor in _named_tensors(module):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found = stages[id(tensor)]
+            found = holders[id(tensor)]
             yield name, tensor, tuple(sorted(found if len(found) == 1 else everywhere))
 
 

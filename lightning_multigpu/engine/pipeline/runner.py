@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
 from torch.nn import Parameter
 
 from lightning_multigpu.communication.meter import Meter
@@ -18,36 +26,38 @@ from lightning_multigpu.engine.pipeline.stage import Stage
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
 
-ScheduleName = Literal["gpipe", "1f1b"]
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
+"""Those that take several stages a rank."""
+
+_LOOPED: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 
 
 class PipelineRunner:
-    """One stage of a pipeline.
+    """One rank of a pipeline, with one stage or several.
 
     ::
 
-        gpipe, P = 2, M = 3          1f1b
-        stage 0  F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
-        stage 1  .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
+        gpipe, P = 2, M = 3               1f1b
+        rank 0   F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
+        rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
 
     Args:
         chain: all layers.
-        bounds: the layers ``[start, stop)`` of each stage.
-        stage: the index of this one.
-        line: to the other stages.
-        device: where this stage computes.
+        bounds: the layers ``[start, stop)`` of each stage; the rank at position p of P has the stages p, P + p...
+        line: to the other ranks.
+        device: where this rank computes.
         meter: told of what travels.
-        schedule: the order of the micro-batches' forward and backward passes. With fewer micro-batches than stages
-            1f1b has no steady phase, and gpipe, which then is the same, runs in its place.
-        parameters: gives those that this stage holds.
+        schedule: the order of the micro-batches' forward and backward passes. Where the micro-batches are too few for
+            it, or no multiple of what it needs, all run forward first and then backward, which computes the same.
+        parameters: gives those that this rank holds.
     """
 
     def __init__(
         self,
         chain: Chain,
         bounds: Sequence[tuple[int, int]],
-        stage: int,
         line: Line,
         device: torch.device,
         meter: Meter,
@@ -56,13 +66,24 @@ class PipelineRunner:
         parameters: Callable[[], list[Parameter]],
     ) -> None:
         self.line = line
+        self.position = dist.get_rank(line.group)
         self._device = device
         self._schedule = schedule
+        self._bounds = bounds
         self._seed: tuple[int, ...] = ()
-        start, stop = bounds[stage]
-        self._walk = ChainWalk(chain, start, stop, self._begin_part)
-        self._stage = Stage(self._compute, parameters, stage, line, device, meter)
-        self._clones_input = any(getattr(part, "inplace", False) for part in chain.layers[start].modules())
+        self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part)
+        self.stages = [
+            Stage(functools.partial(self._compute, index), parameters, index, len(bounds), line, device, meter)
+            for index in range(self.position, len(bounds), line.num_ranks)
+        ]
+        # An operation in place must not overwrite what was received: its gradient is wanted.
+        self._clones_input = {
+            stage.stage_index: any(
+                getattr(part, "inplace", False) for part in chain.layers[bounds[stage.stage_index][0]].modules()
+            )
+            for stage in self.stages
+        }
+        self._schedules: dict[tuple[Any, int], Any] = {}
         self._kinds: set[Any] = set()
         self._step: Callable[[int], Any] = lambda micro_batch: None
         self._scales: Sequence[float] = ()
@@ -70,12 +91,9 @@ class PipelineRunner:
         self._losses: dict[int, Tensor] = {}
 
     @property
-    def is_first(self) -> bool:
-        return bool(self._stage.is_first)
-
-    @property
     def is_last(self) -> bool:
-        return bool(self._stage.is_last)
+        """Whether this rank has the last stage."""
+        return self.position == self.line.num_ranks - 1
 
     def train(
         self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]
@@ -108,13 +126,16 @@ class PipelineRunner:
             Whether the rest of the step runs on later stages; if not, what the step returned.
         """
         self._seed = seed
-        index = self._stage.stage_index
-        receive = None if self.is_first else lambda: self.line.receive_carried(index - 1, self._device)
+        before = (self.position - 1) % self.line.num_ranks
         with kept_random_state(self._device), self._walk.installed():
-            left, output = self._walk.run(step, receive)
-        if left:
-            self.line.send_carried(Carried.of(output), index + 1)
-        return left, output
+            for stage in self.stages:
+                self._walk.take(*self._bounds[stage.stage_index])
+                receive = functools.partial(self.line.receive_carried, before, self._device)
+                left, output = self._walk.run(step, None if stage.is_first else receive)
+                if not left:
+                    return False, output
+                self.line.send_carried(Carried.of(output), (self.position + 1) % self.line.num_ranks)
+        return True, None
 
     def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
         """Micro-batches that run together: the first ones of a new kind go alone, their headers travel ahead.
@@ -135,38 +156,59 @@ class PipelineRunner:
         count = len(micro_batches)
         self._seed = seed
         self._chunks = {micro_batch: chunk for chunk, micro_batch in enumerate(micro_batches)}
-        self._stage.begin(kinds)
-        one_forward_one_backward = self._schedule == "1f1b" and count >= self._stage.num_stages
-        cls = Schedule1F1B if one_forward_one_backward else ScheduleGPipe
-        schedule = cls(self._stage, count, loss_fn=_loss_itself, scale_grads=False)
+        for stage in self.stages:
+            stage.begin(kinds)
         indices = torch.tensor(micro_batches)
         try:
-            schedule.step(micro_batch=indices, target=indices if self.is_last else None, return_outputs=False)
+            self._schedule_of(count).step(
+                micro_batch=indices, target=indices if self.is_last else None, return_outputs=False
+            )
         except RuntimeError:
-            if self._stage.error is not None:
-                raise self._stage.error from None
+            for stage in self.stages:
+                if stage.error is not None:
+                    raise stage.error from None
             raise
         finally:
-            self._stage.clear_runtime_states()
-        self._stage.end()
+            for stage in self.stages:
+                stage.clear_runtime_states()
+        for stage in self.stages:
+            stage.end()
 
-    def _compute(self, received: tuple[Tensor, ...], micro_batch: int) -> Any:
-        """The stage's forward pass: the tensors of its output, on the last stage the scaled loss."""
-        step_seed, self._seed = self._seed, (*self._seed, micro_batch)
+    def _schedule_of(self, count: int) -> Any:
+        """torch's schedule for so many micro-batches."""
+        num_ranks = self.line.num_ranks
+        rounds = max(1, count // num_ranks)
+        cls: Any
+        if self._schedule in LOOPED_SCHEDULES:
+            full = count >= num_ranks and count % rounds == 0
+            cls = _LOOPED[self._schedule] if full else ScheduleLoopedBFS
+            stages: Any = self.stages
+        else:
+            cls = Schedule1F1B if self._schedule == "1f1b" and count >= num_ranks else ScheduleGPipe
+            [stages] = self.stages
+        if (cls, count) not in self._schedules:
+            self._schedules[cls, count] = cls(stages, count, loss_fn=_loss_itself, scale_grads=False)
+        return self._schedules[cls, count]
+
+    def _compute(self, index: int, received: tuple[Tensor, ...], micro_batch: int) -> Any:
+        """A stage's forward pass: the tensors of its output, on the last stage the scaled loss."""
+        stage = self.stages[index // self.line.num_ranks]
         chunk = self._chunks[micro_batch]
         receive = None
-        if not self.is_first:
-            inputs = tuple(tensor.clone() for tensor in received) if self._clones_input else received
-            receive = lambda: Carried(self._stage.structure_received(chunk), inputs)  # noqa: E731
+        if not stage.is_first:
+            inputs = tuple(tensor.clone() for tensor in received) if self._clones_input[index] else received
+            receive = lambda: Carried(stage.structure_received(chunk), inputs)  # noqa: E731
+        step_seed, self._seed = self._seed, (*self._seed, micro_batch)
+        self._walk.take(*self._bounds[index])
         try:
             left, result = self._walk.run(lambda: self._step(micro_batch), receive)
         finally:
             self._seed = step_seed
         if left:
             carried = Carried.of(result)
-            self._stage.sends(carried, chunk)
+            stage.sends(carried, chunk)
             return carried.tensors
-        if not self.is_last:
+        if not stage.is_last:
             raise PipelineError("training_step returned without running the split part; every step must run it")
         if not (isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad):
             raise PipelineError(

@@ -28,7 +28,10 @@ from lightning_multigpu.engine.pipeline.walk import Carried
 
 @dataclass(frozen=True)
 class Event:
-    """A piece of work of a stage: "forward" or "backward" of a micro-batch, on the meter's clock."""
+    """A piece of work of a stage on a micro-batch, on the meter's clock.
+
+    ``kind`` is "forward", "backward" or, where the gradients of the weights are computed apart, "weight".
+    """
 
     kind: str
     micro_batch: int
@@ -60,7 +63,8 @@ class Stage(_PipelineStageBase):
         run: computes a micro-batch from what was received: gives the output's tensors, on the last stage the loss.
         parameters: those that the stage holds.
         index: of the stage.
-        line: to the neighbouring stages.
+        num_stages: of the pipeline.
+        line: to the other ranks.
         device: where the stage computes.
         meter: told of activations and gradients, as group "pipeline".
     """
@@ -70,11 +74,12 @@ class Stage(_PipelineStageBase):
         run: Callable[[tuple[Tensor, ...], int], Any],
         parameters: Callable[[], list[Parameter]],
         index: int,
+        num_stages: int,
         line: Line,
         device: torch.device,
         meter: Meter,
     ) -> None:
-        super().__init__(StageModule(run, parameters), index, line.num_stages, device, line.group)
+        super().__init__(StageModule(run, parameters), index, num_stages, device, line.group)
         self._runtime_validate = False
         self._line = line
         self._meter = meter
@@ -85,15 +90,18 @@ class Stage(_PipelineStageBase):
         self._structures: dict[int, Any] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._transfers: list[Transfer] = []
+        self._without_gradient: set[int] = set()
         self.events: list[Event] = []
         self.error: Exception | None = None
 
     def begin(self, keys: list[Any]) -> None:
         """Starts a step; ``keys`` tell the kinds of its micro-batches apart: equal keys, equal shapes."""
         self._keys = keys
+        self.chunks = len(keys)
         self._received.clear()
         self._structures.clear()
         self._gradients.clear()
+        self._without_gradient.clear()
         self.events = []
         self.error = None
 
@@ -132,7 +140,7 @@ class Stage(_PipelineStageBase):
             return []
         key = self._keys[fwd_chunk_id]
         if key not in self._headers_in:
-            self._headers_in[key] = self._line.receive_object(self.stage_index - 1)
+            self._headers_in[key] = self._line.receive_object(self._position(self.stage_index - 1))
         buffers = [
             torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._headers_in[key].tensors
         ]
@@ -147,7 +155,7 @@ class Stage(_PipelineStageBase):
         key = self._keys[fwd_chunk_id]
         if key not in self._headers_out:
             self._headers_out[key] = header
-            self._line.send_object(header, self.stage_index + 1)
+            self._line.send_object(header, self._position(self.stage_index + 1))
         elif self._headers_out[key] != header:
             raise ValueError(
                 f"stage {self.stage_index} hands on {header.tensors}, and for an earlier micro-batch of the same "
@@ -168,10 +176,12 @@ class Stage(_PipelineStageBase):
             return []
         computed = self.bwd_cache.pop(bwd_chunk_id)
         received = self._received.pop(bwd_chunk_id)
+        # A tensor that a layer hands on as it got it is detached by now, and no longer says that it needs a gradient.
+        header = self._headers_in[self._keys[bwd_chunk_id]]
         gradients = [
             torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-            for tensor, gradient in zip(received, computed, strict=True)
-            if tensor.requires_grad
+            for tensor, gradient, (_, _, requires_grad) in zip(received, computed, header.tensors, strict=True)
+            if requires_grad
         ]
         return self._ops(dist.isend, gradients, self.stage_index - 1)
 
@@ -202,6 +212,7 @@ class Stage(_PipelineStageBase):
         outputs, _ = self.fwd_cache[bwd_chunk_id]
         if not self.is_last and not any(output.requires_grad for output in outputs):
             self.fwd_cache.pop(bwd_chunk_id)
+            self._without_gradient.add(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
             return
         self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # only its length is used
@@ -211,6 +222,14 @@ class Stage(_PipelineStageBase):
             self._keep(error)
             raise
         self.events.append(Event("backward", bwd_chunk_id, start_s, self._meter.now()))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._settle()
+        if bwd_chunk_id in self._without_gradient:
+            return
+        start_s = self._meter.now()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.events.append(Event("weight", bwd_chunk_id, start_s, self._meter.now()))
 
     def _keep(self, error: RuntimeError) -> None:
         """torch wraps what the user's code raises; the user shall see it as it was."""
@@ -224,12 +243,18 @@ class Stage(_PipelineStageBase):
                 self._meter.begin(
                     "recv" if receives else "send",
                     group="pipeline",
-                    group_size=self.num_stages,
+                    group_size=self._line.num_ranks,
                     size_bytes=tensor.numel() * tensor.element_size(),
                     blocking=receives,
                 )
             )
-        return [dist.P2POp(operation, tensor, self._line.ranks[stage], self.group) for tensor in tensors]
+        return [
+            dist.P2POp(operation, tensor, self._line.ranks[self._position(stage)], self.group) for tensor in tensors
+        ]
+
+    def _position(self, stage: int) -> int:
+        """Of the rank that has a stage."""
+        return stage % self._line.num_ranks
 
     def _settle(self) -> None:
         """Ends the clocks of transfers: schedules wait for what is received before they compute."""

@@ -28,10 +28,12 @@ class Header:
 
 
 class Line:
-    """Point-to-point messages between the stages of one pipeline; those between two ranks arrive in order.
+    """Point-to-point messages between the ranks of one pipeline; those between two ranks arrive in order.
+
+    A rank's *position* is that of its first stage: position p of P has the stages p, P + p, 2P + p...
 
     Args:
-        group: the ranks, in the order of their stages.
+        group: the ranks, in the order of their positions.
         meter: told of every message, as group "pipeline".
         device: where the back end wants its tensors.
     """
@@ -44,62 +46,62 @@ class Line:
         self._pending: list[tuple[dist.Work, Tensor]] = []
 
     @property
-    def num_stages(self) -> int:
+    def num_ranks(self) -> int:
         return len(self.ranks)
 
-    def send_object(self, obj: Any, stage: int) -> None:
+    def send_object(self, obj: Any, position: int) -> None:
         """Sends a picklable object; returns at once."""
         payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        self.send(torch.tensor([payload.numel()]), stage)
-        self.send(payload, stage)
+        self.send(torch.tensor([payload.numel()]), position)
+        self.send(payload, position)
 
-    def receive_object(self, stage: int) -> Any:
-        """The object that ``stage`` has sent next; waits for it."""
-        size = self.receive(torch.empty(1, dtype=torch.int64), stage)
-        payload = self.receive(torch.empty(int(size), dtype=torch.uint8), stage)
+    def receive_object(self, position: int) -> Any:
+        """The object that the rank at ``position`` has sent next; waits for it."""
+        size = self.receive(torch.empty(1, dtype=torch.int64), position)
+        payload = self.receive(torch.empty(int(size), dtype=torch.uint8), position)
         return pickle.loads(payload.numpy().tobytes())
 
-    def send(self, tensor: Tensor, stage: int) -> None:
+    def send(self, tensor: Tensor, position: int) -> None:
         """Sends a tensor of any device; returns at once."""
         staged = tensor.detach().to(self.device).contiguous()
         transfer = self._meter.begin(
-            "send", group="pipeline", group_size=self.num_stages, size_bytes=staged.numel() * staged.element_size()
+            "send", group="pipeline", group_size=self.num_ranks, size_bytes=staged.numel() * staged.element_size()
         )
-        work = dist.isend(staged, self.ranks[stage], group=self.group)
+        work = dist.isend(staged, self.ranks[position], group=self.group)
         assert work is not None
         transfer.finish()
         self._pending = [(w, t) for w, t in self._pending if not w.is_completed()]
         self._pending.append((work, staged))
 
-    def receive(self, tensor: Tensor, stage: int) -> Tensor:
-        """Fills ``tensor``, on its own device, with what ``stage`` has sent next; waits for it."""
+    def receive(self, tensor: Tensor, position: int) -> Tensor:
+        """Fills ``tensor``, on its own device, with what the rank at ``position`` has sent next; waits for it."""
         staged = tensor if tensor.device == self.device else tensor.to(self.device)
         size_bytes = staged.numel() * staged.element_size()
-        with self._meter.blocking("recv", group="pipeline", group_size=self.num_stages, size_bytes=size_bytes):
-            dist.recv(staged, self.ranks[stage], group=self.group)
+        with self._meter.blocking("recv", group="pipeline", group_size=self.num_ranks, size_bytes=size_bytes):
+            dist.recv(staged, self.ranks[position], group=self.group)
         if staged is not tensor:
             tensor.copy_(staged)
         return tensor
 
-    def send_carried(self, carried: Carried, stage: int) -> None:
+    def send_carried(self, carried: Carried, position: int) -> None:
         """Sends a layer's output with its header; returns at once."""
-        self.send_object(Header.of(carried), stage)
+        self.send_object(Header.of(carried), position)
         for tensor in carried.tensors:
-            self.send(tensor, stage)
+            self.send(tensor, position)
 
-    def receive_carried(self, stage: int, device: torch.device) -> Carried:
-        """A layer's output that ``stage`` has sent, on ``device``."""
-        header = self.receive_object(stage)
+    def receive_carried(self, position: int, device: torch.device) -> Carried:
+        """A layer's output that the rank at ``position`` has sent, on ``device``."""
+        header = self.receive_object(position)
         empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in header.tensors]
-        return Carried(header.structure, tuple(self.receive(tensor, stage) for tensor in empty))
+        return Carried(header.structure, tuple(self.receive(tensor, position) for tensor in empty))
 
     def from_last(self, obj: Any) -> Any:
-        """``obj`` of the last stage, on every stage; picklable. A collective of the pipeline."""
-        last = self.num_stages - 1
+        """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline."""
+        last = self.num_ranks - 1
         if dist.get_rank(self.group) != last:
             return self.receive_object(last)
-        for stage in range(last):
-            self.send_object(obj, stage)
+        for position in range(last):
+            self.send_object(obj, position)
         self.finish()
         return obj
 
@@ -110,11 +112,11 @@ class Line:
             work.wait()
 
     def same_everywhere(self, number: int) -> bool:
-        """Whether all stages have the same number; a collective of the pipeline."""
+        """Whether all ranks have the same number; a collective of the pipeline."""
         mine = torch.tensor([number], device=self.device)
         numbers = [torch.empty_like(mine) for _ in self.ranks]
         with self._meter.blocking(
-            "all_gather", group="pipeline", group_size=self.num_stages, size_bytes=8 * len(numbers)
+            "all_gather", group="pipeline", group_size=self.num_ranks, size_bytes=8 * len(numbers)
         ):
             dist.all_gather(numbers, mine, group=self.group)
         return len({int(value) for value in numbers}) == 1

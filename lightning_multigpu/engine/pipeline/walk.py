@@ -103,6 +103,10 @@ class ChainWalk:
                 else:
                     layer.__dict__["forward"] = forward
 
+    def take(self, start: int, stop: int) -> None:
+        """Goes on with another stage of this rank."""
+        self.start, self.stop = start, stop
+
     def run(self, step: Callable[[], Any], receive: Callable[[], Carried] | None) -> tuple[bool, Any]:
         """Runs ``step`` as far as this stage goes; within :meth:`installed`.
 

@@ -134,6 +134,13 @@ def test_what_is_no_chain_is_refused(forward: Forward, words: str, cuts: tuple[i
         walk(forward, cuts)
 
 
+@pytest.mark.parametrize("forward", [residual, in_place, twice, skipping, ending_early])
+def test_what_is_no_chain_is_refused_within_a_stage_too(forward: Forward) -> None:
+    """Else it would depend on the split whether a module can be trained."""
+    with pytest.raises(PipelineError):
+        walk(forward, ())
+
+
 def test_layers_are_as_before_afterwards() -> None:
     module = Walked()
     x = torch.ones(2, 3)
