@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
@@ -45,6 +46,7 @@ class StageSteps:
         self._logs = StageLogs(module)
         self._seed = seed
         self._evaluated = 0
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
 
     def train(
         self,
@@ -118,6 +120,9 @@ class StageSteps:
             return getattr(self._module, hook)(*args, **kwargs)
         finally:
             self.running = False
+            # What a metric computed within the step, it computed on this stage alone: it must do so again with all.
+            for metric in self._metrics:
+                metric._computed = None
 
 
 def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

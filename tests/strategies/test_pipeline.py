@@ -41,6 +41,23 @@ class Block(nn.Module):
         return x + self.dropout(self.out(torch.tanh(weights @ y)))
 
 
+class Average(torchmetrics.Metric):
+    """States are averaged over ranks, so that a rank without samples must not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="mean")
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, value: Tensor) -> None:
+        self.value = value.detach().float()
+        self.values.append(value.detach().reshape(1))  # type: ignore[union-attr,operator]
+
+    def compute(self) -> Tensor:
+        values = self.values if isinstance(self.values, Tensor) else torch.cat(self.values)  # type: ignore[arg-type]
+        return self.value + 0 * values.sum()
+
+
 class TinyGPT(L.LightningModule):
     """Embeddings before and a head behind the blocks, noise and dropout, a mask, dictionaries as batches."""
 
@@ -55,6 +72,8 @@ class TinyGPT(L.LightningModule):
         if tied:
             self.head.weight = self.tokens.weight
         self.accuracy = torchmetrics.MeanMetric()
+        self.latest_accuracy = Average()
+        self.latest = 0.0
         self.losses: list[float] = []
         self.noises: list[float] = []
 
@@ -85,6 +104,9 @@ class TinyGPT(L.LightningModule):
         loss = self.loss(batch)
         self.accuracy(loss, weight=len(batch["tokens"]))
         self.log("val_metric", self.accuracy)
+        self.latest_accuracy(loss)
+        self.log("val_latest", self.latest_accuracy)
+        self.latest = float(self.latest_accuracy.compute())  # on one stage only, which must not wait for the others
         self.log("val_loss", loss, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -151,6 +173,7 @@ def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0) -> dict[st
         "noises": module.noises,
         "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
         "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
+        "latest": module.latest,
         "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
     }
 
@@ -179,6 +202,7 @@ def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> Non
 def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
     results = world2.run(pipeline, 2, schedule=schedule)
     assert_same(results, by_hand)
+    assert results[0]["val"]["val_latest"] == pytest.approx(results[0]["latest"], rel=1e-6)
     assert results[0]["val"]["val_metric"] == pytest.approx(results[0]["val"]["val_loss"], rel=1e-6)
     assert results[0]["predicted"] == Text(30).text[:, 1].tolist()
     assert results[1]["predicted"] == []
@@ -209,6 +233,9 @@ def test_all_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], wor
 class Watched(Classifier):
     """Looks at what this rank holds while it trains."""
 
+    def on_train_start(self) -> None:
+        self.states_at_start = len(self.trainer.optimizers[0].state)
+
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         optimizer = self.trainer.optimizers[0]
@@ -226,6 +253,10 @@ def watch() -> dict[str, Any]:
     trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 6]), 2)
     trainer.fit(module, train_loader(Case(), 1))
     trainer.save_checkpoint("after.ckpt")
+    resumed = Watched("adamw")
+    case = Case(max_epochs=2, trainer={"max_steps": 8})
+    again = make_trainer(case, PipelineStrategy(balance=[2, 6]), 2)
+    again.fit(resumed, train_loader(Case(), 1), ckpt_path="after.ckpt")
     saved = (
         torch.load("after.ckpt", weights_only=True)["optimizer_states"][0]["state"] if trainer.is_global_zero else {}
     )
@@ -234,7 +265,7 @@ def watch() -> dict[str, Any]:
     steps = trainer.strategy.meter.steps
     return {
         "held": module.held,
-        "states": module.states,
+        "states": (module.states, resumed.states_at_start),
         "order": module.order,
         "grouped": module.grouped,
         "same objects": all(a is b for a, b in zip(before, module.parameters(), strict=True)),
@@ -250,7 +281,7 @@ def test_a_stage_holds_its_own_layers_only(world2: World) -> None:
     assert last["held"] == ["layers.2.weight", "layers.2.bias"]
     for result in (first, last):
         assert result["order"] == first["held"] + last["held"]
-        assert result["states"] == 2
+        assert result["states"] == (2, 2)
         assert result["grouped"]
         assert result["whole"]
         assert result["same objects"]
