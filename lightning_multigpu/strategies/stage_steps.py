@@ -92,8 +92,9 @@ class StageSteps:
         message: Any = None
         if self.runner.is_last:
             loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-            message = combined(records, [leading_size(part) or 1 for part in parts]), loss
-        replayed, loss = self.runner.line.from_last(message)
+            message = combined(records, [leading_size(part) or 1 for part in parts]), loss, trainer.should_stop
+        replayed, loss, stops = self.runner.line.from_last(message)
+        trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
         return {"loss": loss, **(_merged(outputs) if self.runner.is_last else {})}
 

@@ -345,6 +345,25 @@ def test_a_frozen_stage(world2: World) -> None:
             torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
 
 
+class Stopping(Classifier):
+    """Its step ends the training; the end of the step runs on the last stage only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.should_stop = batch_idx == 2
+        return loss
+
+
+def stop() -> int:
+    trainer = make_trainer(Case(), PipelineStrategy(), 2)
+    trainer.fit(Stopping(), train_loader(Case(), 1))
+    return trainer.global_step
+
+
+def test_a_step_may_end_the_training(world2: World) -> None:
+    assert world2.run(stop) == [3, 3]
+
+
 class UserError(Exception):
     """Raised by a user's own code."""
 
