@@ -6,14 +6,17 @@ closed connection and a reported failure are failures of the job on all hosts; n
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.ranks import Found
 
 _BEAT_S = 1.0
+_SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in at once would end the connection
 
 
 class _Peer:
@@ -41,6 +44,7 @@ class Hosts:
         join_timeout_s: how long after :meth:`listen` the last host may come.
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite.
+        heard: called with another host and what it says, where that is none of this class's own business.
     """
 
     def __init__(
@@ -50,10 +54,11 @@ class Hosts:
         join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
+        heard: Callable[[Hashable, Message], None],
     ) -> None:
         self._silence_s = silence_s
         self._join_timeout_s = join_timeout_s
-        self._watch, self._forget = watch, forget
+        self._watch, self._forget, self._heard = watch, forget, heard
         self._secret = b""
         self._own_rank = 0
         self._on_met: Callable[[], None] = lambda: None
@@ -68,6 +73,11 @@ class Hosts:
     def is_used(self) -> bool:
         """Whether the job has other hosts."""
         return bool(self._peers) or self._listener is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is node 0, which speaks for the job; a host alone is."""
+        return self._own_rank == 0
 
     @property
     def all_done(self) -> bool:
@@ -127,6 +137,13 @@ class Hosts:
         for peer in self._known():
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
 
+    def say(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
+        """Sends a message to all hosts that this one knows, or to one; returns to whom."""
+        peers = [peer for peer in self._known() if to is None or peer is to]
+        for peer in peers:
+            peer.connection.send(kind, **fields)
+        return list(peers)
+
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
         if self._listener is None and not self._finished:
@@ -158,6 +175,8 @@ class Hosts:
 
     def _add(self, peer: _Peer) -> None:
         self._peers.append(peer)
+        with contextlib.suppress(OSError):
+            peer.connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watch(peer.connection.socket, lambda: self._read(peer))
 
     def _drop(self, peer: _Peer) -> None:
@@ -176,7 +195,7 @@ class Hosts:
             peer.heard_s = self._now_s
             try:
                 self._handle(peer, message)
-            except ValueError:
+            except (ValueError, TypeError, KeyError, AttributeError):
                 peer.connection.closed = True
         if peer.connection.closed:
             self._forget(peer.connection.socket)
@@ -200,6 +219,8 @@ class Hosts:
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
         elif peer.trusted and kind == "done":
             peer.done = True
+        elif peer.trusted and kind != "alive":
+            self._heard(peer, message)
 
     def _welcome(self, peer: _Peer, message: Message) -> None:
         node_rank = message.get("node_rank")

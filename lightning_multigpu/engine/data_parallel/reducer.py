@@ -12,7 +12,8 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.notes import ranks_text
 from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
@@ -49,6 +51,7 @@ class GradientReducer:
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
+        self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._meter = meter
         self._axis = axis
         self._hook = hook
@@ -128,15 +131,24 @@ class GradientReducer:
         assert self._ring is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            transfer = self._begin(buffer, _sparse_bytes(buffer))
-            dist.all_reduce(buffer, group=self._group)
-            buffer.div_(self._world_size)
+            with self._moving(buffer, _sparse_bytes(buffer)):
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self._world_size)
         else:
             staged = buffer.cpu()
-            transfer = self._begin(buffer, self._ring.sent_bytes(staged))
-            self._ring(staged, average=True)
-            if staged is not buffer:
-                buffer.copy_(staged)
+            with self._moving(buffer, self._ring.sent_bytes(staged)):
+                self._ring(staged, average=True)
+                if staged is not buffer:
+                    buffer.copy_(staged)
+
+    @contextmanager
+    def _moving(self, buffer: Tensor, sent_bytes: int) -> Iterator[None]:
+        transfer = self._begin(buffer, sent_bytes)
+        try:
+            yield
+        except BaseException:
+            transfer.broke()
+            raise
         transfer.finish()
 
     def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
@@ -182,6 +194,7 @@ class GradientReducer:
             group_size=self._world_size,
             size_bytes=_size_bytes(buffer),
             sent_bytes=sent_bytes,
+            ranks=self._ranks,
         )
 
     def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
