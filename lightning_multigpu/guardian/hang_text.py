@@ -69,9 +69,9 @@ def _short_stack(view: View) -> list[str]:
     """The main thread's frames: the user's, and around them the innermost of the libraries."""
     if not view.stacks.main:
         return [f"Rank {view.rank}: {view.gone or view.stacks.text}"]
-    users = [frame for frame in view.stacks.main if frame.is_users]
-    others = [frame for frame in view.stacks.main if not frame.is_users]
-    room = max(_SHOWN_FRAMES - len(users), 2)
-    shown = {*users[:_SHOWN_FRAMES], *others[:room]}
-    lines = [frame.text for frame in view.stacks.main if frame in shown]
+    frames = view.stacks.main
+    users = [index for index, frame in enumerate(frames) if frame.is_users][:_SHOWN_FRAMES]
+    others = [index for index, frame in enumerate(frames) if not frame.is_users]
+    shown = sorted([*users, *others[: max(_SHOWN_FRAMES - len(users), 2)]])
+    lines = [frames[index].text for index in shown]
     return [f"Rank {view.rank}, main thread, most recent call first:", *(f"    {line}" for line in lines)]

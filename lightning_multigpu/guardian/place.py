@@ -16,8 +16,10 @@ _WAITS_IN_C = (
     "torch/nn/parallel/distributed.py",
 )
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "/contextlib.py", "torch/utils/_contextlib.py")
-_TORCH = re.compile(r"/(site|dist)-packages/(torch|torchmetrics)/|/torch/(nn|autograd|distributed|optim|utils)/")
-_LIGHTNING = re.compile(r"/(site|dist)-packages/lightning\w*/|/lightning/(pytorch|fabric)/|/lightning_multigpu/")
+_TORCH = re.compile(r"/(site|dist)-packages/(torch|lightning_utilities)/|/torch/(nn|autograd|distributed|optim|utils)/")
+_LIGHTNING = re.compile(
+    r"/(site|dist)-packages/(lightning|torchmetrics)/|/lightning/(pytorch|fabric)/|/lightning_multigpu/"
+)
 _STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<")
 _TRAINER = re.compile(r"/lightning/pytorch/trainer/")
 
@@ -50,7 +52,7 @@ class CollectiveCall(NamedTuple):
 def place(frames: Iterable[Frame]) -> str:
     """The line of a stack (most recent call first) that tells most.
 
-    The user's innermost line within the training; where there is none, the innermost of Lightning or this pack; in a
+    The user's innermost line within the training; where there is none, the innermost of Lightning, torchmetrics or this pack; in a
     thread without either, the innermost of all.
     """
     frames = list(frames)

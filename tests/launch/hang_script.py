@@ -96,7 +96,9 @@ def main() -> None:
         hang_report_s=float(hang_report_s),
     )
     options: dict[str, Any] = {"val_check_interval": 4} if how == "validation" else {}
-    trainer = make_trainer(Case(num_samples=48), strategy, RANKS, callbacks=callbacks, num_sanity_val_steps=0, **options)
+    trainer = make_trainer(
+        Case(num_samples=48), strategy, RANKS, callbacks=callbacks, num_sanity_val_steps=0, **options
+    )
     loaders = [eval_loader()] if how == "validation" else []
     trainer.fit(Waits(how), train_loader(Case(num_samples=48), RANKS), *loaders)
     print(f"rank {trainer.global_rank} finished", flush=True)

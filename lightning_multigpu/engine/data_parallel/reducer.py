@@ -84,6 +84,18 @@ class GradientReducer:
             error, self._error = self._error, None
             raise error
 
+    def average(self, tensor: Tensor) -> None:
+        """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
+        sent_bytes = None if self._ring is None else self._ring.sent_bytes(tensor)
+        with self._moving(tensor, sent_bytes, blocking=True):
+            if self._ring is None:
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
+            else:
+                staged = tensor.cpu()
+                self._ring(staged, average=True)
+                if staged is not tensor:
+                    tensor.copy_(staged)
+
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
         if self._thread is not None:
@@ -142,8 +154,8 @@ class GradientReducer:
                     buffer.copy_(staged)
 
     @contextmanager
-    def _moving(self, buffer: Tensor, sent_bytes: int) -> Iterator[None]:
-        transfer = self._begin(buffer, sent_bytes)
+    def _moving(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Iterator[None]:
+        transfer = self._begin(buffer, sent_bytes, blocking=blocking)
         try:
             yield
         except BaseException:
@@ -179,7 +191,11 @@ class GradientReducer:
                 self._error = self._error or error
                 checked.set_result(buffer)
 
-        future = hook(state, bucket)
+        try:
+            future = hook(state, bucket)
+        except BaseException:
+            transfer.broke()
+            raise
         if buffer.is_cuda:
             # The values of a CUDA future are ordered by its streams, which a future of our own would lose.
             future.add_done_callback(lambda _: transfer.finish())
@@ -187,13 +203,14 @@ class GradientReducer:
         future.add_done_callback(ended)
         return checked
 
-    def _begin(self, buffer: Tensor, sent_bytes: int | None) -> Transfer:
+    def _begin(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Transfer:
         return self._meter.begin(
             "all_reduce",
             group=self._axis,
             group_size=self._world_size,
             size_bytes=_size_bytes(buffer),
             sent_bytes=sent_bytes,
+            blocking=blocking,
             ranks=self._ranks,
         )
 
