@@ -12,8 +12,8 @@ from lightning_multigpu.guardian.logbook import AWAITED, UNDER_WAY, Entry, parse
 from lightning_multigpu.guardian.place import Frame
 from lightning_multigpu.guardian.stacks import Stacks
 
-_MAX_FRAMES = 60
-_MAX_STACKS_CHARS = 12_000
+_MAX_FRAMES = 40
+_MAX_STACKS_CHARS = 6_000
 
 
 class View(NamedTuple):
@@ -104,7 +104,7 @@ def _is_main(entry: Entry, view: View) -> bool:
 
 def verdict(views: Iterable[View]) -> list[str]:
     """What the ranks wait for, one finding a line; none where nobody waits in a collective."""
-    by_rank = {view.rank: view for view in views}
+    by_rank = {view.rank: view for view in sorted(views)}
     waiting: dict[tuple[str, str], list[Call]] = {}
     for view in by_rank.values():
         for call in calls(view):
@@ -134,8 +134,10 @@ def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> s
     else:
         who = [call.rank for call in found]
         at = f" ({first.place})" if first.place else ""
-        elsewhere = [rank for rank in members if rank not in who]
-        only = bool(elsewhere) and all(rank in by_rank and calls(by_rank[rank]) for rank in elsewhere)
+        elsewhere = [by_rank.get(rank) for rank in members if rank not in who]
+        only = bool(elsewhere) and all(
+            v is not None and calls(v) and _begun(v, first) < first.number for v in elsewhere
+        )
         verb = _plural(who, "is", "are") if only else _plural(who, "waits", "wait")
         head = f"{_ranks(who)} {verb} in {first.name}{at} for {for_s:.0f} s"
         head = f"Only {head}" if only else head[0].upper() + head[1:]
@@ -150,15 +152,24 @@ def _other(view: View | None, rank: int, call: Call) -> str:
     """What a member that does not wait in ``call`` does instead."""
     if view is None:
         return f"nothing is known of rank {rank}"
-    entry = next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
-    begun = 0 if entry is None else entry.begun
-    if begun < call.number:
+    entry = _entry(view, call)
+    if _begun(view, call) < call.number:
         came = "has not come"
-    elif begun == call.number and entry is not None and entry.state == UNDER_WAY:
+    elif entry is not None and entry.number == call.number and entry.state == UNDER_WAY:
         came = "has come, and does not wait"
     else:
         came = "has come and gone on"
     return f"rank {rank} {came}: {_doing(view)}"
+
+
+def _entry(view: View, call: Call) -> Entry | None:
+    return next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
+
+
+def _begun(view: View, call: Call) -> int:
+    """The number of the last collective that the rank has begun in the call's group."""
+    entry = _entry(view, call)
+    return 0 if entry is None else entry.begun
 
 
 def _doing(view: View) -> str:

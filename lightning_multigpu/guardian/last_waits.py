@@ -53,4 +53,4 @@ def last_waits(
 def shortened(lines: list[str]) -> list[str]:
     """The first lines, and how many more there are."""
     more = len(lines) - MAX_LINES
-    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more ranks waited"]
+    return lines if more <= 0 else [*lines[:MAX_LINES], f"{more} more ranks waited too"]

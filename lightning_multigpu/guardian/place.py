@@ -20,7 +20,7 @@ _TORCH = re.compile(r"/(site|dist)-packages/(torch|lightning_utilities)/|/torch/
 _LIGHTNING = re.compile(
     r"/(site|dist)-packages/(lightning|torchmetrics)/|/lightning/(pytorch|fabric)/|/lightning_multigpu/"
 )
-_STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<")
+_STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<(frozen|string)")
 _TRAINER = re.compile(r"/lightning/pytorch/trainer/")
 
 
@@ -52,8 +52,8 @@ class CollectiveCall(NamedTuple):
 def place(frames: Iterable[Frame]) -> str:
     """The line of a stack (most recent call first) that tells most.
 
-    The user's innermost line within the training; where there is none, the innermost of Lightning, torchmetrics or this pack; in a
-    thread without either, the innermost of all.
+    The user's innermost line within the training; where there is none, the innermost of Lightning, torchmetrics or this
+    pack; in a thread without either, the innermost of all.
     """
     frames = list(frames)
     if not frames:

@@ -8,6 +8,7 @@ within a collective and from within a C function that holds the lock; a stopped 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -84,6 +85,8 @@ def answer_stack_signal() -> StackSignal | None:
     if number is None or threading.main_thread().ident is None:
         return None
     descriptor = os.memfd_create("rank-stacks")
+    # The guardian empties the file before it asks: each answer then begins at its end.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(number, file=descriptor, all_threads=True)
     _own, _own_process = StackSignal(number, descriptor, threading.main_thread().ident or 0), os.getpid()
     return _own
@@ -128,7 +131,6 @@ class Question:
             self._refusal = "it has not said how to ask for its stacks"
         else:
             os.ftruncate(how.descriptor, 0)
-            os.lseek(how.descriptor, 0, os.SEEK_SET)
             if not process.send_signal(how.number):
                 self._refusal = "its process has ended"
 

@@ -1,4 +1,4 @@
-"""A user's job in which ranks wait: ``hang_script.py START_METHOD HOW HANG_REPORT_S``; 2 ranks, or what WORLD_SIZE says.
+"""A user's job of 2 ranks that wait for each other: ``hang_script.py START_METHOD HOW HANG_REPORT_S``.
 
 It goes on as soon as the file ``GO_ON`` exists, where the way to wait allows that.
 """
