@@ -81,7 +81,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HangingJob]:
 def test_waits_that_end_and_one_that_does_not(job: HangingJob) -> None:
     """Code that holds the interpreter lock, a slow save, and a rank that never comes to a barrier in validation."""
     (locked,) = job.reports()
-    assert re.search(r"Rank 0 waits in all_reduce #2 of group data for \d+ s; rank 1 has not come: it is "
+    assert re.search(r"Rank 0 waits in all_reduce #2 of group data for \d+ s; rank 1 has not come: it is at "
                      r"launch/hang_script.py:\d+ in hold_interpreter_lock\.", locked), locked  # fmt: skip
     (job.directory / "interpreter lock").touch()
     saving = job.reports(2)[1]
