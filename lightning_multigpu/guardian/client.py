@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.logbook import PAGE_BYTES, Logbook
 from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
-from lightning_multigpu.guardian.process import STEP_BYTES
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.stacks import answer_stack_signal
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 
 OnFailure = Callable[[Failure], None]
 
 _LONGEST_LOOK_S = 0.5
+_SEEN_S = 1.0
 
 
 class GuardianClient:
@@ -41,6 +43,9 @@ class GuardianClient:
 
     Attributes:
         failure: what ``on_failure`` was called with, or None.
+        waited: what the ranks of this host were waiting in when the job failed, a line a rank; complete before
+            ``on_failure`` is called, and a moment after :meth:`failed`.
+        logbook: where this rank notes the collectives that it is in, for the guardian to read.
 
     Raises:
         GuardianError: there is no guardian there, it refuses this rank, or it does not know the secret.
@@ -49,8 +54,9 @@ class GuardianClient:
     def __init__(self, address: str, secret: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
         self.rank = rank
         self.failure: Failure | None = None
+        self.waited: list[str] = []
         self._on_failure = on_failure
-        self._leaving, self._met = threading.Event(), threading.Event()
+        self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
         self._sending = threading.Lock()
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
@@ -72,9 +78,8 @@ class GuardianClient:
         failure_timeout_s = float(welcome["failure_timeout_s"])
         self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
-        self._memory = self._map_steps(int(welcome["num_slots"]))
-        self._steps = memoryview(self._memory).cast("q")
-        self._slot = int(welcome["slot"])
+        self.logbook = Logbook(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+        self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
 
@@ -100,10 +105,12 @@ class GuardianClient:
 
     def completed(self, step: int) -> None:
         """Notes that ``step`` optimizer steps are done: a store to shared memory, of less than a microsecond."""
-        self._steps[self._slot] = step
+        self.logbook.completed(step)
 
     def failed(self, what: str, *, step: int | None = None, traceback: str = "") -> None:
         """Says that this rank fails by itself; the others are told so, and all have to end.
+
+        Returns once the guardian has seen what the others wait in, or after a second.
 
         Args:
             what: goes on after the rank's name: "raised ValueError: no such file".
@@ -112,6 +119,8 @@ class GuardianClient:
         """
         failure = Failure(what, self.rank, host_name(), self._process, step, traceback)
         self._send("failed", failure=failure.to_message())
+        if threading.current_thread() is not self._thread:
+            self._seen.wait(_SEEN_S)
 
     def announced(self) -> None:
         """Says that this rank shows the failure in the terminal itself: the guardian then does not."""
@@ -184,9 +193,7 @@ class GuardianClient:
             self._thread.join(timeout=5)
         self._connection.close()
         self._guardian.close()
-        self._steps.release()
-        self._memory.close()
-        self._steps = memoryview(bytearray(STEP_BYTES * (self._slot + 1))).cast("q")
+        self.logbook.detach()
 
     # The other thread
 
@@ -195,8 +202,11 @@ class GuardianClient:
         messages, self._early = self._early, []
         while True:
             for message in messages:
+                self.waited += [str(line) for line in message.get("waited", ())]
                 if message["kind"] == "met":
                     self._met.set()
+                elif message["kind"] == "seen":
+                    self._seen.set()
                 elif message["kind"] == "failure":
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
@@ -210,6 +220,7 @@ class GuardianClient:
                 self._leaving.wait(2 * self._look_s)  # the host's other ranks shall see the same
                 self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
                 break
+        self._seen.set()
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
@@ -269,11 +280,16 @@ class GuardianClient:
             self._connection.close()
             raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {self.rank} has ended") from error
 
-    def _map_steps(self, num_slots: int) -> mmap.mmap:
+    def _offer_stacks(self) -> None:
+        how = answer_stack_signal()
+        if how is not None:
+            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
+
+    def _map_pages(self, num_slots: int) -> mmap.mmap:
         descriptor = self._connection.take_descriptor()
         if descriptor is None:
             raise GuardianError("the guardian's welcome came without its memory; is it of the same version?")
         try:
-            return mmap.mmap(descriptor, STEP_BYTES * num_slots)
+            return mmap.mmap(descriptor, PAGE_BYTES * num_slots)
         finally:
             os.close(descriptor)

@@ -8,6 +8,7 @@ import signal
 import sys
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.last_waits import shortened
 from lightning_multigpu.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 
@@ -23,6 +24,9 @@ class Ending:
         failure: why.
         since_s: when that came about, on the guardian's clock.
         timeout_s: how long after that every rank has to have ended.
+
+    Attributes:
+        waits: what ranks were waiting in when it came about; a line a rank.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -32,6 +36,11 @@ class Ending:
         self._own_time_s = _OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
         self._announced: WatchedRank | None = None
+        self.waits: list[str] = []
+
+    def waited(self, lines: list[str]) -> None:
+        """Takes down what ranks were waiting in when it came about; a line a rank."""
+        self.waits += lines
 
     def announce(self, rank: WatchedRank) -> None:
         """``rank`` shows the failure in this host's terminal itself, if it lives to do so."""
@@ -70,7 +79,8 @@ class Ending:
         signal.alarm(0)
 
     def text(self) -> str:
-        """The message: the failed rank's traceback, whom the guardian had to end, and, last, what happened."""
+        """The message: the failed rank's traceback, whom the guardian had to end, what the others waited in, and,
+        last, what happened."""
         lines = [self.failure.traceback.rstrip()] if self.failure.traceback else []
         others = [rank for rank in self._killed if rank.rank != self.failure.rank]
         if others:
@@ -78,6 +88,7 @@ class Ending:
             lines.append(
                 f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
             )
+        lines += [f"Meanwhile {line}" for line in shortened(self.waits)]
         lines.append(f"The job failed: {self.failure.describe()}")
         return "\n".join(lines) + "\n"
 

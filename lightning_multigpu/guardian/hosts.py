@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.peer import Peer, node_name
@@ -33,6 +34,7 @@ from lightning_multigpu.guardian.ranks import Found
 _LONGEST_BEAT_S = 1.0
 _MAX_MESH = 32
 _MAX_STRANGERS = 256
+_SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in at once would end the connection
 
 
 class Hosts:
@@ -43,6 +45,7 @@ class Hosts:
         join_timeout_s: how long after :meth:`listen` the last host may come.
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite.
+        heard: called with another host and what it says, where that is none of this class's own business.
     """
 
     def __init__(
@@ -52,11 +55,12 @@ class Hosts:
         join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
+        heard: Callable[[Hashable, Message], None],
     ) -> None:
         self._silence_s = silence_s
         self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
         self._join_timeout_s = join_timeout_s
-        self._watch, self._forget = watch, forget
+        self._watch, self._forget, self._heard = watch, forget, heard
         self._secret = b""
         self._own_rank = 0
         self._num_nodes = 1
@@ -74,6 +78,11 @@ class Hosts:
     def others_wait(self) -> bool:
         """Whether another host's ranks may wait for this one's: they are there, and at work."""
         return any(not (peer.paused or peer.done) for peer in self._known())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is node 0, which speaks for the job; a host alone is."""
+        return self._own_rank == 0
 
     @property
     def all_done(self) -> bool:
@@ -141,6 +150,13 @@ class Hosts:
         age_s = max(0.0, self._now_s - since_s)
         for peer in self._known():
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
+
+    def say(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
+        """Sends a message to node 0 or, there, to all other hosts, or to one; returns to whom."""
+        peers = [p for p in self._known() if (p is to if to is not None else self.is_first or p.node_rank == 0)]
+        for peer in peers:
+            peer.connection.send(kind, **fields)
+        return list(peers)
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
@@ -221,6 +237,8 @@ class Hosts:
         peer = Peer(connection, secret=self._secret, now_s=self._now_s, node_rank=node_rank)
         peer.host, peer.where = host, where
         self._peers.append(peer)
+        with contextlib.suppress(OSError):
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watch(connection.socket, lambda: self._read(peer))
 
     def _drop(self, peer: Peer) -> None:
@@ -236,7 +254,7 @@ class Hosts:
                 peer.heard_s = self._now_s
             try:
                 self._handle(peer, message)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, KeyError, AttributeError):
                 peer.connection.closed = True
         if peer.connection.closed:
             self._forget(peer.connection.socket)
@@ -255,6 +273,8 @@ class Hosts:
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
         elif kind == "done":
             peer.done = True
+        else:
+            self._heard(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
         """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""

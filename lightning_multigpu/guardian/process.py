@@ -7,17 +7,21 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from lightning_multigpu.guardian.ending import Ending
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.hang_reports import KINDS, HangReports
+from lightning_multigpu.guardian.hang_watch import HangWatch
 from lightning_multigpu.guardian.hosts import Hosts
+from lightning_multigpu.guardian.last_waits import last_waits
+from lightning_multigpu.guardian.logbook import PAGE_BYTES, read_steps
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.guardian.stacks import StackSignal
 
-STEP_BYTES = 8
 _CREDENTIALS = "3i"
 _MAX_STRANGERS = 64
 _SHORTEST_PAUSE_S = 1.0
@@ -49,11 +53,15 @@ class Process:
         self._watch(self._listener, self._accept)
         self._owner_link = Connection(socket.socket(fileno=settings["owner_link"]))
         self._watch(self._owner_link.socket, self._read_owner)
-        self._steps_descriptor: int = settings["steps"]
-        self._steps = mmap.mmap(self._steps_descriptor, STEP_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
+        self._pages_descriptor: int = settings["pages"]
+        self._pages = mmap.mmap(self._pages_descriptor, PAGE_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
         self._hosts = Hosts(
-            silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget
-        )
+            silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget,
+            heard=self._hear,
+        )  # fmt: skip
+        limit_s: float | None = settings["hang_report_s"]
+        self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
+        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory)
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
@@ -66,6 +74,7 @@ class Process:
                 self._started_s += now_s - self._now_s
                 self._ranks.forgive()
                 self._hosts.forgive(now_s)
+                self._hang_watch.forgive(now_s)
             self._now_s = now_s
             self._observe()
         self._hosts.close()
@@ -97,6 +106,8 @@ class Process:
             self._fail(found.failure, found.since_s)
         if self._ending is None:
             self._observe_joining()
+        if self._ending is None:
+            self._hangs.observe(self._now_s)
 
     def _observe_joining(self) -> None:
         missing = self._ranks.num_ranks - len(self._ranks)
@@ -122,17 +133,27 @@ class Process:
         failed = self._ranks.get(failure.rank)
         if failed is not None and failure.step is None:
             failure = failure._replace(step=self._step(failed))
+        # Before anybody is told: who is told stops waiting.
+        waits = last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
         self._ending = Ending(failure, since_s, self._timeout_s)
+        self._ending.waited(waits)
         self._hosts.tell(failure, since_s)
+        self._hosts.say("waited", lines=waits)
         for connection, rank in self._connections.items():
             # The one that failed knows; if it is stopped, it hears of it should it ever go on.
             if rank is not failed or rank.process.state() == STOPPED:
-                connection.send("failure", failure=failure.to_message())
+                connection.send("failure", failure=failure.to_message(), waited=waits)
+
+    def _hear(self, host: Hashable, message: Message) -> None:
+        """What another host's guardian says besides that it is alive."""
+        if message["kind"] in KINDS:
+            self._hangs.heard(host, message)
+        elif message["kind"] == "waited" and self._ending is not None:
+            self._ending.waited([str(line) for line in message["lines"]])
 
     def _step(self, rank: WatchedRank) -> int:
         """Steps that the rank has completed, as it counted them in the shared memory."""
-        (steps,) = struct.unpack_from("q", self._steps, STEP_BYTES * rank.slot)
-        return int(steps)
+        return read_steps(self._pages, rank.slot)
 
     # Connections
 
@@ -195,7 +216,7 @@ class Process:
         self._connections[connection] = rank
         connection.send(
             "welcome",
-            descriptors=(self._steps_descriptor,),
+            descriptors=(self._pages_descriptor,),
             proof=proof(self._secret, "guardian", str(message.get("nonce"))),
             pid=os.getpid(),
             slot=rank.slot,
@@ -220,8 +241,14 @@ class Process:
             rank.finished = True
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
+            connection.send("seen", waited=[] if self._ending is None else self._ending.waits)
         elif kind == "announced" and self._ending is not None:
             self._ending.announce(rank)
+        elif kind == "stacks":
+            descriptor = connection.take_descriptor()
+            if descriptor is not None:
+                how = StackSignal(int(message["number"]), descriptor, int(message["main_thread"]))
+                self._hang_watch.registered(rank.rank, how)
         elif kind in ("listen", "join"):
             descriptor = connection.take_descriptor()
             if descriptor is not None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_multigpu.guardian.process import STEP_BYTES
+from lightning_multigpu.guardian.logbook import PAGE_BYTES
 from lightning_multigpu.guardian.protocol import Connection
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
@@ -45,6 +45,7 @@ class Guardian:
         num_ranks: int,
         failure_timeout_s: float = 15.0,
         join_timeout_s: float = 600.0,
+        hang_report_s: float | None = None,
         directory: str | os.PathLike[str] | None = None,
     ) -> Guardian:
         """Starts it, and sets the environment variables by which the ranks that are started afterwards find it.
@@ -56,7 +57,9 @@ class Guardian:
             failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more; a rank has failed
                 when it has been stopped for half of that.
             join_timeout_s: seconds after the start in which the last rank has to come.
-            directory: where a file that describes the failure is written, or None for no file.
+            hang_report_s: seconds that a rank may wait in a collective until a report says who has not come to it, 1 or
+                more; None for no report.
+            directory: where files that describe a failure or a hang are written, or None for no file.
 
         Raises:
             ValueError: a number is out of its range.
@@ -64,8 +67,9 @@ class Guardian:
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
-        for name, value in (("failure_timeout_s", failure_timeout_s), ("join_timeout_s", join_timeout_s)):
-            if not value >= _SHORTEST_TIMEOUT_S:
+        limits = {"failure_timeout_s": failure_timeout_s, "join_timeout_s": join_timeout_s}
+        for name, value in {**limits, "hang_report_s": hang_report_s}.items():
+            if value is not None and not value >= _SHORTEST_TIMEOUT_S:
                 raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
         secret = os.urandom(32).hex()
         # A name that is no file: nothing to leave behind, and the kernel forgets it with the last socket.
@@ -74,9 +78,9 @@ class Guardian:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind("\0" + address)
             listener.listen(_BACKLOG)
-            steps = os.memfd_create("guardian-steps")
-            stack.callback(os.close, steps)
-            os.ftruncate(steps, STEP_BYTES * num_ranks)
+            pages = os.memfd_create("guardian-pages")
+            stack.callback(os.close, pages)
+            os.ftruncate(pages, PAGE_BYTES * num_ranks)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
             settings: dict[str, object] = {
@@ -88,10 +92,11 @@ class Guardian:
                 "secret": secret,
                 "listener": listener.fileno(),
                 "owner_link": theirs.fileno(),
-                "steps": steps,
+                "pages": pages,
+                "hang_report_s": hang_report_s,
             }
             try:
-                pid = _run(settings, (listener.fileno(), theirs.fileno(), steps))
+                pid = _run(settings, (listener.fileno(), theirs.fileno(), pages))
             except GuardianError:
                 own.close()
                 raise

@@ -66,6 +66,8 @@ class MultiGPUStrategy(CollectiveStrategy):
             to its weight (the number of tokens, for example).
         failure_timeout_s: seconds after the failure of one rank in which all others have to end, 1 or more. A rank that
             has been stopped for half of that, while others wait for it, has failed.
+        hang_report_s: seconds that a rank may wait in a collective until a report says which ranks have come to it,
+            which have not, and where those are; 1 or more. It ends nothing. None or 0 for no report.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
@@ -88,6 +90,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         uneven_inputs: UnevenInputs = "stop",
         loss_reduction: LossReduction = "mean",
         failure_timeout_s: float = 15.0,
+        hang_report_s: float | None = 60.0,
         **options: Any,
     ) -> None:
         validation.check_start_method(start_method)
@@ -95,6 +98,8 @@ class MultiGPUStrategy(CollectiveStrategy):
         if not callable(loss_reduction):
             validation.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         validation.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
+        if hang_report_s:
+            validation.check_at_least("hang_report_s", hang_report_s, 1.0)
         validation.check_timeout(timeout)
         super().__init__(
             accelerator=accelerator,
@@ -107,6 +112,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         )
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
+        self.hang_report_s = hang_report_s or None
         self.failure_watch = FailureWatch(failure_timeout_s)
         self.groups: ProcessGroups | None = None
         self.feed = BatchFeed(uneven_inputs, loss_reduction)
@@ -233,7 +239,9 @@ class MultiGPUStrategy(CollectiveStrategy):
         self._world = self.metered(self.groups.world, "world")
         self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
         board = FailureBoard.open(self.cluster_environment.main_address, None)
-        self.failure_watch.start(board, self.groups, self._begin_watching() if sys.platform == "linux" else None)
+        watching = self._begin_watching() if sys.platform == "linux" else None
+        self.failure_watch.start(board, self.groups, watching)
+        self.meter.notes = None if watching is None else watching.notes
 
     def _begin_watching(self) -> Watching:
         assert self._world is not None
@@ -247,6 +255,7 @@ class MultiGPUStrategy(CollectiveStrategy):
             num_nodes=self.num_nodes,
             main_address=self.cluster_environment.main_address,
             failure_timeout_s=self.failure_timeout_s,
+            hang_report_s=self.hang_report_s,
             on_failure=self.failure_watch.seen_by_guardian,
         )
 
@@ -265,6 +274,7 @@ class MultiGPUStrategy(CollectiveStrategy):
     @override
     def teardown(self) -> None:
         self.failure_watch.stop()
+        self.meter.notes = None
         self.feed.release_signals()
         self.feed.restore_warning()
         super().teardown()

@@ -116,6 +116,11 @@ class FailureWatch:
         self._dead_child = self._dead_child or what
         self._abort()
 
+    @property
+    def waited(self) -> list[str]:
+        """What ranks of this host were waiting in when the job failed, as its guardian has seen it; a line a rank."""
+        return [] if self._watching is None else self._watching.waited
+
     def settle(self, error: BaseException, step: int | None) -> RankFailure | None:
         """Finds out which rank's failure stands behind ``error``; leaves word if it is this one's.
 
@@ -212,12 +217,16 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
         return function(*args, **kwargs)
     except Exception as error:
         failure = strategy.failure_watch.settle(error, strategy.steps_completed())
+        waited = [f"Meanwhile {line}" for line in strategy.failure_watch.waited]
         if failure is None:
             strategy.failure_watch.shown()
+            _add_note(error, waited)
             raise
         if strategy.local_rank == 0:
             strategy.failure_watch.shown()
-            raise failure.exception() from None
+            exception = failure.exception()
+            _add_note(exception, waited)
+            raise exception from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None
 
@@ -238,6 +247,11 @@ def _limit_exit(timeout_s: float) -> None:
 
     if hasattr(signal, "setitimer"):
         atexit.register(end)
+
+
+def _add_note(error: BaseException, lines: list[str]) -> None:
+    if lines:
+        error.add_note("\n".join(lines))
 
 
 def _is_connection_loss(error: BaseException) -> bool:

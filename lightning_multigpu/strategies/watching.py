@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.interface import source_address
+from lightning_multigpu.communication.notes import Notes
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient
 
 
@@ -23,6 +24,7 @@ class Watching:
         num_nodes: hosts.
         main_address: where rank 0 is reached.
         failure_timeout_s: seconds after a failure in which all processes have to end.
+        hang_report_s: seconds of waiting in a collective after which a report says for whom; None for none.
         on_failure: called in another thread when another rank, a host or a guardian has failed.
     """
 
@@ -37,12 +39,15 @@ class Watching:
         num_nodes: int,
         main_address: str,
         failure_timeout_s: float,
+        hang_report_s: float | None,
         on_failure: Callable[[Failure], None],
     ) -> None:
         self._guardian: Guardian | None = None
         mine: dict[str, str] = {}
         if local_rank == 0:
-            self._guardian = Guardian.start(num_ranks=num_processes, failure_timeout_s=failure_timeout_s)
+            self._guardian = Guardian.start(
+                num_ranks=num_processes, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s
+            )
             mine = self._guardian.environment
         found = {node: entry for node, entry in world.gather_objects((node_rank, mine)) if entry}
         self._client = GuardianClient.from_variables(found[node_rank], rank=rank, on_failure=on_failure)
@@ -62,6 +67,16 @@ class Watching:
         address, port, secret = where
         if local_rank == 0 and rank != 0:
             self._client.join_hosts(address, port, node_rank=node_rank, secret=secret)
+
+    @property
+    def notes(self) -> Notes:
+        """Where this rank notes the collectives that it is in."""
+        return self._client.logbook
+
+    @property
+    def waited(self) -> list[str]:
+        """After a failure: what this host's ranks were waiting in, a line a rank."""
+        return self._client.waited
 
     def completed(self, step: int) -> None:
         """Notes how many optimizer steps are done, for the message; costs less than a microsecond."""

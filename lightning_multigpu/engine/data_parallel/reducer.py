@@ -12,7 +12,8 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.notes import ranks_text
 from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
@@ -49,6 +51,7 @@ class GradientReducer:
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
+        self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._meter = meter
         self._axis = axis
         self._hook = hook
@@ -83,15 +86,15 @@ class GradientReducer:
 
     def average(self, tensor: Tensor) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
-        transfer = self._begin(tensor, None if self._ring is None else self._ring.sent_bytes(tensor), blocking=True)
-        if self._ring is None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
-        else:
-            staged = tensor.cpu()
-            self._ring(staged, average=True)
-            if staged is not tensor:
-                tensor.copy_(staged)
-        transfer.finish()
+        sent_bytes = None if self._ring is None else self._ring.sent_bytes(tensor)
+        with self._moving(tensor, sent_bytes, blocking=True):
+            if self._ring is None:
+                dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
+            else:
+                staged = tensor.cpu()
+                self._ring(staged, average=True)
+                if staged is not tensor:
+                    tensor.copy_(staged)
 
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
@@ -140,15 +143,24 @@ class GradientReducer:
         assert self._ring is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            transfer = self._begin(buffer, _sparse_bytes(buffer))
-            dist.all_reduce(buffer, group=self._group)
-            buffer.div_(self._world_size)
+            with self._moving(buffer, _sparse_bytes(buffer)):
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self._world_size)
         else:
             staged = buffer.cpu()
-            transfer = self._begin(buffer, self._ring.sent_bytes(staged))
-            self._ring(staged, average=True)
-            if staged is not buffer:
-                buffer.copy_(staged)
+            with self._moving(buffer, self._ring.sent_bytes(staged)):
+                self._ring(staged, average=True)
+                if staged is not buffer:
+                    buffer.copy_(staged)
+
+    @contextmanager
+    def _moving(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Iterator[None]:
+        transfer = self._begin(buffer, sent_bytes, blocking=blocking)
+        try:
+            yield
+        except BaseException:
+            transfer.broke()
+            raise
         transfer.finish()
 
     def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
@@ -179,7 +191,11 @@ class GradientReducer:
                 self._error = self._error or error
                 checked.set_result(buffer)
 
-        future = hook(state, bucket)
+        try:
+            future = hook(state, bucket)
+        except BaseException:
+            transfer.broke()
+            raise
         if buffer.is_cuda:
             # The values of a CUDA future are ordered by its streams, which a future of our own would lose.
             future.add_done_callback(lambda _: transfer.finish())
@@ -195,6 +211,7 @@ class GradientReducer:
             size_bytes=_size_bytes(buffer),
             sent_bytes=sent_bytes,
             blocking=blocking,
+            ranks=self._ranks,
         )
 
     def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
