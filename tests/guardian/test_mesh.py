@@ -34,6 +34,7 @@ class Node:
             join_timeout_s=JOIN_TIMEOUT_S,
             watch=self.readers.__setitem__,
             forget=lambda sock: self.readers.pop(sock, None),
+            heard=lambda host, message: None,
         )
 
     def connection_to(self, node_rank: int) -> Connection:
