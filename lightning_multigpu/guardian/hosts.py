@@ -26,6 +26,7 @@ class _Peer:
         self.node_rank: int | None = None
         self.host = "unknown"
         self.trusted = False
+        self.at_end = False
         self.done = False
 
     @property
@@ -41,6 +42,9 @@ class Hosts:
         join_timeout_s: how long after :meth:`listen` the last host may come.
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite.
+
+    Attributes:
+        end_now: another host has said that the job has to end at once.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Hosts:
         self._own_rank = 0
         self._on_met: Callable[[], None] = lambda: None
         self._finished = False
+        self._at_end = False
+        self.end_now = False
         self._peers: list[_Peer] = []
         self._listener: socket.socket | None = None
         self._missing = 0
@@ -126,6 +132,30 @@ class Hosts:
         age_s = max(0.0, self._now_s - since_s)
         for peer in self._known():
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
+
+    def tell_end_now(self) -> None:
+        """Passes on that the job has to end at once."""
+        for peer in self._known():
+            peer.connection.send("end now")
+
+    def come_to_end(self) -> bool:
+        """All ranks of this host have come to the end of their run; True once those of all hosts have.
+
+        Called again until then.
+        """
+        if self._listener is not None:
+            if self._missing or not all(peer.at_end or peer.done for peer in self._peers):
+                return False
+            if not self._at_end:
+                self._at_end = True
+                for peer in self._known():
+                    peer.connection.send("all at end")
+            return True
+        if self._peers and not self._at_end:
+            self._at_end = True
+            for peer in self._known():
+                peer.connection.send("at end")
+        return all(peer.at_end for peer in self._peers)
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
@@ -198,6 +228,10 @@ class Hosts:
             age_s = message.get("age_s")
             since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
+        elif peer.trusted and kind in ("at end", "all at end"):
+            peer.at_end = True
+        elif peer.trusted and kind == "end now":
+            self.end_now = True
         elif peer.trusted and kind == "done":
             peer.done = True
 

@@ -44,6 +44,8 @@ class FailureWatch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.failed = False
+        self._lasts = self._ends_in_order = False
+        self._poll: Callable[[], None] = lambda: None
         self._board: FailureBoard | None = None
         self._groups: ProcessGroups | None = None
         self._stop = threading.Event()
@@ -51,12 +53,21 @@ class FailureWatch:
         self._dead_child: RankFailure | None = None
         self._watching: Watching | None = None
 
-    def start(self, board: FailureBoard, groups: ProcessGroups, watching: Watching | None) -> None:
+    def start(
+        self,
+        board: FailureBoard,
+        groups: ProcessGroups,
+        watching: Watching | None,
+        *,
+        poll: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them.
 
         Without ``watching`` (guardians need Linux) only exceptions and the death of other ranks than 0 are told.
+        ``poll`` is called several times a second, in another thread.
         """
-        self.failed = False
+        self.failed = self._ends_in_order = False
+        self._poll = poll
         self._dead_child = None
         self._board = board
         self._watching = watching
@@ -83,9 +94,42 @@ class FailureWatch:
             watching.end()
         self._groups = None
 
+    def last(self) -> None:
+        """Lets the watch go on at :meth:`leave` unless the rank has failed: hooks follow, and :meth:`finish`."""
+        self._lasts = True
+
+    def leave(self) -> None:
+        """The strategy is torn down."""
+        if self.failed or not self._lasts:
+            self.stop()
+
+    def finish(self) -> None:
+        """The run has ended well for this rank: waits until it has for all.
+
+        Raises:
+            RankFailedError: it has not; :meth:`settle` finds out what has happened.
+        """
+        failure = None if self._watching is None else self._watching.finish()
+        if failure is not None:
+            raise RankFailedError(failure.describe())
+        self._lasts = False
+        self.stop()
+
+    def end_in_order(self) -> None:
+        """All ranks end together, at a signal: what follows is no failure, and takes the time that it takes."""
+        self._lasts = False
+        self._ends_in_order = True
+
+    def report_to(self, directory: str) -> None:
+        """Sets where a file about a failure is left; a directory that is not local is no place for one."""
+        if self._watching is not None and "://" not in directory:
+            self._watching.report_to(directory)
+
     def child_died(self, rank: int, pid: int, reason: str) -> None:
         """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
         time.sleep(2 * _POLL_S)  # a rank that raised has left word before its process ended
+        if self._ends_in_order:
+            return
         failure = RankFailure(
             rank=rank, host=os.uname().nodename, pid=pid, step=None, reason=reason, traceback="", pickled=None
         )
@@ -121,6 +165,7 @@ class FailureWatch:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
         self.failed = True
+        self._lasts = False
         board = self._board
         if board is None:
             return self._dead_child
@@ -160,6 +205,7 @@ class FailureWatch:
 
     def _watch(self, board: FailureBoard, stop: threading.Event) -> None:
         while not stop.wait(_POLL_S):
+            self._poll()
             try:
                 failure = board.first()
             except RuntimeError:
@@ -194,15 +240,22 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
     The first rank of each host raises the failed rank's exception, so that it is what the terminal shows last; other
     ranks end with exit status 1 and one line in the log.
     """
+    watch = strategy.failure_watch
+    watch.last()
     try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        failure = strategy.failure_watch.settle(error, strategy.steps_completed())
-        if failure is None:
-            strategy.failure_watch.shown()
+        result = function(*args, **kwargs)
+        watch.finish()
+        return result
+    except BaseException as error:
+        if strategy.signals.agreed_on(error):
+            watch.end_in_order()
+            raise
+        failure = watch.settle(error, strategy.steps_completed())
+        if failure is None or not isinstance(error, Exception):
+            watch.shown()
             raise
         if strategy.local_rank == 0:
-            strategy.failure_watch.shown()
+            watch.shown()
             raise failure.exception() from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None
