@@ -9,6 +9,7 @@ import sys
 import time
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 
@@ -34,7 +35,7 @@ class Ending:
         self._own_time_s = _OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
         self._announced: WatchedRank | None = None
-        self._wants_file = True
+        self._wants_file = failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED)
 
     def hurry(self, now_s: float) -> None:
         """Lets ranks no more time than they need to be told: the user has asked for it, and needs no file about it."""

@@ -12,6 +12,10 @@ from types import FrameType
 SAME_INTERRUPT_S = 0.3
 INTERRUPTED_STATUS = 130
 
+# What a rank says of itself when a signal has ended its run and there was no time to agree on it.
+WAS_INTERRUPTED = "was interrupted (SIGINT)"
+WAS_TERMINATED = "was told to end (SIGTERM)"
+
 _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C ends it at once.\n"
 
 

@@ -91,6 +91,7 @@ class Process:
         return self._hosts.all_done
 
     def _observe(self) -> None:
+        self._observe_interrupts()
         self._ranks.others_wait = self._hosts.is_used
         # What ranks have said before they ended comes first, and so does what other hosts have found.
         found = self._hosts.observe(self._now_s) if self._ending is None else None
@@ -106,7 +107,6 @@ class Process:
             self._observe_joining()
         if self._ending is None:
             self._observe_end()
-        self._observe_interrupts()
         pids = self._pids()
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
@@ -33,6 +33,7 @@ from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher
 from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
 from lightning_multigpu.strategies.run_signals import RunSignals
 from lightning_multigpu.strategies.watching import Watching
+from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -232,7 +233,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
         board = FailureBoard.open(self.cluster_environment.main_address, None)
         watching = self._begin_watching() if sys.platform == "linux" else None
-        self.failure_watch.start(board, self.groups, watching, poll=self.signals.push)
+        self.failure_watch.start(board, self.groups, watching, poll=self.signals.push, follow=self.signals.follow)
         on_interrupt = None if watching is None else watching.interrupted
         environment = self.cluster_environment
         counts = self.signals.begin(environment, patience_s=self.failure_timeout_s, on_interrupt=on_interrupt)
@@ -310,6 +311,20 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.feed.start_batch(self.lightning_module.trainer, self.data_parallel_rank)
 
     # Checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What the user has passed, or one that leaves no half-written files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        if type(getattr(self._checkpoint_io, "checkpoint_io", self)) in (TorchCheckpointIO, type(None)):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # type: ignore[attr-defined]  # it wraps another
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

@@ -87,12 +87,17 @@ class DeferredSignals:
         """Whether all ranks have acted on the signal together."""
         return signum in self._signals and bool(self.agreed & 1 << self._signals.index(signum))
 
+    def follow(self, signum: signal.Signals) -> None:
+        """Acts on a signal that another rank has acted on alone; called in a thread other than the main one."""
+        if signum in self._signals:
+            self._pushed = signum
+            _thread.interrupt_main(signum)
+
     def push(self) -> None:
         """Lets a signal act that has waited in vain; called now and then, in a thread other than the main one."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             if self._pushed is None and self._is_overdue(signum):
-                self._pushed = signum
-                _thread.interrupt_main(signum)
+                self.follow(signum)
 
     def release(self) -> None:
         """Gives the signals back to their handlers; what has been received and not been acted on is handled now."""

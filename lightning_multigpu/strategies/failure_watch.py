@@ -17,7 +17,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 
 if TYPE_CHECKING:
     from lightning_multigpu.guardian import Failure
@@ -46,6 +49,7 @@ class FailureWatch:
         self.failed = False
         self._lasts = self._ends_in_order = False
         self._poll: Callable[[], None] = lambda: None
+        self._follow: Callable[[str], None] = lambda what: None
         self._board: FailureBoard | None = None
         self._groups: ProcessGroups | None = None
         self._stop = threading.Event()
@@ -60,14 +64,16 @@ class FailureWatch:
         watching: Watching | None,
         *,
         poll: Callable[[], None] = lambda: None,
+        follow: Callable[[str], None] = lambda what: None,
     ) -> None:
         """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them.
 
         Without ``watching`` (guardians need Linux) only exceptions and the death of other ranks than 0 are told.
-        ``poll`` is called several times a second, in another thread.
+        ``poll`` is called several times a second, and ``follow`` with what another rank says of its end; both in other
+        threads.
         """
         self.failed = self._ends_in_order = False
-        self._poll = poll
+        self._poll, self._follow = poll, follow
         self._dead_child = None
         self._board = board
         self._watching = watching
@@ -156,6 +162,8 @@ class FailureWatch:
         """A guardian tells of a failure elsewhere; called in a thread of its own."""
         what = RankFailure(failure.rank, failure.host, failure.pid, failure.step, failure.what, failure.traceback)
         self._dead_child = self._dead_child or what
+        if not self.failed:
+            self._follow(failure.what)
         self._abort()
 
     def settle(self, error: BaseException, step: int | None) -> RankFailure | None:
@@ -177,7 +185,7 @@ class FailureWatch:
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
             if self._watching is not None:
-                self._watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
+                self._watching.failed(_what(error, own), step=step, traceback=own.traceback)
             with contextlib.suppress(RuntimeError):
                 first = board.report(own)
         self._stop.set()
@@ -259,6 +267,11 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
             raise failure.exception() from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None
+
+
+def _what(error: BaseException, failure: RankFailure) -> str:
+    ended_by = {KeyboardInterrupt: WAS_INTERRUPTED, SIGTERMException: WAS_TERMINATED}
+    return ended_by.get(type(error), f"raised {failure.reason}")
 
 
 def _is_connection_loss(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
+_AT_ONCE_S = 2.0
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -94,7 +95,9 @@ class SpawnLauncher(MultiProcessingLauncher):
                 with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
                     time.sleep(_POLL_S)
         except KeyboardInterrupt:
+            deadline_s = time.monotonic() + _AT_ONCE_S  # their guardian ends them
             for rank in self.procs:
+                rank.join(max(0.0, deadline_s - time.monotonic()))
                 rank.kill()
             os._exit(INTERRUPTED_STATUS)
         if any(rank.exitcode == INTERRUPTED_STATUS for rank in self.procs):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import restore_handler_at_teardown
-from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.strategies.deferred_signals import DeferredSignals
 
 if TYPE_CHECKING:
@@ -92,6 +92,12 @@ class RunSignals:
             return False
         number = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
         return number is not None and self._held.has_agreed(number)
+
+    def follow(self, what: str) -> None:
+        """Another rank says ``what`` of its end; if a signal has ended it, it ends this one too."""
+        number = {WAS_INTERRUPTED: signal.SIGINT, WAS_TERMINATED: signal.SIGTERM}.get(what)
+        if self._held is not None and number is not None:
+            self._held.follow(number)
 
     def push(self) -> None:
         """Lets a signal act that has waited in vain; called now and then, not in the main thread."""

@@ -50,6 +50,7 @@ def main() -> None:
         STRATEGIES[strategy[0] if strategy else "ring_ddp"](method),
         RANKS,
         callbacks=callbacks,
+        default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
         num_sanity_val_steps=0,
