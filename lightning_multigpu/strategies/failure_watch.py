@@ -184,6 +184,7 @@ class FailureWatch:
             first = self._first(board)
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
+            error.add_note(own.describe())
             if self._watching is not None:
                 self._watching.failed(_what(error, own), step=step, traceback=own.traceback)
             with contextlib.suppress(RuntimeError):

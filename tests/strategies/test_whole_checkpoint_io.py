@@ -32,8 +32,9 @@ def test_a_save_that_breaks_off_leaves_the_former_file(handler: str, tmp_path: P
     temporary.mkdir()
     path = place / "last.ckpt"
     WholeCheckpointIO().save_checkpoint({"step": 1}, path)
-    finished = subprocess.run([sys.executable, "-c", KILLED.format(handler=handler), str(path)],
-                              env={**os.environ, "TMPDIR": str(temporary)}, capture_output=True, check=False)  # fmt: skip
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", KILLED.format(handler=handler), str(path)]
+    finished = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert finished.returncode not in (0, None)
     assert torch.load(path, weights_only=True) == {"step": 1}
     assert os.listdir(place) == ["last.ckpt"]
