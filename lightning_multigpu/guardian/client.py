@@ -111,6 +111,10 @@ class GuardianClient:
         """Says that this rank shows the failure in the terminal itself: the guardian then does not."""
         self._send("announced")
 
+    def uses_temporary(self, directory: str) -> None:
+        """Names multiprocessing's directory of this rank: it is removed if the rank cannot do so any more."""
+        self._send("temporary", directory=directory)
+
     def counts_interrupts(self) -> None:
         """Says that a second Ctrl-C may end the job at once: the program has no handler of its own for SIGINT.
 

@@ -18,7 +18,7 @@ from lightning_multigpu.guardian.interrupts import Interrupts
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, ended_text
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
-from lightning_multigpu.guardian.workers import Workers
+from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
 STEP_BYTES = 8
 _CREDENTIALS = "3i"
@@ -136,6 +136,9 @@ class Process:
     def _workers_have_ended(self) -> bool:
         pids = self._pids()
         left = [rank for rank in self._ranks.at_work if not self._workers.end(rank.process.pid, pids)]
+        for rank in self._ranks.at_work:
+            if rank.temporary is not None and not left:
+                remove_temporary(rank.temporary)
         return not left
 
     def _pids(self) -> set[int]:
@@ -270,6 +273,8 @@ class Process:
             rank.finished = rank.at_end = True
         elif kind == "at end":
             rank.at_end = True
+        elif kind == "temporary":
+            rank.temporary = str(message["directory"])
         elif kind == "counts interrupts":
             self._interrupts.counts = True
         elif kind == "interrupted":

@@ -26,6 +26,7 @@ class WatchedRank:
         introduced: its process has said itself which rank it is.
         finished: it needs nobody any more: it said goodbye or ended with exit status 0.
         at_end: it has come to the end of its run, and waits for the others.
+        temporary: a directory that its workers use too, and that it cannot remove if it is killed.
         told_exit_code: what the process that started the rank says of its end.
     """
 
@@ -36,6 +37,7 @@ class WatchedRank:
         self.introduced = introduced
         self.finished = False
         self.at_end = False
+        self.temporary: str | None = None
         self.told_exit_code: int | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None

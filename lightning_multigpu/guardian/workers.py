@@ -39,7 +39,7 @@ class Workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             for directory in directories:
-                _remove(directory)
+                remove_temporary(directory)
         return not left
 
 
@@ -58,7 +58,10 @@ def temporary_directories(pid: int) -> set[str]:
     return found
 
 
-def _remove(directory: str) -> None:
+def remove_temporary(directory: str) -> None:
+    """Removes such a directory; one with another name is left alone."""
+    if not os.path.basename(directory).startswith(_TEMPORARY):
+        return
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             os.unlink(os.path.join(directory, name))

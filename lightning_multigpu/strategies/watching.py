@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 from collections.abc import Callable
 
@@ -47,6 +48,8 @@ class Watching:
             mine = self._guardian.environment
         found = {node: entry for node, entry in world.gather_objects((node_rank, mine)) if entry}
         self._client = GuardianClient.from_variables(found[node_rank], rank=rank, on_failure=on_failure)
+        # Made before any worker is forked, it is theirs as well: a worker that is ended would leave its own behind.
+        self._client.uses_temporary(multiprocessing.util.get_temp_dir())
         if num_nodes > 1:
             self._meet(world, rank, local_rank, node_rank, num_nodes, main_address)
 

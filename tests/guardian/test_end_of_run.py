@@ -110,6 +110,9 @@ def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None
 # It listens as processes of multiprocessing do, in a directory of its own.
 FORKS = """
 import socket
+os.makedirs("{place}/pymp-rank")
+client.uses_temporary("{place}/pymp-rank")
+open("{place}/pymp-rank/listener-0", "w").close()
 for turn in range(2):
     if os.fork() == 0:
         os.makedirs(f"{place}/pymp-{turn}")
