@@ -25,6 +25,10 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.call import (
+    # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
+    _interrupt as interrupt,
+)
 
 __all__ = [
     "IS_INTERACTIVE",
@@ -32,7 +36,9 @@ __all__ = [
     "SubprocessScriptLauncher",
     "argument_of",
     "further_ddp_options",
+    "interrupt",
     "logger_step",
+    "restore_handler_at_teardown",
     "set_num_threads_if_needed",
     "writes_logs_after_this_batch",
 ]
@@ -77,3 +83,13 @@ def argument_of(strategy: Strategy, name: str) -> Any:
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
     """What Lightning's ``DDPStrategy`` was given for torch's ``DistributedDataParallel``: it has no names for them."""
     return dict(getattr(strategy, "_ddp_kwargs", {}))
+
+
+def restore_handler_at_teardown(trainer: Trainer, signum: int, handler: Any) -> None:
+    """Lets Lightning give a signal back to ``handler``, and not to ours, which it has found at the start of the run.
+
+    It puts back the handlers of all signals, also of those that it has never touched.
+    """
+    connector = trainer._signal_connector
+    if signum in connector._original_handlers:
+        connector._original_handlers[signum] = handler

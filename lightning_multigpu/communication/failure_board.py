@@ -47,7 +47,7 @@ class RankFailure:
             host=socket.gethostname(),
             pid=os.getpid(),
             step=step,
-            reason=f"{type(error).__name__}: {error}",
+            reason=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
             traceback="".join(traceback.format_exception(error)),
             pickled=pickled,
         )
@@ -65,6 +65,8 @@ class RankFailure:
     def exception(self) -> BaseException:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)
+        if type(error) is SystemExit:  # with which status one rank leaves is no matter of the others
+            error = RankFailedError(self.describe())
         if self.rank is not None:
             error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
         return error

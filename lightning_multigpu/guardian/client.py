@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.guardian.logbook import PAGE_BYTES, Logbook
 from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
@@ -57,7 +58,8 @@ class GuardianClient:
         self.waited: list[str] = []
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
-        self._sending = threading.Lock()
+        self._all_at_end = threading.Event()
+        self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -125,6 +127,32 @@ class GuardianClient:
     def announced(self) -> None:
         """Says that this rank shows the failure in the terminal itself: the guardian then does not."""
         self._send("announced")
+
+    def uses_temporary(self, directory: str) -> None:
+        """Names multiprocessing's directory of this rank: it is removed if the rank cannot do so any more."""
+        self._send("temporary", directory=directory)
+
+    def counts_interrupts(self) -> None:
+        """Says that a second Ctrl-C may end the job at once: the program has no handler of its own for SIGINT.
+
+        All ranks end with exit status 130 then, this one included.
+        """
+        self._send("counts interrupts")
+
+    def interrupted(self, number: int) -> None:
+        """Says that this rank has received its first or second SIGINT; the guardian may have got none."""
+        self._send("interrupted", number=number)
+
+    def finish(self) -> Failure | None:
+        """This rank has come to the end of its run; waits until all ranks of the job have, or one has failed.
+
+        Returns:
+            The failure, or None if the run has ended well for all.
+        """
+        self._send("at end")
+        if not self._leaving.is_set():
+            self._all_at_end.wait()
+        return self.failure
 
     def listen_for_hosts(self, address: str, *, num_nodes: int, secret: str) -> int:
         """On node 0, by one rank: lets the guardian listen for those of the other hosts.
@@ -207,6 +235,10 @@ class GuardianClient:
                     self._met.set()
                 elif message["kind"] == "seen":
                     self._seen.set()
+                elif message["kind"] == "all at end":
+                    self._all_at_end.set()
+                elif message["kind"] == "end now" and not self._leaving.is_set():
+                    os._exit(INTERRUPTED_STATUS)
                 elif message["kind"] == "failure":
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
@@ -235,6 +267,7 @@ class GuardianClient:
             self.failure = failure
             self._met.set()  # whoever waits for that learns of the failure instead
             self._on_failure(failure)
+            self._all_at_end.set()
 
     # Messages
 

@@ -46,6 +46,9 @@ class Hosts:
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite.
         heard: called with another host and what it says, where that is none of this class's own business.
+
+    Attributes:
+        end_now: another host has said that the job has to end at once.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Hosts:
         self._num_nodes = 1
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
+        self._at_end = False
+        self.end_now = False
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
         self._listener: socket.socket | None = None  # of node 0
@@ -157,6 +162,28 @@ class Hosts:
         for peer in peers:
             peer.connection.send(kind, **fields)
         return list(peers)
+
+    def tell_end_now(self) -> None:
+        """Passes on that the job has to end at once."""
+        for peer in self._known():
+            peer.connection.send("end now")
+
+    def come_to_end(self) -> bool:
+        """All ranks of this host have come to the end of their run; True once those of all hosts have.
+
+        Called again until then. The others tell node 0, which tells them when all have come.
+        """
+        if self._listener is None:
+            if not self._at_end:
+                self._at_end = True
+                self.say("at end")
+            return all(peer.at_end for peer in self._peers if peer.node_rank == 0)
+        if self._missing or not all(peer.at_end or peer.done for peer in self._peers):
+            return False
+        if not self._at_end:
+            self._at_end = True
+            self.say("all at end")
+        return True
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
@@ -271,6 +298,10 @@ class Hosts:
             age_s = message.get("age_s")
             since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
+        elif kind in ("at end", "all at end"):
+            peer.at_end = True
+        elif kind == "end now":
+            self.end_now = True
         elif kind == "done":
             peer.done = True
         else:

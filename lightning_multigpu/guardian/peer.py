@@ -25,6 +25,7 @@ class Peer:
         trusted: it has proved that it knows the secret.
         heard_s: when it has last said anything.
         paused: all ranks of its host are stopped.
+        at_end: its ranks have come to the end of their run; of node 0: those of all hosts have.
         done: its ranks have finished, and it may leave.
     """
 
@@ -36,6 +37,7 @@ class Peer:
         self.where = ("", 0)
         self.trusted = False
         self.paused = False
+        self.at_end = False
         self.done = False
         self._secret = secret
         self._nonce = nonce()

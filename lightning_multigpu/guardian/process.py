@@ -15,12 +15,14 @@ from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang_reports import KINDS, HangReports
 from lightning_multigpu.guardian.hang_watch import HangWatch
 from lightning_multigpu.guardian.hosts import Hosts
+from lightning_multigpu.guardian.interrupts import Interrupts
 from lightning_multigpu.guardian.last_waits import last_waits
 from lightning_multigpu.guardian.logbook import PAGE_BYTES, read_steps
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 from lightning_multigpu.guardian.stacks import StackSignal
+from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
 _CREDENTIALS = "3i"
 _MAX_STRANGERS = 64
@@ -39,6 +41,7 @@ class Process:
         self._timeout_s: float = settings["failure_timeout_s"]
         self._join_timeout_s: float = settings["join_timeout_s"]
         self._directory: str | None = settings["directory"]
+        self._node_rank: int | None = None
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = self._started_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
@@ -47,6 +50,8 @@ class Process:
         self._connections: dict[Connection, WatchedRank] = {}
         self._strangers: dict[Connection, str] = {}
         self._ending: Ending | None = None
+        self._interrupts, self._workers = Interrupts(), Workers()
+        self._hurries = self._released = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
         self._listener.setblocking(False)
@@ -65,6 +70,7 @@ class Process:
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
+        self._interrupts.install()
         while not self._is_over():
             for key, _ in self._selector.select(self._tick_s):
                 key.data()
@@ -79,11 +85,11 @@ class Process:
             self._observe()
         self._hosts.close()
         if self._ending is not None:
-            self._ending.report(self._directory)
+            self._ending.report(self._file(), self._ranks)
 
     def _is_over(self) -> bool:
         if self._ending is not None:
-            return self._ending.progress(self._ranks, self._now_s)
+            return self._ending.progress(self._ranks, self._now_s) and self._workers_have_ended()
         if self._ranks.at_work:
             return False
         everybody_came = len(self._ranks) == self._ranks.num_ranks
@@ -93,6 +99,7 @@ class Process:
         return self._hosts.all_done
 
     def _observe(self) -> None:
+        self._observe_interrupts()
         self._ranks.others_wait = self._hosts.others_wait
         # What ranks have said before they ended comes first, and so does what other hosts have found.
         found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._ending is None else None
@@ -107,7 +114,52 @@ class Process:
         if self._ending is None:
             self._observe_joining()
         if self._ending is None:
+            self._observe_end()
+        if self._ending is None:
             self._hangs.observe(self._now_s)
+        pids = self._pids()
+        for rank in self._ranks.at_work:
+            self._workers.note(rank.process.pid, pids)
+
+    def _observe_end(self) -> None:
+        """Nobody leaves before all ranks have come to the end: until then the failure of one is that of all."""
+        early = self._ranks.left_early(self._hosts.others_wait)
+        if early is not None:
+            what = "ended with exit status 0 in the middle of the run, and others wait for it"
+            self._fail(early.failure(what, None), self._now_s)
+        elif not self._released and self._ranks.all_at_end and self._hosts.come_to_end():
+            self._released = True
+            for connection in self._connections:
+                connection.send("all at end")
+
+    def _observe_interrupts(self) -> None:
+        self._interrupts.show_first()
+        if not self._hurries and (self._interrupts.number > 1 or self._hosts.end_now):
+            self._hurries = True
+            self._fail(Failure("a second Ctrl-C has ended the job at once", host=host_name()), self._now_s)
+            assert self._ending is not None
+            self._ending.hurry(self._now_s)
+            self._hosts.tell_end_now()
+            for connection in self._connections:
+                connection.send("end now")
+
+    def _workers_have_ended(self) -> bool:
+        pids = self._pids()
+        left = [rank for rank in self._ranks.at_work if not self._workers.end(rank.process.pid, pids)]
+        for rank in self._ranks.at_work:
+            if rank.temporary is not None and not left:
+                remove_temporary(rank.temporary)
+        return not left
+
+    def _pids(self) -> set[int]:
+        return {rank.process.pid for rank in self._ranks}
+
+    def _file(self) -> str | None:
+        """Each host has a file of its own: the directory may be one that all of them see."""
+        if self._directory is None:
+            return None
+        node = "" if self._node_rank is None else f"-node{self._node_rank}"
+        return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
 
     def _observe_joining(self) -> None:
         missing = self._ranks.num_ranks - len(self._ranks)
@@ -238,7 +290,15 @@ class Process:
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
         if kind == "goodbye":
-            rank.finished = True
+            rank.finished = rank.at_end = True
+        elif kind == "at end":
+            rank.at_end = True
+        elif kind == "temporary":
+            rank.temporary = str(message["directory"])
+        elif kind == "counts interrupts":
+            self._interrupts.counts = True
+        elif kind == "interrupted":
+            self._interrupts.told(int(message["number"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
             connection.send("seen", waited=[] if self._ending is None else self._ending.waits)
@@ -277,7 +337,7 @@ class Process:
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.told_exit_code = message["exit_code"]
             elif kind == "directory":
-                self._directory = message["directory"]
+                self._directory, self._node_rank = message["directory"], message["node_rank"]
             elif kind == "stop":
                 self._stopping = True
         if self._owner_link.closed:

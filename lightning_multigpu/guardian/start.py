@@ -112,9 +112,14 @@ class Guardian:
         """Says how a child ended (as ``Popen.returncode``); kernels before 6.15 tell this to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
-    def report_to(self, directory: str | os.PathLike[str]) -> None:
-        """Sets where the file that describes a failure is written."""
-        self._link.send("directory", directory=os.path.abspath(directory))
+    def report_to(self, directory: str | os.PathLike[str], *, node_rank: int | None = None) -> None:
+        """Sets where the file that describes a failure is written.
+
+        Args:
+            directory: made at a failure if there is none.
+            node_rank: of this host, which becomes part of the file's name: hosts may share one hostname.
+        """
+        self._link.send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def stop(self) -> None:
         """Closes the connection: the guardian ends when nobody is at work any more, whether or not all ranks have come.
@@ -140,7 +145,6 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=descriptors,
-            start_new_session=True,
             timeout=_START_TIMEOUT_S,
             check=False,
         )

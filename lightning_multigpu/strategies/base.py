@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -30,8 +30,10 @@ from lightning_multigpu.strategies.batch_feed import BatchFeed
 from lightning_multigpu.strategies.collectives import CollectiveStrategy
 from lightning_multigpu.strategies.failure_watch import FailureWatch
 from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
-from lightning_multigpu.strategies.process_groups import ProcessGroups
+from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
+from lightning_multigpu.strategies.run_signals import RunSignals
 from lightning_multigpu.strategies.watching import Watching
+from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -115,7 +117,9 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.hang_report_s = hang_report_s or None
         self.failure_watch = FailureWatch(failure_timeout_s)
         self.groups: ProcessGroups | None = None
-        self.feed = BatchFeed(uneven_inputs, loss_reduction)
+        self.signals = RunSignals()
+        self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
+        self.state_is_lost = False
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
@@ -240,8 +244,13 @@ class MultiGPUStrategy(CollectiveStrategy):
         self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
         board = FailureBoard.open(self.cluster_environment.main_address, None)
         watching = self._begin_watching() if sys.platform == "linux" else None
-        self.failure_watch.start(board, self.groups, watching)
+        self.failure_watch.start(board, self.groups, watching, poll=self.signals.push, follow=self.signals.follow)
         self.meter.notes = None if watching is None else watching.notes
+        on_interrupt = None if watching is None else watching.interrupted
+        environment = self.cluster_environment
+        counts = self.signals.begin(environment, patience_s=self.failure_timeout_s, on_interrupt=on_interrupt)
+        if watching is not None and counts:
+            watching.counts_interrupts()
 
     def _begin_watching(self) -> Watching:
         assert self._world is not None
@@ -272,16 +281,24 @@ class MultiGPUStrategy(CollectiveStrategy):
         return self.groups.new(axis, backend=backend)
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        directory = trainer.log_dir or trainer.default_root_dir  # a collective
+        self.failure_watch.report_to(str(directory))
+        super().setup(trainer)
+
+    @override
     def teardown(self) -> None:
-        self.failure_watch.stop()
+        self.failure_watch.leave()
         self.meter.notes = None
-        self.feed.release_signals()
+        self.signals.end()
         self.feed.restore_warning()
         super().teardown()
         self._world = self._data = None
         if self.groups is not None:
             self.groups.leave(failed=self.failure_watch.failed)
             self.groups = None
+        elif self.failure_watch.failed:  # in a hook after a first teardown, which leaves the world open
+            leave_world()
 
     # Data
 
@@ -309,6 +326,27 @@ class MultiGPUStrategy(CollectiveStrategy):
 
     # Checkpoints
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What the user has passed, or one that leaves no half-written files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        if type(getattr(self._checkpoint_io, "checkpoint_io", self)) in (TorchCheckpointIO, type(None)):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # type: ignore[attr-defined]  # it wraps another
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.state_is_lost:
+            rank_zero_warn(f"{filepath} is not written: the ranks have ended, and what they had trained with them")
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning restores weights before it converts the module: float64 weights would pass through float32.
@@ -322,13 +360,32 @@ class MultiGPUStrategy(CollectiveStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.feed.hold_signals(self.cluster_environment)
+        self._stage_starts(training=True)
         self.meter.discard()
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._stage_starts()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._stage_starts()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._stage_starts()
+
+    def _stage_starts(self, *, training: bool = False) -> None:
+        assert self.lightning_module is not None
+        self.signals.stage_starts(self.lightning_module.trainer, training=training)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.feed.release_signals()
+        self.signals.training_ends(self.gather_objects)
 
     @override
     def on_validation_end(self) -> None:

@@ -19,7 +19,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 
 if TYPE_CHECKING:
     from lightning_multigpu.guardian import Failure
@@ -46,6 +49,9 @@ class FailureWatch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.failed = False
+        self._lasts = self._ends_in_order = False
+        self._poll: Callable[[], None] = lambda: None
+        self._follow: Callable[[str], None] = lambda what: None
         self._board: FailureBoard | None = None
         self._groups: ProcessGroups | None = None
         self._stop = threading.Event()
@@ -53,12 +59,23 @@ class FailureWatch:
         self._dead_child: RankFailure | None = None
         self._watching: Watching | None = None
 
-    def start(self, board: FailureBoard, groups: ProcessGroups, watching: Watching | None) -> None:
+    def start(
+        self,
+        board: FailureBoard,
+        groups: ProcessGroups,
+        watching: Watching | None,
+        *,
+        poll: Callable[[], None] = lambda: None,
+        follow: Callable[[str], None] = lambda what: None,
+    ) -> None:
         """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them.
 
         Without ``watching`` (guardians need Linux) only exceptions and the death of other ranks than 0 are told.
+        ``poll`` is called several times a second, and ``follow`` with what another rank says of its end; both in other
+        threads.
         """
-        self.failed = False
+        self.failed = self._ends_in_order = False
+        self._poll, self._follow = poll, follow
         self._dead_child = None
         self._board = board
         self._watching = watching
@@ -85,9 +102,42 @@ class FailureWatch:
             watching.end()
         self._groups = None
 
+    def last(self) -> None:
+        """Lets the watch go on at :meth:`leave` unless the rank has failed: hooks follow, and :meth:`finish`."""
+        self._lasts = True
+
+    def leave(self) -> None:
+        """The strategy is torn down."""
+        if self.failed or not self._lasts:
+            self.stop()
+
+    def finish(self) -> None:
+        """The run has ended well for this rank: waits until it has for all.
+
+        Raises:
+            RankFailedError: it has not; :meth:`settle` finds out what has happened.
+        """
+        failure = None if self._watching is None else self._watching.finish()
+        if failure is not None:
+            raise RankFailedError(failure.describe())
+        self._lasts = False
+        self.stop()
+
+    def end_in_order(self) -> None:
+        """All ranks end together, at a signal: what follows is no failure, and takes the time that it takes."""
+        self._lasts = False
+        self._ends_in_order = True
+
+    def report_to(self, directory: str) -> None:
+        """Sets where a file about a failure is left; a directory that is not local is no place for one."""
+        if self._watching is not None and "://" not in directory:
+            self._watching.report_to(directory)
+
     def child_died(self, rank: int, pid: int, reason: str) -> None:
         """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
         time.sleep(2 * _POLL_S)  # a rank that raised has left word before its process ended
+        if self._ends_in_order:
+            return
         failure = RankFailure(
             rank=rank, host=os.uname().nodename, pid=pid, step=None, reason=reason, traceback="", pickled=None
         )
@@ -114,6 +164,8 @@ class FailureWatch:
         """A guardian tells of a failure elsewhere; called in a thread of its own."""
         what = RankFailure(failure.rank, failure.host, failure.pid, failure.step, failure.what, failure.traceback)
         self._dead_child = self._dead_child or what
+        if not self.failed:
+            self._follow(failure.what)
         self._abort()
 
     @property
@@ -128,6 +180,7 @@ class FailureWatch:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
         self.failed = True
+        self._lasts = False
         _limit_exit(self.timeout_s)
         board = self._board
         if board is None:
@@ -139,8 +192,9 @@ class FailureWatch:
             first = self._first(board)
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
+            error.add_note(own.describe())
             if self._watching is not None:
-                self._watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
+                self._watching.failed(_what(error, own), step=step, traceback=own.traceback)
             with contextlib.suppress(RuntimeError):
                 first = board.report(own)
         self._stop.set()
@@ -179,6 +233,7 @@ class FailureWatch:
 
     def _watch(self, board: FailureBoard, stop: threading.Event) -> None:
         while not stop.wait(_POLL_S):
+            self._poll()
             try:
                 failure = board.first()
             except RuntimeError:
@@ -213,17 +268,24 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
     The first rank of each host raises the failed rank's exception, so that it is what the terminal shows last; other
     ranks end with exit status 1 and one line in the log.
     """
+    watch = strategy.failure_watch
+    watch.last()
     try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        failure = strategy.failure_watch.settle(error, strategy.steps_completed())
-        waited = [f"Meanwhile {line}" for line in strategy.failure_watch.waited]
-        if failure is None:
-            strategy.failure_watch.shown()
+        result = function(*args, **kwargs)
+        watch.finish()
+        return result
+    except BaseException as error:
+        if strategy.signals.agreed_on(error):
+            watch.end_in_order()
+            raise
+        failure = watch.settle(error, strategy.steps_completed())
+        waited = [f"Meanwhile {line}" for line in watch.waited]
+        if failure is None or not isinstance(error, Exception):
+            watch.shown()
             _add_note(error, waited)
             raise
         if strategy.local_rank == 0:
-            strategy.failure_watch.shown()
+            watch.shown()
             exception = failure.exception()
             _add_note(exception, waited)
             raise exception from None
@@ -252,6 +314,11 @@ def _limit_exit(timeout_s: float) -> None:
 def _add_note(error: BaseException, lines: list[str]) -> None:
     if lines:
         error.add_note("\n".join(lines))
+
+
+def _what(error: BaseException, failure: RankFailure) -> str:
+    ended_by = {KeyboardInterrupt: WAS_INTERRUPTED, SIGTERMException: WAS_TERMINATED}
+    return ended_by.get(type(error), f"raised {failure.reason}")
 
 
 def _is_connection_loss(error: BaseException) -> bool:

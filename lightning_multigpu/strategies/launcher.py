@@ -13,13 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
+    interrupt,
     set_num_threads_if_needed,
 )
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
 from lightning_multigpu.strategies.failure_watch import guarded
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
-_INTERRUPT_S = 3.0
+_AT_ONCE_S = 2.0
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -60,26 +63,45 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
-        """Signals the other ranks of this host; before SIGKILL they get time to end in order, as at Ctrl-C."""
-        if signum != signal.SIGKILL:
-            super().kill(signum)
-            return
-        for child in self.procs:
-            if child.poll() is None:
-                child.send_signal(signal.SIGINT)
-        _wait(self.procs, _INTERRUPT_S)
+        """Signals the other ranks of this host. They know of a Ctrl-C, and get time to end in order before SIGKILL."""
+        if signum == signal.SIGKILL:
+            _wait(self.procs, self._strategy.failure_timeout_s)
         super().kill(signum)
 
 
 class SpawnLauncher(MultiProcessingLauncher):
     """Runs a function of the current interpreter in one new process a rank."""
 
+    _strategy: MultiGPUStrategy
+
     def __init__(self, strategy: MultiGPUStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         super().__init__(strategy, start_method=start_method)
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        return super().launch(_Guarded(function, self._strategy), *args, trainer=trainer, **kwargs)
+        guarded_function = _Guarded(function, self._strategy, trainer)
+        try:
+            return super().launch(guarded_function, *args, trainer=trainer, **kwargs)
+        except BaseException as error:
+            self._strategy.state_is_lost = True  # callbacks that save at exceptions do not know that
+            self._await_ranks(error)
+            raise
+
+    def _await_ranks(self, error: BaseException) -> None:
+        """Lets the ranks end in order after a first Ctrl-C, and ends them and this process at a second."""
+        since_s = time.monotonic()
+        try:
+            while isinstance(error, KeyboardInterrupt) and any(rank.is_alive() for rank in self.procs):
+                with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
+                    time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            deadline_s = time.monotonic() + _AT_ONCE_S  # their guardian ends them
+            for rank in self.procs:
+                rank.join(max(0.0, deadline_s - time.monotonic()))
+                rank.kill()
+            os._exit(INTERRUPTED_STATUS)
+        if any(rank.exitcode == INTERRUPTED_STATUS for rank in self.procs):
+            os._exit(INTERRUPTED_STATUS)
 
 
 @dataclass(frozen=True)
@@ -88,9 +110,18 @@ class _Guarded:
 
     function: Callable[..., Any]
     strategy: Any
+    trainer: pl.Trainer | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return guarded(self.function, self.strategy, args, kwargs)
+        try:
+            return guarded(self.function, self.strategy, args, kwargs)
+        except (KeyboardInterrupt, SIGTERMException) as error:
+            # Lightning handles them in the first process only, where the trained weights are not.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if self.trainer is not None:
+                interrupt(self.trainer, error)
+                self.trainer._teardown()
+            raise SystemExit(1 if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGTERM) from None
 
 
 class ChildWatch(threading.Thread):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 from collections.abc import Callable
 
@@ -43,6 +44,7 @@ class Watching:
         on_failure: Callable[[Failure], None],
     ) -> None:
         self._guardian: Guardian | None = None
+        self._node_rank = node_rank if num_nodes > 1 else None
         mine: dict[str, str] = {}
         if local_rank == 0:
             self._guardian = Guardian.start(
@@ -51,6 +53,8 @@ class Watching:
             mine = self._guardian.environment
         found = {node: entry for node, entry in world.gather_objects((node_rank, mine)) if entry}
         self._client = GuardianClient.from_variables(found[node_rank], rank=rank, on_failure=on_failure)
+        # Made before any worker is forked, it is theirs as well: a worker that is ended would leave its own behind.
+        self._client.uses_temporary(multiprocessing.util.get_temp_dir())
         if num_nodes > 1:
             self._meet(world, rank, local_rank, node_rank, num_nodes, main_address)
 
@@ -85,6 +89,23 @@ class Watching:
     def failed(self, what: str, *, step: int | None, traceback: str) -> None:
         """This rank fails by itself."""
         self._client.failed(what, step=step, traceback=traceback)
+
+    def report_to(self, directory: str) -> None:
+        """Sets where this host's guardian leaves a file about a failure."""
+        if self._guardian is not None:
+            self._guardian.report_to(directory, node_rank=self._node_rank)
+
+    def counts_interrupts(self) -> None:
+        """A second Ctrl-C may end the job at once."""
+        self._client.counts_interrupts()
+
+    def interrupted(self, number: int) -> None:
+        """This rank has received its first or second SIGINT."""
+        self._client.interrupted(number)
+
+    def finish(self) -> Failure | None:
+        """Waits until all ranks have come to the end of the run, or one has failed: returns that failure."""
+        return self._client.finish()
 
     def shown(self) -> None:
         """This rank shows the failure in its terminal."""

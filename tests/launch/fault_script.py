@@ -88,6 +88,7 @@ def main() -> None:
         RANKS // num_nodes,
         num_nodes=num_nodes,
         callbacks=callbacks,
+        default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
         num_sanity_val_steps=0,
