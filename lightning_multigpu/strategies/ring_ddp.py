@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.strategies import validation
@@ -26,7 +28,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     ``DDPStrategy`` keep their names and meaning; comm hooks work on CPU tensors too.
 
     Args:
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel.
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel; "auto" measures the all-reduce at the
+            start and chooses. Sums over more than two ranks may then differ in their last bits from run to run.
         find_unused_parameters: look in every step for parameters that the loss does not depend on.
         gradient_as_bucket_view: let ``.grad`` be a view of the bucket, which saves a copy of the gradients.
         static_graph: promise that every step uses the same parameters in the same order.
@@ -48,7 +51,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | Literal["auto"] = 25,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
@@ -61,7 +64,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         **options: Any,
     ) -> None:
         validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
-        validation.check_positive("bucket_cap_mb", bucket_cap_mb)
+        if bucket_cap_mb != "auto":
+            validation.check_positive("bucket_cap_mb", bucket_cap_mb)
         validation.check_positive("average_every", average_every, whole=True)
         if average_every > 1 and ddp_comm_hook is not None:
             raise ValueError(
@@ -104,10 +108,14 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         backend = self._process_group_backend
         bookkeeping = self.new_group("data", backend=backend)
-        device_ids = self.determine_ddp_device_ids()
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, process_group=bookkeeping, **self._ddp_options)
         self._buffers = self.metered(bookkeeping, "data")
         self._reducer = GradientReducer(self.new_group("data", backend=backend), self.meter, hook=self._user_hook())
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=self.determine_ddp_device_ids(),
+            process_group=bookkeeping,
+            **{**self._ddp_options, "bucket_cap_mb": self._bucket_cap_mb(model)},
+        )
         self._reducer.attach(wrapped)
         if self._average_every > 1:
             self._averager = ModelAverager(self._average_every, self._reducer.average)
@@ -116,6 +124,22 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         """Nothing is left to do: the reducer was attached when the module was wrapped."""
+
+    def _bucket_cap_mb(self, model: Module) -> float:
+        """The option, or what a measurement recommends."""
+        chosen: float | str = self._ddp_options["bucket_cap_mb"]
+        if isinstance(chosen, str):
+            assert self._reducer is not None
+            cost = bucket_size.measure(self._reducer.average, self.root_device)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+            chosen = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
+            rank_zero_info(
+                f"bucket_cap_mb='auto': {chosen:.2f} MiB, for {total_bytes / 2**20:.1f} MiB of gradients that take "
+                f"{cost.latency_s * 1e6:.0f} us a bucket and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
+            )
+            self.meter.discard()
+        return chosen
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook

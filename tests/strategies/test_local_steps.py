@@ -90,7 +90,7 @@ def assert_same(weights: list[dict[str, Tensor]]) -> None:
 
 
 def test_weights_and_momentum_are_those_of_local_sgd_by_hand(world2: World, tmp_path: Path) -> None:
-    """8 steps, the last of 3 and 2 samples: meetings after 3, at the checkpoint after 4, at 7, at the checkpoint of 8."""
+    """8 steps, the last of 3 and 2 samples: meetings after 3, at the checkpoint after 4, at 7, at that of 8."""
     results = world2.run(train, str(tmp_path))
     expected = by_hand([result["batches"] for result in results], {3, 4, 7, 8})
     for result, weights in zip(results, expected, strict=True):
