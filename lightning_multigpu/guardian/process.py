@@ -92,6 +92,8 @@ class Process:
             return self._ending.progress(self._ranks, self._now_s) and self._workers_have_ended()
         if self._ranks.at_work:
             return False
+        for connection in list(self._connections):  # what a rank said before it ended may not have been read so far
+            self._read(connection)
         everybody_came = len(self._ranks) == self._ranks.num_ranks
         if not (everybody_came or self._owner_gone or self._stopping):
             return False
