@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+from lightning_multigpu.guardian.last_waits import shortened
 
 if TYPE_CHECKING:
     from lightning_multigpu.guardian import Failure
@@ -203,23 +204,21 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
         return function(*args, **kwargs)
     except Exception as error:
         failure = strategy.failure_watch.settle(error, strategy.steps_completed())
-        waited = [f"Meanwhile {line}" for line in strategy.failure_watch.waited]
         if failure is None:
             strategy.failure_watch.shown()
-            _add_note(error, waited)
+            _show_waits(strategy.failure_watch.waited)
             raise
         if strategy.local_rank == 0:
             strategy.failure_watch.shown()
-            exception = failure.exception()
-            _add_note(exception, waited)
-            raise exception from None
+            _show_waits(strategy.failure_watch.waited)
+            raise failure.exception() from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None
 
 
-def _add_note(error: BaseException, lines: list[str]) -> None:
-    if lines:
-        error.add_note("\n".join(lines))
+def _show_waits(lines: list[str]) -> None:
+    """Before the exception, which is to be the last word."""
+    sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(lines)))
 
 
 def _is_connection_loss(error: BaseException) -> bool:
