@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.logbook import PAGE_BYTES, Logbook
+from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.stacks import answer_stack_signal
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
@@ -22,14 +23,16 @@ from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 OnFailure = Callable[[Failure], None]
 
 _SEEN_S = 1.0
+_LONGEST_LOOK_S = 0.5
 
 
 class GuardianClient:
     """Tells the guardian about this rank, and this rank about failures.
 
     Use :meth:`from_environment`. A thread waits for the guardian's word; ``on_failure`` is called in it, once, with
-    the failure of another rank or host, or of the guardian itself. After the guardian's own end nobody else would
-    end this process, so it ends itself if it still is there 0.9 ``failure_timeout_s`` later.
+    the failure of another rank or host, or of the guardian itself: that it has ended, or has been stopped for half of
+    ``failure_timeout_s`` while this process has not. Nobody else would then end this process, so it ends itself if it
+    still is there 0.9 ``failure_timeout_s`` after that began.
 
     Args:
         address: what the guardian listens at.
@@ -71,7 +74,10 @@ class GuardianClient:
             self._connection.close()
             raise
         self.guardian_pid = int(welcome["pid"])
-        self._end_s = 0.9 * float(welcome["failure_timeout_s"])
+        self._guardian = self._find_guardian()
+        failure_timeout_s = float(welcome["failure_timeout_s"])
+        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
         self.logbook = Logbook(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
@@ -179,16 +185,20 @@ class GuardianClient:
         self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
         with self._sending:
             self._connection.send("goodbye")
+        if self._guardian.state() == STOPPED:
+            self._guardian.go_on()  # nobody would, and it would stay for ever
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._connection.close()
+        self._guardian.close()
         self.logbook.detach()
 
     # The other thread
 
     def _listen(self) -> None:
+        stillness = Stillness(self._guardian, pause_s=4 * self._look_s)
         messages, self._early = self._early, []
         while True:
             for message in messages:
@@ -202,14 +212,22 @@ class GuardianClient:
             if self._connection.closed:
                 self._seen.set()
                 break
-            select.select([self._connection], [], [])
-            messages = self._connection.receive()
+            readable, _, _ = select.select([self._connection], [], [], self._look_s)
+            messages = self._connection.receive() if readable else []
+            if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and not self._leaving.is_set():
+                what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
+                self._tell(Failure(what, host=host_name()))
+                self._end_s -= stopped_s + 2 * self._look_s
+                self._leaving.wait(2 * self._look_s)  # the host's other ranks shall see the same
+                self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+                break
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
         self._tell(Failure(what, host=host_name()))
         if not self._leaving.wait(self._end_s):
-            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n")
+            why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
+            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
             os.kill(self._process, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:
@@ -259,6 +277,13 @@ class GuardianClient:
         how = answer_stack_signal()
         if how is not None:
             self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
+
+    def _find_guardian(self) -> WatchedProcess:
+        try:
+            return WatchedProcess(self.guardian_pid)
+        except ProcessLookupError as error:
+            self._connection.close()
+            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {self.rank} has ended") from error
 
     def _map_pages(self, num_slots: int) -> mmap.mmap:
         descriptor = self._connection.take_descriptor()

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import struct
+import time
 from typing import NamedTuple
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
@@ -106,6 +107,10 @@ class WatchedProcess:
                 return True
         return False
 
+    def go_on(self) -> None:
+        """Lets the process go on if it is stopped."""
+        self.send_signal(signal.SIGCONT)
+
     def cpu_ticks(self) -> int:
         """Processor time of the main thread so far, in clock ticks; -1 where it cannot be read."""
         try:
@@ -137,6 +142,37 @@ class WatchedProcess:
         (mask,) = struct.unpack_from("Q", buffer)
         (status,) = struct.unpack_from("i", buffer, _PIDFD_INFO_BYTES - 4)
         return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+class Stillness:
+    """How long another process has been stopped, looked at by one that may be stopped itself.
+
+    Args:
+        process: the other one.
+        pause_s: this process looks more often than that; else it was stopped too, and both may go on by and by.
+    """
+
+    def __init__(self, process: WatchedProcess, pause_s: float) -> None:
+        self._process = process
+        self._pause_s = pause_s
+        self._looked_s = clock_s()
+        self._since_s: float | None = None
+
+    def lasts_s(self) -> float:
+        """Seconds since it was seen stopped first; 0 if it is not."""
+        now_s = clock_s()
+        was_paused, self._looked_s = now_s - self._looked_s > self._pause_s, now_s
+        if self._process.state() != STOPPED:
+            self._since_s = None
+            return 0.0
+        if was_paused or self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s
+
+
+def clock_s() -> float:
+    """Time that goes on while the machine sleeps, so that one's own pause shows as a jump; nobody can set it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def ended_text(exit_code: int | None) -> str:
