@@ -34,7 +34,6 @@ from lightning_multigpu.guardian.ranks import Found
 _LONGEST_BEAT_S = 1.0
 _MAX_MESH = 32
 _MAX_STRANGERS = 256
-_SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in at once would end the connection
 
 
 class Hosts:
@@ -58,7 +57,7 @@ class Hosts:
         join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
-        heard: Callable[[Hashable, Message], None],
+        heard: Callable[[Hashable, Message], None] = lambda host, message: None,
     ) -> None:
         self._silence_s = silence_s
         self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
@@ -157,8 +156,8 @@ class Hosts:
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
 
     def say(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
-        """Sends a message to node 0 or, there, to all other hosts, or to one; returns to whom."""
-        peers = [p for p in self._known() if (p is to if to is not None else self.is_first or p.node_rank == 0)]
+        """Sends a message to one host; without ``to``, node 0 to all others, and they to node 0. Returns to whom."""
+        peers = [p for p in self._known() if p is to or (to is None and (self.is_first or p.node_rank == 0))]
         for peer in peers:
             peer.connection.send(kind, **fields)
         return list(peers)
@@ -264,8 +263,6 @@ class Hosts:
         peer = Peer(connection, secret=self._secret, now_s=self._now_s, node_rank=node_rank)
         peer.host, peer.where = host, where
         self._peers.append(peer)
-        with contextlib.suppress(OSError):
-            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watch(connection.socket, lambda: self._read(peer))
 
     def _drop(self, peer: Peer) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.protocol import Connection, Message, Seal, nonce, proof, proves
 
 ASKING, ASKED = "asking host", "asked host"
+
+_SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would end the connection
 
 
 class Peer:
@@ -41,6 +46,8 @@ class Peer:
         self.done = False
         self._secret = secret
         self._nonce = nonce()
+        with contextlib.suppress(OSError):
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
+from lightning_multigpu.guardian.last_waits import shortened
 
 if TYPE_CHECKING:
     from lightning_multigpu.guardian import Failure
@@ -279,18 +280,21 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
             watch.end_in_order()
             raise
         failure = watch.settle(error, strategy.steps_completed())
-        waited = [f"Meanwhile {line}" for line in watch.waited]
         if failure is None or not isinstance(error, Exception):
             watch.shown()
-            _add_note(error, waited)
+            _show_waits(watch.waited)
             raise
         if strategy.local_rank == 0:
             watch.shown()
-            exception = failure.exception()
-            _add_note(exception, waited)
-            raise exception from None
+            _show_waits(watch.waited)
+            raise failure.exception() from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None
+
+
+def _show_waits(lines: list[str]) -> None:
+    """Before the exception, which is to be the last word."""
+    sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(lines)))
 
 
 def _limit_exit(timeout_s: float) -> None:
@@ -309,11 +313,6 @@ def _limit_exit(timeout_s: float) -> None:
 
     if hasattr(signal, "setitimer"):
         atexit.register(end)
-
-
-def _add_note(error: BaseException, lines: list[str]) -> None:
-    if lines:
-        error.add_note("\n".join(lines))
 
 
 def _what(error: BaseException, failure: RankFailure) -> str:
