@@ -68,7 +68,7 @@ class Hosts:
         self._num_nodes = 1
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
-        self._at_end = False
+        self._at_end = self._all_at_end = False
         self.end_now = False
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
@@ -172,17 +172,12 @@ class Hosts:
 
         Called again until then. The others tell node 0, which tells them when all have come.
         """
-        if self._listener is None:
-            if not self._at_end:
-                self._at_end = True
-                self.say("at end")
-            return all(peer.at_end for peer in self._peers if peer.node_rank == 0)
-        if self._missing or not all(peer.at_end or peer.done for peer in self._peers):
+        if self._listener is not None and (self._missing or not all(peer.at_end or peer.done for peer in self._peers)):
             return False
         if not self._at_end:
             self._at_end = True
-            self.say("all at end")
-        return True
+            self.say("at end" if self._listener is None else "all at end")
+        return self._listener is not None or self._all_at_end or not self._peers
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
@@ -295,8 +290,10 @@ class Hosts:
             age_s = message.get("age_s")
             since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
-        elif kind in ("at end", "all at end"):
+        elif kind == "at end":
             peer.at_end = True
+        elif kind == "all at end":
+            self._all_at_end = True
         elif kind == "end now":
             self.end_now = True
         elif kind == "done":

@@ -30,7 +30,7 @@ class Peer:
         trusted: it has proved that it knows the secret.
         heard_s: when it has last said anything.
         paused: all ranks of its host are stopped.
-        at_end: its ranks have come to the end of their run; of node 0: those of all hosts have.
+        at_end: its ranks have come to the end of their run.
         done: its ranks have finished, and it may leave.
     """
 
