@@ -36,6 +36,7 @@ class Process:
         self._timeout_s: float = settings["failure_timeout_s"]
         self._join_timeout_s: float = settings["join_timeout_s"]
         self._directory: str | None = settings["directory"]
+        self._is_public: bool = settings["is_public"]
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = self._started_s = _clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
@@ -75,7 +76,7 @@ class Process:
 
     def _is_over(self) -> bool:
         if self._ending is not None:
-            return self._ending.progress(self._ranks, self._now_s)
+            return self._ending.progress(self._ranks, self._now_s) and not self._awaits_late_ranks(self._ending)
         if self._ranks.at_work:
             return False
         everybody_came = len(self._ranks) == self._ranks.num_ranks
@@ -83,6 +84,10 @@ class Process:
             return False
         self._hosts.finish()
         return self._hosts.all_done
+
+    def _awaits_late_ranks(self, ending: Ending) -> bool:
+        """Whether ranks may still come that would look for a guardian in vain, and wait for long."""
+        return self._is_public and len(self._ranks) < self._ranks.num_ranks and not ending.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._ranks.others_wait = self._hosts.is_used
@@ -180,6 +185,9 @@ class Process:
         challenge = self._strangers[connection]
         credentials = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
         pid, user, _ = struct.unpack(_CREDENTIALS, credentials)  # as the kernel saw them when the rank connected
+        if user == os.getuid() and self._is_public and message["kind"] == "ask":
+            connection.send("secret", secret=self._secret.hex())
+            return
         if user != os.getuid() or not proves(message, self._secret, "rank", challenge):
             raise ValueError(
                 "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
@@ -192,6 +200,10 @@ class Process:
         except ProcessLookupError:
             connection.closed = True
             return
+        except ValueError as error:
+            if len(self._ranks) < self._ranks.num_ranks:  # one that is missing has come under a wrong number
+                self._fail(Failure(str(error), host=host_name()), self._now_s)
+            raise
         del self._strangers[connection]
         self._connections[connection] = rank
         connection.send(
