@@ -65,7 +65,13 @@ class RankFailure:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)
         error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
+        error.__rank_failure__ = self  # type: ignore[attr-defined]
         return error
+
+    @staticmethod
+    def behind(error: BaseException) -> RankFailure | None:
+        """The failure that ``error`` was made of by :meth:`exception`, or None if it is of another origin."""
+        return getattr(error, "__rank_failure__", None)
 
 
 class RankFailedError(RuntimeError):

@@ -101,9 +101,9 @@ def find(
         except NoGuardianError as error:
             if time.monotonic() > deadline_s:
                 raise GuardianError(
-                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of this "
-                    "host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for all "
-                    "ranks of the host, and has one of them LOCAL_RANK=0?"
+                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
+                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for "
+                    "all ranks of the host, and has one of them LOCAL_RANK=0?"
                 ) from error
         waiting()
         time.sleep(_POLL_S)

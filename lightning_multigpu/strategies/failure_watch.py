@@ -11,13 +11,18 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+from lightning_multigpu.guardian.proc import ended_text
 
 if TYPE_CHECKING:
     from lightning_multigpu.guardian import Failure
@@ -29,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _SETTLE_S = 3.0
+SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort", re.IGNORECASE
 )
@@ -39,33 +45,49 @@ class FailureWatch:
 
     Args:
         timeout_s: how long after a failure this process may take to end by itself before it is ended.
+
+    Attributes:
+        failed: whether this run has failed.
+        watching: this rank's connection to the guardian of its host. Without it (guardians need Linux) only exceptions
+            and the death of other ranks than 0 are told, and none while the ranks join.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.failed = False
         self._board: FailureBoard | None = None
-        self._groups: ProcessGroups | None = None
+        self._cut: Callable[[], object] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._dead_child: RankFailure | None = None
-        self._watching: Watching | None = None
+        self.watching: Watching | None = None
 
-    def start(self, board: FailureBoard, groups: ProcessGroups, watching: Watching | None) -> None:
-        """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them.
-
-        Without ``watching`` (guardians need Linux) only exceptions and the death of other ranks than 0 are told.
-        """
+    def begin(self, cut: Callable[[], object]) -> None:
+        """A new run begins, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
         self.failed = False
         self._dead_child = None
+        self._board = None
+        self._cut = cut
+
+    def start(self, board: FailureBoard, groups: ProcessGroups) -> None:
+        """The ranks have joined; ``groups`` are cut when a rank fails, so that nobody waits in them.
+
+        Raises:
+            RankFailedError: one has failed meanwhile.
+        """
+        self._cut = groups.cut
         self._board = board
-        self._watching = watching
-        self._groups = groups
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, args=(board.watcher(), self._stop), name="failure-watch", daemon=True
         )
         self._thread.start()
+        self.check()
+
+    def check(self) -> None:
+        """Raises RankFailedError if another rank is known to have failed."""
+        if self._dead_child is not None:
+            raise RankFailedError(self._dead_child.describe())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FailureWatch, (self.timeout_s,)  # what a spawned rank starts from
@@ -78,12 +100,19 @@ class FailureWatch:
         self._thread = None
         if not self.failed:
             self._board = None
-        watching, self._watching = self._watching, None
+        watching, self.watching = self.watching, None
         if watching is not None:
             watching.end()
-        self._groups = None
+        self._cut = None
 
-    def child_died(self, rank: int, pid: int, reason: str) -> None:
+    def child_ended(self, rank: int, pid: int, exit_code: int) -> None:
+        """A process that this one has started as a rank has ended, with an exit code as ``Popen.returncode``."""
+        if self.watching is not None:
+            self.watching.child_ended(rank, exit_code)
+        elif exit_code != 0:
+            self._child_died(rank, pid, f"its process {ended_text(exit_code)}")
+
+    def _child_died(self, rank: int, pid: int, reason: str) -> None:
         """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
         time.sleep(2 * _POLL_S)  # a rank that raised has left word before its process ended
         failure = RankFailure(
@@ -100,13 +129,13 @@ class FailureWatch:
 
     def completed(self, step: int) -> None:
         """Notes how many optimizer steps are done."""
-        if self._watching is not None:
-            self._watching.completed(step)
+        if self.watching is not None:
+            self.watching.completed(step)
 
     def shown(self) -> None:
         """This process shows the failure in its terminal, so that nobody else has to."""
-        if self._watching is not None:
-            self._watching.shown()
+        if self.watching is not None:
+            self.watching.shown()
 
     def seen_by_guardian(self, failure: Failure) -> None:
         """A guardian tells of a failure elsewhere; called in a thread of its own."""
@@ -123,7 +152,7 @@ class FailureWatch:
         self.failed = True
         board = self._board
         if board is None:
-            return self._dead_child
+            return self._settle_while_joining(error)
         first = self._first(board)
         deadline = time.monotonic() + _SETTLE_S
         while first is None and _is_connection_loss(error) and time.monotonic() < deadline:
@@ -131,8 +160,8 @@ class FailureWatch:
             first = self._first(board)
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
-            if self._watching is not None:
-                self._watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
+            if self.watching is not None:
+                self.watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
             with contextlib.suppress(RuntimeError):
                 first = board.report(own)
         self._stop.set()
@@ -142,6 +171,19 @@ class FailureWatch:
                 board.acknowledge()
         self._await_readers(board)
         return None if first is None or first.rank == board.rank else first
+
+    def interrupted(self) -> None:
+        """Ctrl-C in the main thread. While ranks join, the others wait for this one, and nobody can go on."""
+        if self._board is None and self.watching is not None:
+            self.failed = True
+            self.watching.failed("received SIGINT (Ctrl-C) while the ranks were joining", step=None, traceback="")
+
+    def _settle_while_joining(self, error: BaseException) -> RankFailure | None:
+        """There is no board yet: only the guardian tells of others."""
+        if self._dead_child is None and self.watching is not None:
+            text = "".join(traceback.format_exception(error))
+            self.watching.failed(f"raised {type(error).__name__}: {error}", step=None, traceback=text)
+        return self._dead_child
 
     def _first(self, board: FailureBoard) -> RankFailure | None:
         try:
@@ -173,9 +215,9 @@ class FailureWatch:
                 return
 
     def _abort(self) -> None:
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            groups.cut()
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            cut()
 
     def _end_process_after_timeout(self, stop: threading.Event) -> None:
         """The last resort for a main thread that neither computes Python nor waits in one of our groups."""
@@ -196,6 +238,12 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
     """
     try:
         return function(*args, **kwargs)
+    except SIGTERMException as error:
+        error.code = SIGTERM_STATUS  # Lightning's has none, so that the process would seem to have done its work
+        raise
+    except KeyboardInterrupt:
+        strategy.failure_watch.interrupted()
+        raise
     except Exception as error:
         failure = strategy.failure_watch.settle(error, strategy.steps_completed())
         if failure is None:

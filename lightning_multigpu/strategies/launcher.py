@@ -9,17 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import (
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
-    set_num_threads_if_needed,
-)
+from lightning_multigpu._lightning_internals import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu.guardian import Guardian
 from lightning_multigpu.strategies.failure_watch import guarded
 
 if TYPE_CHECKING:
@@ -46,9 +42,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         children: ChildWatch | None = None
+        guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
+            guardian = self._strategy.joining.start_guardian(self._strategy)
             self._call_children_scripts()
             children = ChildWatch(self.procs, self._strategy)
+            if guardian is not None:
+                for rank, child in children.ranks():
+                    guardian.started(rank, child.pid)
+        self._strategy.joining.begin(self._strategy, guardian=guardian)
+        if children is not None:
             children.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -71,28 +74,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
         super().kill(signum)
 
 
-class SpawnLauncher(MultiProcessingLauncher):
-    """Runs a function of the current interpreter in one new process a rank."""
-
-    def __init__(self, strategy: MultiGPUStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
-        super().__init__(strategy, start_method=start_method)
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        return super().launch(_Guarded(function, self._strategy), *args, trainer=trainer, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """A picklable function that runs in each spawned rank."""
-
-    function: Callable[..., Any]
-    strategy: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return guarded(self.function, self.strategy, args, kwargs)
-
-
 class ChildWatch(threading.Thread):
     """Sees to it that a child's death becomes a failure of the job, and that no child outlives a failed one."""
 
@@ -101,18 +82,19 @@ class ChildWatch(threading.Thread):
         self._children = children
         self._strategy = strategy
 
+    def ranks(self) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+        """The global rank of each child."""
+        return enumerate(self._children, self._strategy.node_rank * self._strategy.num_processes + 1)
+
     @override
     def run(self) -> None:
-        while True:
-            codes = [child.poll() for child in self._children]
-            dead = [(index, code) for index, code in enumerate(codes) if code]
-            if dead:
-                index, code = dead[0]
-                rank = self._strategy.node_rank * self._strategy.num_processes + index + 1
-                self._strategy.failure_watch.child_died(rank, self._children[index].pid, _ended(code))
-                return
-            if all(code == 0 for code in codes):
-                return
+        left = dict(self.ranks())
+        while left:
+            for rank, child in list(left.items()):
+                code = child.poll()
+                if code is not None:
+                    del left[rank]
+                    self._strategy.failure_watch.child_ended(rank, child.pid, code)
             time.sleep(_POLL_S)
 
     def end_all(self) -> None:
@@ -128,12 +110,6 @@ def _wait(children: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    return f"its process ended with exit status {code}"
 
 
 def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:

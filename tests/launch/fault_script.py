@@ -21,6 +21,7 @@ from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, 
 RANKS = 2
 STACKS_SIGNAL = signal.SIGUSR2
 FAILURE_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 25.0  # from the start of a rank: on a busy machine they import Lightning at different speeds
 
 KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "kill": faults.Spot.kill,
@@ -32,7 +33,9 @@ KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "terminate": faults.Spot.terminate,
 }
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
-    "ring_ddp": lambda method: RingDDPStrategy(start_method=method, failure_timeout_s=FAILURE_TIMEOUT_S),
+    "ring_ddp": lambda method: RingDDPStrategy(
+        start_method=method, failure_timeout_s=FAILURE_TIMEOUT_S, join_timeout_s=JOIN_TIMEOUT_S
+    ),
     "ddp": lambda method: DDPStrategy(start_method=method),
 }
 
