@@ -61,6 +61,10 @@ class RankFailure:
         who = "the job" if self.rank is None else f"rank {self.rank}"
         return f"{who} ({', '.join(detail for detail in details if detail)}) failed: {self.reason}"
 
+    def summary(self) -> str:
+        """As :meth:`describe`, without further lines of the reason."""
+        return self.describe().partition("\n")[0]
+
     def exception(self) -> BaseException:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)

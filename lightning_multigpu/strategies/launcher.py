@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu.communication.failure_board import RankFailure
 from lightning_multigpu.guardian import Guardian
 from lightning_multigpu.strategies.failure_watch import guarded
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _INTERRUPT_S = 3.0
+_PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -56,7 +58,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return guarded(function, self._strategy, args, kwargs)
-        except Exception:
+        except Exception as error:
+            if RankFailure.behind(error) is None:
+                error.add_note(RankFailure.of(error, rank=self._strategy.global_rank, step=None).summary())
             if children is not None:
                 children.end_all()
             raise
@@ -99,7 +103,7 @@ class ChildWatch(threading.Thread):
 
     def end_all(self) -> None:
         """Gives the children time to end by themselves, then ends them."""
-        _wait(self._children, self._strategy.failure_timeout_s)
+        _wait(self._children, _PATIENCE * self._strategy.failure_timeout_s)
         for child in self._children:
             child.kill()
             child.wait()
