@@ -114,12 +114,13 @@ class MainStore:
 
     def _tcp_store(self, address: str, *, is_master: bool) -> TCPStore:
         # Its timeout does not hold for whoever is silent at the other end.
-        with self._connections.cut_after(min(_HANDSHAKE_S, max(1.0, self._deadline_s - time.monotonic()))):
+        patience_s = min(_HANDSHAKE_S, max(1.0, self._deadline_s - time.monotonic()))
+        with self._connections.cut_after(patience_s):
             return TCPStore(
                 address,
                 self._port,
                 is_master=is_master,
-                timeout=timedelta(seconds=_HANDSHAKE_S),
+                timeout=timedelta(seconds=patience_s),
                 wait_for_workers=False,
                 multi_tenant=True,  # this process may still have that of an earlier run, which has failed
             )

@@ -107,13 +107,7 @@ class Rendezvous:
         Raises:
             RendezvousError: not all come in time, two claim to be the same rank, tables differ, or the store is gone.
         """
-        missing = set(range(self._own.world_size))
-
-        def came() -> bool:
-            missing.difference_update(arrival.rank for arrival in self._arrivals.values())
-            return not missing
-
-        self._wait(came, lambda: self._who_is_missing(missing))
+        self._wait(lambda: not self._missing(), self._who_is_missing)
         return sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
 
     def wait_for(self, name: str) -> Any:
@@ -180,19 +174,21 @@ class Rendezvous:
             while time.monotonic() < deadline_s:
                 self._check()
                 time.sleep(_SHORTEST_POLL_S)
-            if time.monotonic() > self._deadline_s:
-                raise RendezvousError(self._who_is_missing(set())) from error
+            if self._missing() and time.monotonic() > self._deadline_s:
+                raise RendezvousError(self._who_is_missing()) from error
             raise RendezvousError(
                 f"{self._own.name()} has lost the connection to the store of rank 0 while joining; rank 0 has ended, "
                 "or the network to its host is down. Its own output says more"
             ) from error
 
-    def _who_is_missing(self, missing: set[int]) -> str:
+    def _missing(self) -> set[int]:
+        return set(range(self._own.world_size)) - {arrival.rank for arrival in self._arrivals.values()}
+
+    def _who_is_missing(self) -> str:
         arrivals = sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
         came = ", ".join(arrival.name() for arrival in arrivals) or "nobody"
-        absent = rank_list(missing) if missing else "the others"
         return (
-            f"{absent} of {self._own.world_size} did not come within {self._timeout_s:g} s (join_timeout_s). There "
+            f"{rank_list(self._missing())} of {self._own.world_size} did not come within {self._timeout_s:g} s (join_timeout_s). There "
             f"are: {came}. See what the missing ranks say, whether they were started at all, and whether MASTER_ADDR "
             "and MASTER_PORT are the same for all"
         )

@@ -160,10 +160,11 @@ class FailureWatch:
             first = self._first(board)
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
-            if self.watching is not None:
-                self.watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
+            # The board first: only there the exception itself can be had, and others look as soon as guardians tell.
             with contextlib.suppress(RuntimeError):
                 first = board.report(own)
+            if self.watching is not None:
+                self.watching.failed(f"raised {own.reason}", step=step, traceback=own.traceback)
         self._stop.set()
         self._abort()
         if board.rank != 0:

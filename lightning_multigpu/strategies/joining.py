@@ -29,6 +29,8 @@ from lightning_multigpu.strategies.watching import Watching
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
+_CUT_S = 2.0
+
 # How often this process has joined at an address: a store or a guardian of an earlier time may still be there.
 _ATTEMPTS: Counter[tuple[str, int]] = Counter()
 
@@ -118,7 +120,8 @@ class Joining:
         assert self._deadline_s is not None
         left_s = max(0.0, self._deadline_s - time.monotonic())
         try:
-            with CONNECTIONS.cut_after(left_s):
+            # Who looks at the clock by itself says more than who finds its connections cut.
+            with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
         except RuntimeError as error:
             strategy.failure_watch.check()

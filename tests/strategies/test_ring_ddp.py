@@ -228,6 +228,7 @@ def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
         ({"bucket_cap_mb": 0}, ["bucket_cap_mb=0", "above 0"]),
         ({"failure_timeout_s": -1}, ["failure_timeout_s=-1"]),
         ({"failure_timeout_s": 0.5}, ["failure_timeout_s=0.5", "1 or more"]),
+        ({"join_timeout_s": 0.5}, ["join_timeout_s=0.5", "1 or more"]),
         ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
         ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
         ({"start_method": "thread"}, ["start_method='thread'", "'popen'"]),
