@@ -13,6 +13,7 @@ from joining is then known by rank and host, where a back end would only wait::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -122,8 +123,8 @@ class Rendezvous:
     def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
         pause_s = _SHORTEST_POLL_S
         while True:
-            self._check()
             problem = self._guard(self._look)  # raises the verdict of another rank
+            self._check()
             if problem is None and self._guard(over):
                 return
             if problem is None and time.monotonic() > self._deadline_s:
@@ -151,16 +152,15 @@ class Rendezvous:
         self._guard(settle)
 
     def _raise_verdict(self) -> None:
-        """Raises the verdict if there is one. Who may keep the store stays until the others have read it."""
+        """Raises the verdict if there is one, once all have read it: then no rank hears of another's error instead."""
         if not self._store.check([_VERDICT]):
             return
         verdict = self._store.get(_VERDICT).decode()
         self._store.add(_READ, 1)
         deadline_s = time.monotonic() + _SETTLE_S
-        while self._own.rank == 0 and time.monotonic() < deadline_s:
-            if self._store.add(_READ, 0) >= self._store.add(_TICKETS, 0):
-                break
-            time.sleep(_SHORTEST_POLL_S)
+        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone already
+            while time.monotonic() < deadline_s and self._store.add(_READ, 0) < self._store.add(_TICKETS, 0):
+                time.sleep(_SHORTEST_POLL_S)
         raise RendezvousError(verdict)
 
     def _guard(self, work: Callable[[], Any]) -> Any:
@@ -188,9 +188,9 @@ class Rendezvous:
         arrivals = sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
         came = ", ".join(arrival.name() for arrival in arrivals) or "nobody"
         return (
-            f"{rank_list(self._missing())} of {self._own.world_size} did not come within {self._timeout_s:g} s (join_timeout_s). There "
-            f"are: {came}. See what the missing ranks say, whether they were started at all, and whether MASTER_ADDR "
-            "and MASTER_PORT are the same for all"
+            f"{rank_list(self._missing())} of {self._own.world_size} did not come within {self._timeout_s:g} s "
+            f"(join_timeout_s). There are: {came}. See what the missing ranks say, whether they were started at all, "
+            "and whether MASTER_ADDR and MASTER_PORT are the same for all"
         )
 
 

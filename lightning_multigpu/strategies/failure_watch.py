@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian.proc import ended_text
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ class FailureWatch:
             with contextlib.suppress(RuntimeError):
                 board.acknowledge()
         self._await_readers(board)
-        return None if first is None or first.rank == board.rank else first
+        is_own = first is None or first.rank == board.rank or isinstance(error, RendezvousError)
+        return None if is_own else first
 
     def interrupted(self) -> None:
         """Ctrl-C in the main thread. While ranks join, the others wait for this one, and nobody can go on."""
@@ -184,7 +186,8 @@ class FailureWatch:
         if self._dead_child is None and self.watching is not None:
             text = "".join(traceback.format_exception(error))
             self.watching.failed(f"raised {type(error).__name__}: {error}", step=None, traceback=text)
-        return self._dead_child
+        # That the ranks cannot join is raised by each of them for itself.
+        return None if isinstance(error, RendezvousError) else self._dead_child
 
     def _first(self, board: FailureBoard) -> RankFailure | None:
         try:

@@ -123,9 +123,11 @@ class Joining:
             # Who looks at the clock by itself says more than who finds its connections cut.
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
+        except RendezvousError:
+            raise
         except RuntimeError as error:
             strategy.failure_watch.check()
-            if isinstance(error, RendezvousError) or time.monotonic() < self._deadline_s:
+            if time.monotonic() < self._deadline_s:
                 raise
             raise RendezvousError(
                 f"the ranks have come, but were not connected within {self.timeout_s:g} s (join_timeout_s): {error}"
