@@ -7,6 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    # CUDA that is in use cannot be forked.
+    _check_bad_cuda_fork as check_cuda_fork,
+)
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    # A script whose work is not under `if __name__ == "__main__"` would be run again by each spawned process.
+    _check_missing_main_guard as check_main_guard,
+)
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
+    _disable_module_memory_sharing as disable_module_memory_sharing,
+)
 from lightning.fabric.utilities.distributed import (
     # What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
     _set_num_threads_if_needed as set_num_threads_if_needed,
@@ -25,6 +37,10 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    # What a spawned rank takes over from the process that starts it: random states, torch's deterministic settings.
+    _GlobalStateSnapshot as GlobalStateSnapshot,
+)
 from lightning.pytorch.trainer.call import (
     # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
     _interrupt as interrupt,
@@ -32,9 +48,13 @@ from lightning.pytorch.trainer.call import (
 
 __all__ = [
     "IS_INTERACTIVE",
+    "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "argument_of",
+    "check_cuda_fork",
+    "check_main_guard",
+    "disable_module_memory_sharing",
     "further_ddp_options",
     "interrupt",
     "logger_step",

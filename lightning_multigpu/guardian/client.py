@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -22,6 +23,12 @@ from lightning_multigpu.guardian.stacks import answer_stack_signal
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 
 OnFailure = Callable[[Failure], None]
+_CREDENTIALS = "3i"
+
+
+class NoGuardianError(GuardianError):
+    """Nobody listens at the guardian's address."""
+
 
 _LONGEST_LOOK_S = 0.5
 _SEEN_S = 1.0
@@ -37,7 +44,7 @@ class GuardianClient:
 
     Args:
         address: what the guardian listens at.
-        secret: of the job.
+        secret: of the job; None to be told it by the guardian, if that is of the same user and was started so.
         rank: the global rank of this process.
         on_failure: called once, in another thread.
         timeout_s: how long the guardian may take to answer.
@@ -52,7 +59,9 @@ class GuardianClient:
         GuardianError: there is no guardian there, it refuses this rank, or it does not know the secret.
     """
 
-    def __init__(self, address: str, secret: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, secret: str | None, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0
+    ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
         self.waited: list[str] = []
@@ -67,11 +76,11 @@ class GuardianClient:
             sock.connect("\0" + address)
         except OSError as error:
             sock.close()
-            raise GuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
+            raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
-            welcome = self._introduce(bytes.fromhex(secret), time.monotonic() + timeout_s)
+            welcome = self._introduce(secret, time.monotonic() + timeout_s)
         except BaseException:
             self._connection.close()
             raise
@@ -131,6 +140,15 @@ class GuardianClient:
     def uses_temporary(self, directory: str) -> None:
         """Names multiprocessing's directory of this rank: it is removed if the rank cannot do so any more."""
         self._send("temporary", directory=directory)
+
+    def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
+        """Sets where the file that describes a failure is written.
+
+        Args:
+            directory: made at a failure if there is none.
+            node_rank: of this host, which becomes part of the file's name: hosts may share one hostname.
+        """
+        self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def counts_interrupts(self) -> None:
         """Says that a second Ctrl-C may end the job at once: the program has no handler of its own for SIGINT.
@@ -277,8 +295,9 @@ class GuardianClient:
             with self._sending:
                 self._connection.send(kind, descriptors=descriptors, **fields)
 
-    def _introduce(self, secret: bytes, deadline_s: float) -> Message:
+    def _introduce(self, given: str | None, deadline_s: float) -> Message:
         challenge = self._wait_for("challenge", deadline_s)
+        secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
         own = nonce()
         answer = proof(secret, "rank", str(challenge.get("nonce")))
         self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)
@@ -288,6 +307,20 @@ class GuardianClient:
                 "what answers at the guardian's address does not know the secret: it is another program"
             )
         return welcome
+
+    def _ask(self, deadline_s: float) -> str:
+        """Has the guardian tell the secret: the kernel says whose process it is, and says there whose this one is."""
+        credentials = self._connection.socket.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
+        )
+        _, user, _ = struct.unpack(_CREDENTIALS, credentials)
+        if user != os.getuid():
+            raise GuardianError(
+                f"at the guardian's address listens a process of user {user}, and rank {self.rank} is one of user "
+                f"{os.getuid()}; start all ranks as the same user, or choose another MASTER_PORT"
+            )
+        self._connection.send("ask")
+        return str(self._wait_for("secret", deadline_s).get("secret"))
 
     def _wait_for(self, kind: str, deadline_s: float) -> Message:
         while True:

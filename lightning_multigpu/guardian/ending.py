@@ -55,6 +55,10 @@ class Ending:
         """``rank`` shows the failure in this host's terminal itself, if it lives to do so."""
         self._announced = rank
 
+    def is_late(self, now_s: float) -> bool:
+        """Whether the time that ranks have to end by themselves is over."""
+        return now_s >= self._kill_at_s
+
     def progress(self, ranks: Ranks, now_s: float) -> bool:
         """Kills who has had time enough; True once no rank is left.
 

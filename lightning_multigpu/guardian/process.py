@@ -42,6 +42,7 @@ class Process:
         self._join_timeout_s: float = settings["join_timeout_s"]
         self._directory: str | None = settings["directory"]
         self._node_rank: int | None = None
+        self._is_public: bool = settings["is_public"]
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = self._started_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
@@ -89,7 +90,8 @@ class Process:
 
     def _is_over(self) -> bool:
         if self._ending is not None:
-            return self._ending.progress(self._ranks, self._now_s) and self._workers_have_ended()
+            ended = self._ending.progress(self._ranks, self._now_s) and self._workers_have_ended()
+            return ended and not self._awaits_late_ranks(self._ending)
         if self._ranks.at_work:
             return False
         for connection in list(self._connections):  # what a rank said before it ended may not have been read so far
@@ -99,6 +101,10 @@ class Process:
             return False
         self._hosts.finish()
         return self._hosts.all_done
+
+    def _awaits_late_ranks(self, ending: Ending) -> bool:
+        """Whether ranks may still come that would look for a guardian in vain, and wait for long."""
+        return self._is_public and len(self._ranks) < self._ranks.num_ranks and not ending.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._observe_interrupts()
@@ -254,6 +260,9 @@ class Process:
         challenge = self._strangers[connection]
         credentials = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
         pid, user, _ = struct.unpack(_CREDENTIALS, credentials)  # as the kernel saw them when the rank connected
+        if user == os.getuid() and self._is_public and message["kind"] == "ask":
+            connection.send("secret", secret=self._secret.hex())
+            return
         if user != os.getuid() or not proves(message, self._secret, "rank", challenge):
             raise ValueError(
                 "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
@@ -266,6 +275,10 @@ class Process:
         except ProcessLookupError:
             connection.closed = True
             return
+        except ValueError as error:
+            if len(self._ranks) < self._ranks.num_ranks:  # one that is missing has come under a wrong number
+                self._fail(Failure(str(error), host=host_name()), self._now_s)
+            raise
         del self._strangers[connection]
         self._connections[connection] = rank
         connection.send(
@@ -297,6 +310,9 @@ class Process:
             rank.at_end = True
         elif kind == "temporary":
             rank.temporary = str(message["directory"])
+        elif kind == "directory":
+            self._directory, node_rank = str(message["directory"]), message.get("node_rank")
+            self._node_rank = None if node_rank is None else int(node_rank)
         elif kind == "counts interrupts":
             self._interrupts.counts = True
         elif kind == "interrupted":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -23,6 +24,10 @@ _BACKLOG = 256
 
 class GuardianError(RuntimeError):
     """The guardian cannot be started, reached or trusted."""
+
+
+class AddressTakenError(GuardianError):
+    """Another process listens at the address that the guardian was to have."""
 
 
 class Guardian:
@@ -47,6 +52,7 @@ class Guardian:
         join_timeout_s: float = 600.0,
         hang_report_s: float | None = None,
         directory: str | os.PathLike[str] | None = None,
+        address: str | None = None,
     ) -> Guardian:
         """Starts it, and sets the environment variables by which the ranks that are started afterwards find it.
 
@@ -60,9 +66,12 @@ class Guardian:
             hang_report_s: seconds that a rank may wait in a collective until a report says who has not come to it, 1 or
                 more; None for no report.
             directory: where files that describe a failure or a hang are written, or None for no file.
+            address: where ranks find it that do not inherit the environment; it then tells its secret to processes of
+                the same user. None for a name that nobody can guess, and no such trust.
 
         Raises:
             ValueError: a number is out of its range.
+            AddressTakenError: another process listens at ``address``.
             GuardianError: there is no interpreter to run it with, or it does not start.
         """
         if num_ranks < 1:
@@ -73,10 +82,16 @@ class Guardian:
                 raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
         secret = os.urandom(32).hex()
         # A name that is no file: nothing to leave behind, and the kernel forgets it with the last socket.
-        address = f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
+        is_public = address is not None
+        address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind("\0" + address)
+            try:
+                listener.bind("\0" + address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise AddressTakenError(f"another guardian of this job is there already, at {address}") from error
             listener.listen(_BACKLOG)
             pages = os.memfd_create("guardian-pages")
             stack.callback(os.close, pages)
@@ -90,6 +105,7 @@ class Guardian:
                 "directory": None if directory is None else os.path.abspath(directory),
                 "owner_pid": os.getpid(),
                 "secret": secret,
+                "is_public": is_public,
                 "listener": listener.fileno(),
                 "owner_link": theirs.fileno(),
                 "pages": pages,
@@ -128,6 +144,10 @@ class Guardian:
         """
         self._link.send("stop")
         self._link.close()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Takes the environment variables back: the ranks have been started, and nobody else is to look for it."""
         for name, value in self.environment.items():
             if os.environ.get(name) == value:
                 del os.environ[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -29,10 +28,11 @@ from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.batch_feed import BatchFeed
 from lightning_multigpu.strategies.collectives import CollectiveStrategy
 from lightning_multigpu.strategies.failure_watch import FailureWatch
-from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
+from lightning_multigpu.strategies.joining import Joining, check_model
+from lightning_multigpu.strategies.launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
 from lightning_multigpu.strategies.run_signals import RunSignals
-from lightning_multigpu.strategies.watching import Watching
+from lightning_multigpu.strategies.spawn_launcher import SpawnLauncher
 from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class MultiGPUStrategy(CollectiveStrategy):
             has been stopped for half of that, while others wait for it, has failed.
         hang_report_s: seconds that a rank may wait in a collective until a report says which ranks have come to it,
             which have not, and where those are; 1 or more. It ends nothing. None or 0 for no report.
+        join_timeout_s: seconds after its start in which a rank has to have joined the others, 1 or more. It is longer
+            because the hosts of a job start, and import their libraries, at different times.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
@@ -93,6 +95,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         loss_reduction: LossReduction = "mean",
         failure_timeout_s: float = 15.0,
         hang_report_s: float | None = 60.0,
+        join_timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
         validation.check_start_method(start_method)
@@ -102,6 +105,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         validation.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
         if hang_report_s:
             validation.check_at_least("hang_report_s", hang_report_s, 1.0)
+        validation.check_at_least("join_timeout_s", join_timeout_s, 1.0)
         validation.check_timeout(timeout)
         super().__init__(
             accelerator=accelerator,
@@ -116,6 +120,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.failure_timeout_s = failure_timeout_s
         self.hang_report_s = hang_report_s or None
         self.failure_watch = FailureWatch(failure_timeout_s)
+        self.joining = Joining(join_timeout_s)
         self.groups: ProcessGroups | None = None
         self.signals = RunSignals()
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
@@ -231,42 +236,29 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.set_world_ranks()
         self.feed.silence_warning()
         assert self.cluster_environment is not None
-        self.groups = ProcessGroups(
-            self.cluster_environment,
-            self.root_device,
-            (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
-            backend=self._process_group_backend,
-            timeout=self._timeout,
-            variables=self.environment_variables(),
-        )
-        self._process_group_backend = self.groups.backend
-        self._world = self.metered(self.groups.world, "world")
-        self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
-        board = FailureBoard.open(self.cluster_environment.main_address, None)
-        watching = self._begin_watching() if sys.platform == "linux" else None
-        self.failure_watch.start(board, self.groups, watching, poll=self.signals.push, follow=self.signals.follow)
+        with self.joining.limited(self):
+            self.groups = ProcessGroups(
+                self.cluster_environment,
+                self.root_device,
+                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+                backend=self._process_group_backend,
+                timeout=self._timeout,
+                variables=self.environment_variables(),
+                store=self.joining.meet(self),
+            )
+            self._process_group_backend = self.groups.backend
+            self._world = self.metered(self.groups.world, "world")
+            self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
+            board = FailureBoard.open(self.cluster_environment.main_address, None)
+            self.joining.watch_again(self, self._world)
+        self.failure_watch.start(board, self.groups, poll=self.signals.push, follow=self.signals.follow)
+        watching = self.failure_watch.watching
         self.meter.notes = None if watching is None else watching.notes
         on_interrupt = None if watching is None else watching.interrupted
         environment = self.cluster_environment
         counts = self.signals.begin(environment, patience_s=self.failure_timeout_s, on_interrupt=on_interrupt)
         if watching is not None and counts:
             watching.counts_interrupts()
-
-    def _begin_watching(self) -> Watching:
-        assert self._world is not None
-        assert self.cluster_environment is not None
-        return Watching(
-            self._world,
-            rank=self.global_rank,
-            local_rank=self.local_rank,
-            node_rank=self.node_rank,
-            num_processes=self.num_processes,
-            num_nodes=self.num_nodes,
-            main_address=self.cluster_environment.main_address,
-            failure_timeout_s=self.failure_timeout_s,
-            hang_report_s=self.hang_report_s,
-            on_failure=self.failure_watch.seen_by_guardian,
-        )
 
     def environment_variables(self) -> dict[str, str]:
         """Variables that back ends read, for the time of the run; what the user has set stays."""
@@ -282,8 +274,11 @@ class MultiGPUStrategy(CollectiveStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self._world is not None:
+            assert self.lightning_module is not None
+            check_model(self.lightning_module, self._world)
         directory = trainer.log_dir or trainer.default_root_dir  # a collective
-        self.failure_watch.report_to(str(directory))
+        self.failure_watch.report_to(str(directory), self.node_rank if self.num_nodes > 1 else None)
         super().setup(trainer)
 
     @override

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
+from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.last_waits import shortened
+from lightning_multigpu.guardian.proc import ended_text
 
 if TYPE_CHECKING:
     from lightning_multigpu.guardian import Failure
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _SETTLE_S = 3.0
+SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort", re.IGNORECASE
 )
@@ -45,6 +48,11 @@ class FailureWatch:
 
     Args:
         timeout_s: how long after a failure this process may take to end by itself before it is ended.
+
+    Attributes:
+        failed: whether this run has failed.
+        watching: this rank's connection to the guardian of its host. Without it (guardians need Linux) only exceptions
+            and the death of other ranks than 0 are told, and none while the ranks join.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -54,38 +62,49 @@ class FailureWatch:
         self._poll: Callable[[], None] = lambda: None
         self._follow: Callable[[str], None] = lambda what: None
         self._board: FailureBoard | None = None
-        self._groups: ProcessGroups | None = None
+        self._cut: Callable[[], object] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._dead_child: RankFailure | None = None
-        self._watching: Watching | None = None
+        self.watching: Watching | None = None
+
+    def begin(self, cut: Callable[[], object]) -> None:
+        """A new run begins, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
+        self.failed = self._ends_in_order = False
+        self._dead_child = None
+        self._board = None
+        self._cut = cut
 
     def start(
         self,
         board: FailureBoard,
         groups: ProcessGroups,
-        watching: Watching | None,
         *,
         poll: Callable[[], None] = lambda: None,
         follow: Callable[[str], None] = lambda what: None,
     ) -> None:
-        """Begins to watch; ``groups`` are cut when a rank fails, so that nobody waits in them.
+        """The ranks have joined; ``groups`` are cut when a rank fails, so that nobody waits in them.
 
-        Without ``watching`` (guardians need Linux) only exceptions and the death of other ranks than 0 are told.
         ``poll`` is called several times a second, and ``follow`` with what another rank says of its end; both in other
         threads.
+
+        Raises:
+            RankFailedError: one has failed meanwhile.
         """
-        self.failed = self._ends_in_order = False
         self._poll, self._follow = poll, follow
-        self._dead_child = None
+        self._cut = groups.cut
         self._board = board
-        self._watching = watching
-        self._groups = groups
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, args=(board.watcher(), self._stop), name="failure-watch", daemon=True
         )
         self._thread.start()
+        self.check()
+
+    def check(self) -> None:
+        """Raises RankFailedError if another rank is known to have failed."""
+        if self._dead_child is not None:
+            raise RankFailedError(self._dead_child.describe())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FailureWatch, (self.timeout_s,)  # what a spawned rank starts from
@@ -98,10 +117,10 @@ class FailureWatch:
         self._thread = None
         if not self.failed:
             self._board = None
-        watching, self._watching = self._watching, None
+        watching, self.watching = self.watching, None
         if watching is not None:
             watching.end()
-        self._groups = None
+        self._cut = None
 
     def last(self) -> None:
         """Lets the watch go on at :meth:`leave` unless the rank has failed: hooks follow, and :meth:`finish`."""
@@ -118,7 +137,7 @@ class FailureWatch:
         Raises:
             RankFailedError: it has not; :meth:`settle` finds out what has happened.
         """
-        failure = None if self._watching is None else self._watching.finish()
+        failure = None if self.watching is None else self.watching.finish()
         if failure is not None:
             raise RankFailedError(failure.describe())
         self._lasts = False
@@ -129,12 +148,19 @@ class FailureWatch:
         self._lasts = False
         self._ends_in_order = True
 
-    def report_to(self, directory: str) -> None:
+    def report_to(self, directory: str, node_rank: int | None) -> None:
         """Sets where a file about a failure is left; a directory that is not local is no place for one."""
-        if self._watching is not None and "://" not in directory:
-            self._watching.report_to(directory)
+        if self.watching is not None and "://" not in directory:
+            self.watching.report_to(directory, node_rank)
 
-    def child_died(self, rank: int, pid: int, reason: str) -> None:
+    def child_ended(self, rank: int, pid: int, exit_code: int) -> None:
+        """A process that this one has started as a rank has ended, with an exit code as ``Popen.returncode``."""
+        if self.watching is not None:
+            self.watching.child_ended(rank, exit_code)
+        elif exit_code != 0:
+            self._child_died(rank, pid, f"its process {ended_text(exit_code)}")
+
+    def _child_died(self, rank: int, pid: int, reason: str) -> None:
         """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
         time.sleep(2 * _POLL_S)  # a rank that raised has left word before its process ended
         if self._ends_in_order:
@@ -153,13 +179,13 @@ class FailureWatch:
 
     def completed(self, step: int) -> None:
         """Notes how many optimizer steps are done."""
-        if self._watching is not None:
-            self._watching.completed(step)
+        if self.watching is not None:
+            self.watching.completed(step)
 
     def shown(self) -> None:
         """This process shows the failure in its terminal, so that nobody else has to."""
-        if self._watching is not None:
-            self._watching.shown()
+        if self.watching is not None:
+            self.watching.shown()
 
     def seen_by_guardian(self, failure: Failure) -> None:
         """A guardian tells of a failure elsewhere; called in a thread of its own."""
@@ -172,7 +198,7 @@ class FailureWatch:
     @property
     def waited(self) -> list[str]:
         """What ranks of this host were waiting in when the job failed, as its guardian has seen it; a line a rank."""
-        return [] if self._watching is None else self._watching.waited
+        return [] if self.watching is None else self.watching.waited
 
     def settle(self, error: BaseException, step: int | None) -> RankFailure | None:
         """Finds out which rank's failure stands behind ``error``; leaves word if it is this one's.
@@ -185,7 +211,7 @@ class FailureWatch:
         _limit_exit(self.timeout_s)
         board = self._board
         if board is None:
-            return self._dead_child
+            return self._settle_while_joining(error)
         first = self._first(board)
         deadline = time.monotonic() + _SETTLE_S
         while first is None and _is_connection_loss(error) and time.monotonic() < deadline:
@@ -193,11 +219,13 @@ class FailureWatch:
             first = self._first(board)
         own = RankFailure.of(error, rank=board.rank, step=step)
         if first is None:
-            error.add_note(own.describe())
-            if self._watching is not None:
-                self._watching.failed(_what(error, own), step=step, traceback=own.traceback)
+            # The board first: only there the exception itself can be had, and others look as soon as guardians tell.
+            if not isinstance(error, RendezvousError):
+                error.add_note(own.summary())
             with contextlib.suppress(RuntimeError):
                 first = board.report(own)
+            if self.watching is not None:
+                self.watching.failed(_what(error, own), step=step, traceback=own.traceback)
         self._stop.set()
         self._abort()
         if not self._is_beyond_board(first):
@@ -205,7 +233,16 @@ class FailureWatch:
                 with contextlib.suppress(RuntimeError):
                     board.acknowledge()
             self._await_readers(board)
-        return None if first is None or first.rank == board.rank else first
+        is_own = first is None or first.rank == board.rank or isinstance(error, RendezvousError)
+        return None if is_own else first
+
+    def _settle_while_joining(self, error: BaseException) -> RankFailure | None:
+        """There is no board yet: only the guardian tells of others."""
+        if self._dead_child is None and self.watching is not None:
+            own = RankFailure.of(error, rank=None, step=None)
+            self.watching.failed(_what(error, own), step=None, traceback=own.traceback)
+        # That the ranks cannot join is raised by each of them for itself.
+        return None if isinstance(error, RendezvousError) else self._dead_child
 
     def _is_beyond_board(self, failure: RankFailure | None) -> bool:
         """Whether a process, a host or a link has failed, and not Python code.
@@ -213,7 +250,7 @@ class FailureWatch:
         The guardians then tell everybody all that is known, and rank 0's board may be out of reach: asking it could
         take a minute.
         """
-        return self._watching is not None and failure is not None and not failure.traceback
+        return self.watching is not None and failure is not None and not failure.traceback
 
     def _first(self, board: FailureBoard) -> RankFailure | None:
         if self._is_beyond_board(self._dead_child):
@@ -235,6 +272,8 @@ class FailureWatch:
     def _watch(self, board: FailureBoard, stop: threading.Event) -> None:
         while not stop.wait(_POLL_S):
             self._poll()
+            if self.watching is not None:
+                continue  # the guardian tells; asking a rank 0 that is stopped would take until its end
             try:
                 failure = board.first()
             except RuntimeError:
@@ -248,9 +287,9 @@ class FailureWatch:
                 return
 
     def _abort(self) -> None:
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            groups.cut()
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            cut()
 
     def _end_process_after_timeout(self, stop: threading.Event) -> None:
         """The last resort for a main thread that neither computes Python nor waits in one of our groups."""
@@ -276,6 +315,8 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
         watch.finish()
         return result
     except BaseException as error:
+        if isinstance(error, SIGTERMException):
+            error.code = SIGTERM_STATUS  # Lightning's has none, so that the process would seem to have done its work
         if strategy.signals.agreed_on(error):
             watch.end_in_order()
             raise

@@ -9,20 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import (
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
-    interrupt,
-    set_num_threads_if_needed,
-)
-from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
+from lightning_multigpu._lightning_internals import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu.guardian import Guardian
 from lightning_multigpu.strategies.failure_watch import guarded
 
 if TYPE_CHECKING:
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
-_AT_ONCE_S = 2.0
+_PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -49,9 +42,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         children: ChildWatch | None = None
+        guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
+            guardian = self._strategy.joining.start_guardian(self._strategy)
             self._call_children_scripts()
             children = ChildWatch(self.procs, self._strategy)
+            if guardian is not None:
+                for rank, child in children.ranks():
+                    guardian.started(rank, child.pid)
+        self._strategy.joining.begin(self._strategy, guardian=guardian)
+        if children is not None:
             children.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -69,61 +69,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
         super().kill(signum)
 
 
-class SpawnLauncher(MultiProcessingLauncher):
-    """Runs a function of the current interpreter in one new process a rank."""
-
-    _strategy: MultiGPUStrategy
-
-    def __init__(self, strategy: MultiGPUStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
-        super().__init__(strategy, start_method=start_method)
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        guarded_function = _Guarded(function, self._strategy, trainer)
-        try:
-            return super().launch(guarded_function, *args, trainer=trainer, **kwargs)
-        except BaseException as error:
-            self._strategy.state_is_lost = True  # callbacks that save at exceptions do not know that
-            self._await_ranks(error)
-            raise
-
-    def _await_ranks(self, error: BaseException) -> None:
-        """Lets the ranks end in order after a first Ctrl-C, and ends them and this process at a second."""
-        since_s = time.monotonic()
-        try:
-            while isinstance(error, KeyboardInterrupt) and any(rank.is_alive() for rank in self.procs):
-                with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
-                    time.sleep(_POLL_S)
-        except KeyboardInterrupt:
-            deadline_s = time.monotonic() + _AT_ONCE_S  # their guardian ends them
-            for rank in self.procs:
-                rank.join(max(0.0, deadline_s - time.monotonic()))
-                rank.kill()
-            os._exit(INTERRUPTED_STATUS)
-        if any(rank.exitcode == INTERRUPTED_STATUS for rank in self.procs):
-            os._exit(INTERRUPTED_STATUS)
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """A picklable function that runs in each spawned rank."""
-
-    function: Callable[..., Any]
-    strategy: Any
-    trainer: pl.Trainer | None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return guarded(self.function, self.strategy, args, kwargs)
-        except (KeyboardInterrupt, SIGTERMException) as error:
-            # Lightning handles them in the first process only, where the trained weights are not.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if self.trainer is not None:
-                interrupt(self.trainer, error)
-                self.trainer._teardown()
-            raise SystemExit(1 if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGTERM) from None
-
-
 class ChildWatch(threading.Thread):
     """Sees to it that a child's death becomes a failure of the job, and that no child outlives a failed one."""
 
@@ -132,23 +77,24 @@ class ChildWatch(threading.Thread):
         self._children = children
         self._strategy = strategy
 
+    def ranks(self) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+        """The global rank of each child."""
+        return enumerate(self._children, self._strategy.node_rank * self._strategy.num_processes + 1)
+
     @override
     def run(self) -> None:
-        while True:
-            codes = [child.poll() for child in self._children]
-            dead = [(index, code) for index, code in enumerate(codes) if code]
-            if dead:
-                index, code = dead[0]
-                rank = self._strategy.node_rank * self._strategy.num_processes + index + 1
-                self._strategy.failure_watch.child_died(rank, self._children[index].pid, _ended(code))
-                return
-            if all(code == 0 for code in codes):
-                return
+        left = dict(self.ranks())
+        while left:
+            for rank, child in list(left.items()):
+                code = child.poll()
+                if code is not None:
+                    del left[rank]
+                    self._strategy.failure_watch.child_ended(rank, child.pid, code)
             time.sleep(_POLL_S)
 
     def end_all(self) -> None:
         """Gives the children time to end by themselves, then ends them."""
-        _wait(self._children, self._strategy.failure_timeout_s)
+        _wait(self._children, _PATIENCE * self._strategy.failure_timeout_s)
         for child in self._children:
             child.kill()
             child.wait()
@@ -159,12 +105,6 @@ def _wait(children: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    return f"its process ended with exit status {code}"
 
 
 def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:

@@ -84,7 +84,7 @@ class Outcome:
         return f"HANG ({codes})" if self.hung else f"ended ({codes})"
 
     def is_right(self, weights: float | None = None) -> bool:
-        """Nothing hung or was left, and the exit status tells of the fault; SIGTERM ends a run of Lightning with 0.
+        """Nothing hung or was left, and the exit status tells of the fault.
 
         Args:
             weights: of a run without faults; a control has to come to the same.
@@ -95,7 +95,7 @@ class Outcome:
             return self.reported
         if self.is_control:
             return set(self.statuses) == {0} and (weights is None or _agree(self.weights, weights))
-        return self.names_rank and (self.kind == "terminate" or 0 not in self.statuses)
+        return self.names_rank and 0 not in self.statuses
 
     def of_process(self, index: int) -> str:
         """The output of one of the processes that the user started."""

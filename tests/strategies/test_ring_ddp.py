@@ -253,6 +253,7 @@ def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
         ({"hang_report_s": 0.5}, ["hang_report_s=0.5", "1 or more"]),
         ({"hang_report_s": -1}, ["hang_report_s=-1"]),
         ({"hang_report_s": "60"}, ["hang_report_s='60'", "not a number"]),
+        ({"join_timeout_s": 0.5}, ["join_timeout_s=0.5", "1 or more"]),
         ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
         ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
         ({"start_method": "thread"}, ["start_method='thread'", "'popen'"]),
