@@ -24,6 +24,7 @@ from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, 
 RANKS = int(os.environ.get("RANKS", "2"))
 STACKS_SIGNAL = signal.SIGUSR2
 FAILURE_TIMEOUT_S = float(os.environ.get("FAILURE_TIMEOUT_S", "5"))
+HANG_REPORT_S = float(os.environ.get("HANG_REPORT_S", "8"))
 JOIN_TIMEOUT_S = 25.0  # from the start of a rank: on a busy machine they import Lightning at different speeds
 
 KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
@@ -56,7 +57,10 @@ CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
 }
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
     "ring_ddp": lambda method: RingDDPStrategy(
-        start_method=method, failure_timeout_s=FAILURE_TIMEOUT_S, join_timeout_s=JOIN_TIMEOUT_S
+        start_method=method,
+        failure_timeout_s=FAILURE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        hang_report_s=HANG_REPORT_S,
     ),
     "ddp": lambda method: DDPStrategy(start_method=method),
 }
