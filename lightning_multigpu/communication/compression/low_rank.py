@@ -202,7 +202,9 @@ class LowRank:
         self._second.exchange_sums()
         for part in self._plan.parts:
             self._put_together(part)
-        return self._first.finish() and self._second.finish()
+        self._first.wait_for_sends()
+        self._second.wait_for_sends()
+        return self._first.is_finite() and self._second.is_finite()
 
     def _take_away(self, part: Part) -> None:
         """Makes this rank's Q, and takes what the factors say of its gradients away from them."""
@@ -267,7 +269,10 @@ class _Round:
             ]
         )
 
-    def finish(self) -> bool:
-        """Waits until all is sent; returns whether all sums are finite."""
+    def wait_for_sends(self) -> None:
+        """Waits until all is sent: a message whose work is dropped before may never arrive."""
         wait_all(self._sends)
+
+    def is_finite(self) -> bool:
+        """Whether all sums are."""
         return all(bool(numbers.isfinite().all()) for numbers in self.numbers)
