@@ -218,7 +218,7 @@ def test_a_step_that_is_not_finite_is_seen_by_all_and_leaves_no_trace(world2: Wo
 
 
 def _resume(name: str, state: dict[str, Any] | None, buckets: list[tuple[int, int]], group_of: int) -> Any:
-    """A step after loading ``state``, in groups of ``group_of`` ranks: results in the order of PIECES, and the state."""
+    """A step after loading ``state``, in groups of that many ranks: results in the order of PIECES, and the state."""
     init_group()
     rank = dist.get_rank()
     firsts = range(0, dist.get_world_size(), group_of)
