@@ -122,11 +122,32 @@ class CompressedAllReduce:
         if self._errors is not None:
             self._errors.scale(factor)
 
+    def share_errors(self, pieces: Sequence[Piece], own: Sequence[Piece], host: dist.ProcessGroup) -> None:
+        """Moves errors to the ranks of a host that go on with them, where each of these reduces a part of a tensor.
+
+        To be called by all of them, between steps, for each tensor that is composed anew: at first, when a checkpoint
+        was loaded (by one rank of each host, the others load ``{}``), and when parameters were dealt to other tensors.
+
+        Args:
+            pieces: of the whole tensor.
+            own: of the part that this rank reduces, as :func:`~.pieces.cut` gives them.
+            host: the ranks that have a part each; any back end that sums CPU tensors.
+        """
+        if self._errors is None:
+            return
+        total = self._errors.take(tuple(pieces))
+        dist.all_reduce(total, group=host)
+        self._errors.give(tuple(pieces), total)
+        kept = self._errors.take(tuple(own))
+        self._errors.take(tuple(pieces))  # the others keep these
+        self._errors.give(tuple(own), kept)
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold; the same on all ranks, which must all call it, between steps.
 
         ``errors`` are averaged over the ranks: the average is what the average of the gradients still lacks. Each
-        rank of a later run, however many there are, starts with this average, so that its average is the same.
+        rank of a later run, however many there are, starts with this average, so that its average is the same. Ranks
+        of one host that each reduce a part of every tensor have errors of their parts: those of the host are the sum.
         """
         state: dict[str, Any] = {"step": self.step}
         if self._errors is not None:

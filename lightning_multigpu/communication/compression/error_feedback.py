@@ -54,7 +54,7 @@ class ErrorFeedback:
         """
         errors = self._tensors.get(pieces)
         if errors is None:
-            errors = self._tensors[pieces] = _Errors(self._collected(pieces))
+            errors = self._tensors[pieces] = _Errors(self.take(pieces))
         errors.accept()
         errors.written = True
         return errors.before, errors.after
@@ -85,8 +85,13 @@ class ErrorFeedback:
         self._others = {name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(-1)
                         for name, tensor in state.items()}  # fmt: skip
 
-    def _collected(self, pieces: Pieces) -> Tensor:
-        """The errors of a tensor that is new; they are moved here from wherever they were."""
+    def give(self, pieces: Pieces, errors: Tensor) -> None:
+        """Adds ``errors`` (flat) to those of these pieces, between steps."""
+        _add(self._others, pieces, errors)
+        self._shapes.update({piece.name: piece.shape for piece in pieces})
+
+    def take(self, pieces: Pieces) -> Tensor:
+        """The errors of these pieces, flat, between steps; they are moved out from wherever they were."""
         for known in [known for known in self._tensors if _share_elements(known, pieces)]:
             _add(self._others, known, self._tensors.pop(known).before)
         collected = torch.zeros(offsets(pieces)[-1])
