@@ -15,9 +15,6 @@ bits, and the sums are made in one order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,117 +27,10 @@ from lightning_multigpu.communication.compression.messages import (
     Messages,
     wait_all,
 )
-from lightning_multigpu.communication.compression.pieces import Pieces, offsets
-from lightning_multigpu.communication.compression.powersgd import (
-    PowerSGD,
-    add_product,
-    first_factor,
-    orthonormalise,
-)
+from lightning_multigpu.communication.compression.owners import Part, Plan
+from lightning_multigpu.communication.compression.powersgd import add_product, orthonormalise
 from lightning_multigpu.communication.compression.statistics import CompressionStatistics, square
-
-
-@dataclass(frozen=True)
-class Part:
-    """A parameter in the flat tensor, its owner, and where its numbers lie in the owner's first and second message."""
-
-    name: str
-    start: int
-    stop: int
-    owner: int
-    first: slice
-    second: slice
-    size: tuple[int, int] | None
-    """Rows and columns, or None where it travels as it is."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who owns which parameter of one flat tensor, and how long the messages about them are, by owner."""
-
-    parts: tuple[Part, ...]
-    first_numel: tuple[int, ...]
-    second_numel: tuple[int, ...]
-
-    def sent_bytes(self, rank: int) -> int:
-        """What ``rank`` sends: what others own once, what it owns itself to every other rank."""
-        totals = [4 * (first + second) for first, second in zip(self.first_numel, self.second_numel, strict=True)]
-        return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
-
-
-class Owners:
-    """Deals parameters out to ranks: each to the one that has the least to send so far. Deterministic.
-
-    A tensor keeps its plan; the ranks agree because all see the same tensors in the same order.
-    """
-
-    def __init__(self, compressor: PowerSGD, world_size: int) -> None:
-        self._compressor = compressor
-        self._loads = [0] * world_size
-        self._plans: dict[Pieces, Plan] = {}
-
-    def plan(self, pieces: Pieces) -> Plan:
-        """The plan of the flat tensor of these pieces."""
-        found = self._plans.get(pieces)
-        if found is None:
-            found = self._plans[pieces] = self._new_plan(pieces)
-        return found
-
-    def _new_plan(self, pieces: Pieces) -> Plan:
-        first, second = [0] * len(self._loads), [0] * len(self._loads)
-        parts = []
-        for piece, start in zip(pieces, offsets(pieces), strict=False):
-            size = self._compressor.factors(piece)
-            rows, columns = (piece.numel, 0) if size is None else size
-            rank = 1 if size is None else self._compressor.rank
-            owner = self._loads.index(min(self._loads))
-            first_end, second_end = first[owner] + rank * rows, second[owner] + rank * columns
-            parts.append(Part(piece.name, start, start + piece.numel, owner, slice(first[owner], first_end),
-                              slice(second[owner], second_end), size))  # fmt: skip
-            first[owner], second[owner] = first_end, second_end
-            self._loads[owner] += rank * (rows + columns)
-        return Plan(tuple(parts), tuple(first), tuple(second))
-
-
-class WarmStarts:
-    """The factor Q of each matrix, with which its next power iteration starts: the same on every rank.
-
-    Args:
-        rank: of the factors.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._factors: dict[str, Tensor] = {}
-        self._of_this_step: dict[str, Tensor] = {}
-
-    def get(self, name: str, columns: int) -> Tensor:
-        """(rank, columns). One of another size, because the rank was another in the checkpoint, is made anew."""
-        factor = self._factors.get(name)
-        if factor is None or factor.shape != (self._rank, columns):
-            factor = self._factors[name] = first_factor(name, self._rank, columns)
-        return factor
-
-    def put(self, name: str, factor: Tensor) -> None:
-        """For the next step, if this one is accepted. The length is taken off, which would grow with every step."""
-        norm = torch.linalg.vector_norm(factor)
-        if norm > 0:
-            self._of_this_step[name] = factor / norm
-
-    def end_step(self, *, accept: bool) -> None:
-        """Keeps or forgets what was put."""
-        if accept:
-            self._factors.update(self._of_this_step)
-        self._of_this_step = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """A copy, by name."""
-        return {name: self._factors[name].clone() for name in sorted(self._factors)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the place of all factors; ``state`` is copied."""
-        self._factors = {name: factor.detach().to("cpu", torch.float32, copy=True) for name, factor in state.items()}
-        self._of_this_step = {}
+from lightning_multigpu.communication.compression.warm_starts import WarmStarts
 
 
 class LowRank:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece
-from lightning_multigpu.communication.compression.low_rank import Owners, WarmStarts
+from lightning_multigpu.communication.compression.owners import Owners
 from lightning_multigpu.communication.compression.powersgd import (
     PowerSGD,
     add_product,
     first_factor,
     orthonormalise,
 )
+from lightning_multigpu.communication.compression.warm_starts import WarmStarts
 from lightning_multigpu.communication.ring import RingAllReduce
 from tests.world import World, init_group
 
