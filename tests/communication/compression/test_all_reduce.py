@@ -350,6 +350,49 @@ def test_bytes_are_exact_and_the_random_state_is_left_alone(world: World, name: 
     assert all(world.run(_random_state, name))
 
 
+def _unfinished(name: str) -> list[int]:
+    """How many messages, of a good and of a bad step, nobody has waited for."""
+    reduce = engine(name)
+    messages: list[list[Any]] = []
+
+    def watched(post: Any) -> Any:
+        def posted(*args: Any, **kwargs: Any) -> Any:
+            message = [post(*args, **kwargs), False]
+            messages.append(message)
+
+            class Watched:
+                def wait(self) -> None:
+                    message[0].wait()
+                    message[1] = True
+
+            return Watched()
+
+        return posted
+
+    isend, irecv = dist.isend, dist.irecv
+    found = []
+    for bad in (False, True):
+        tensor = gradients(0, dist.get_rank())
+        if bad:
+            tensor[:: NUMEL // 5] = math.nan
+        dist.isend, dist.irecv = watched(isend), watched(irecv)
+        try:
+            reduce(tensor, PIECES)
+        finally:
+            dist.isend, dist.irecv = isend, irecv
+        reduce.end_step()
+        assert messages
+        found.append(sum(not waited for _, waited in messages))
+        messages.clear()
+    return found
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_every_message_is_waited_for(world2: World, name: str) -> None:
+    """A message whose work was dropped before it had left never arrived, and the other rank waited for it for ever."""
+    assert world2.run(_unfinished, name) == [[0, 0]] * 2
+
+
 def _begun_ahead(name: str) -> bool:
     """Whether tensors that are all begun before the first is finished come out as one after the other."""
     ahead, one_by_one = engine(name), engine(name)
