@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.compression                       # all three tables
     python -m tests.benchmarks.compression --rounds 9 --bandwidth 200mbit --bucket-mb 4
+    python -m tests.benchmarks.compression --tables step --settings bf16 int8
 
 Two emulated hosts with one rank each (needs root and iproute2), one thread a rank. Times are medians; every table names
 the one that it is to be compared with, from the same run. The training step is that of an MLP of 6.3 M parameters (six
@@ -48,6 +49,7 @@ SETTINGS: dict[str, Any] = {
     "powersgd 4": {"name": "powersgd", "rank": 4, "start_step": 0},
 }
 SIZES_MB = (1, 4, 25)
+TABLES = ("coding", "exchange", "step")
 
 
 def pieces_of(numel: int) -> tuple[Piece, ...]:
@@ -104,14 +106,14 @@ def coding_times(compressor: Any, numel: int, rounds: int) -> tuple[float, float
     return median_ms(encode, rounds, time.thread_time), median_ms(decode, rounds, time.thread_time)
 
 
-def exchange_times(group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:
+def exchange_times(group: dist.ProcessGroup, rounds: int, names: list[str]) -> dict[str, list[float]]:
     """Medians in ms of an all-reduce, by setting, in order of the sizes; the settings take turns."""
     reducers: dict[str, Callable[[Tensor, tuple[Piece, ...]], Any]] = {}
     reducers["gloo"] = lambda tensor, _: dist.all_reduce(tensor, group=group)
     ring = RingAllReduce(group)
     reducers["ring"] = lambda tensor, _: ring(tensor, average=True)
-    for name, setting in SETTINGS.items():
-        engine = CompressedAllReduce(group, make_compressor(setting))
+    for name in names:
+        engine = CompressedAllReduce(group, make_compressor(SETTINGS[name]))
         reducers[name] = lambda tensor, pieces, engine=engine: (engine(tensor, pieces, average=True), engine.end_step())
     times: dict[str, list[float]] = {name: [] for name in reducers}
     for size_mb in SIZES_MB:
@@ -164,7 +166,7 @@ class Hook:
                 future.set_result(exchange.finish())
 
 
-def step_times(group: dist.ProcessGroup, rounds: int, bucket_mb: float) -> dict[str, float]:
+def step_times(group: dist.ProcessGroup, rounds: int, names: list[str], bucket_mb: float) -> dict[str, float]:
     """Medians in ms of a training step, by setting; the settings take turns of a few steps."""
     x = torch.randn(64, 1024)
     steps: dict[str, Callable[[], None]] = {}
@@ -196,8 +198,8 @@ def step_times(group: dist.ProcessGroup, rounds: int, bucket_mb: float) -> dict[
 
     add("ddp", None)
     add("none", None)
-    for name, setting in SETTINGS.items():
-        add(name, setting)
+    for name in names:
+        add(name, SETTINGS[name])
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds + 1):
         for name, step in steps.items():
@@ -220,14 +222,18 @@ def _bucket_hook(hook: Hook) -> Any:
     return run
 
 
-def run_rank(path: str, rounds: int, bucket_mb: float) -> None:
-    """What a rank on a host does; the first one writes its results to ``path``."""
+def run_rank(given: argparse.Namespace) -> None:
+    """What a rank on a host does; the first one writes its results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo")
-    results = {"exchange": exchange_times(group, rounds), "step": step_times(group, rounds, bucket_mb)}
+    results: dict[str, Any] = {}
+    if "exchange" in given.tables:
+        results["exchange"] = exchange_times(group, given.rounds, given.settings)
+    if "step" in given.tables:
+        results["step"] = step_times(group, given.rounds, given.settings, given.bucket_mb)
     if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(results))
+        Path(given.rank_writes).write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -253,12 +259,16 @@ def ranks_on(hosts: EmulatedHosts, arguments: list[str]) -> Iterator[list[subpro
             rank.wait()
 
 
-def between_hosts(bandwidth: str, burst: str, rounds: int, bucket_mb: float) -> dict[str, Any]:
+def between_hosts(given: argparse.Namespace) -> dict[str, Any]:
     """The times of rank 0 of two."""
-    with tempfile.TemporaryDirectory() as folder, EmulatedHosts(2, bandwidth=bandwidth, burst=burst) as hosts:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst) as hosts,
+    ):
         path = Path(folder) / "results.json"
-        arguments = ["--rank-writes", str(path), "--rounds", str(rounds), "--bucket-mb", str(bucket_mb)]
-        with ranks_on(hosts, arguments) as ranks:
+        arguments = ["--rounds", str(given.rounds), "--bucket-mb", str(given.bucket_mb)]
+        arguments += ["--tables", *given.tables, "--settings", *given.settings]
+        with ranks_on(hosts, ["--rank-writes", str(path), *arguments]) as ranks:
             for rank in ranks:
                 if rank.wait(timeout=600):
                     raise RuntimeError("a rank failed; its output is above")
@@ -272,29 +282,46 @@ def main() -> None:
     parser.add_argument("--burst", default="256kb")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bucket-mb", type=float, default=4)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--rank-writes", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_writes:
-        run_rank(given.rank_writes, given.rounds, given.bucket_mb)
+        run_rank(given)
         return
     torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
           f"Python {platform.python_version()}, torch {torch.__version__}, one thread a rank")  # fmt: skip
+    if "coding" in given.tables:
+        print_coding(given.settings, given.rounds)
+    if given.tables != ["coding"]:
+        results = between_hosts(given)
+        hosts = f"2 hosts x 1 rank, {given.bandwidth}, burst {given.burst}"
+        if "exchange" in results:
+            print(f"\nall-reduce, {hosts}: ms (ratio to gloo)")
+            print_exchange(results["exchange"])
+        if "step" in results:
+            print(f"\ntraining step, {hosts}, buckets of {given.bucket_mb:g} MB: ms (ratio to ddp)")
+            for name, time_ms in results["step"].items():
+                print(f"{name:12}{time_ms:9.1f} ({time_ms / results['step']['ddp']:5.3f})")
+
+
+def print_coding(names: list[str], rounds: int) -> None:
+    """One line a setting."""
     print("\nencode / decode, ms of processor time")
     print(f"{'':12}" + "".join(f"{size:>12} MB" for size in SIZES_MB))
-    for name, setting in SETTINGS.items():
+    for name in names:
         numels = [size * 1_000_000 // 4096 * 1024 for size in SIZES_MB]
-        times = [coding_times(make_compressor(setting), numel, given.rounds) for numel in numels]
+        times = [coding_times(make_compressor(SETTINGS[name]), numel, rounds) for numel in numels]
         print(f"{name:12}" + "".join(f"{encode:7.2f} /{decode:6.2f}" for encode, decode in times))
-    results = between_hosts(given.bandwidth, given.burst, given.rounds, given.bucket_mb)
-    print(f"\nall-reduce, 2 hosts x 1 rank, {given.bandwidth}, burst {given.burst}: ms (ratio to gloo)")
+
+
+def print_exchange(times_by_name: dict[str, list[float]]) -> None:
+    """One line a setting."""
     print(f"{'':12}" + "".join(f"{size:>14} MB" for size in SIZES_MB))
-    for name, times in results["exchange"].items():
-        ratios = [time / base for time, base in zip(times, results["exchange"]["gloo"], strict=True)]
+    for name, times in times_by_name.items():
+        ratios = [time / base for time, base in zip(times, times_by_name["gloo"], strict=True)]
         print(f"{name:12}" + "".join(f"{t:9.1f} ({ratio:5.3f})" for t, ratio in zip(times, ratios, strict=True)))
-    print(f"\ntraining step, same hosts, buckets of {given.bucket_mb:g} MB: ms (ratio to ddp)")
-    for name, time_ms in results["step"].items():
-        print(f"{name:12}{time_ms:9.1f} ({time_ms / results['step']['ddp']:5.3f})")
 
 
 if __name__ == "__main__":
