@@ -133,8 +133,8 @@ class Barrier:
                 raise self._lost()
             if time.monotonic() >= deadline:
                 raise ConnectionLostError(
-                    f"shared memory of rank {self._names[self._rank]}: timed out after {self._timeout_s:g} s of waiting "
-                    f"for rank {self._names[peer]}"
+                    f"shared memory of rank {self._names[self._rank]}: timed out after {self._timeout_s:g} s of "
+                    f"waiting for rank {self._names[peer]}"
                 )
 
     def _stop(self, reason: int) -> None:

@@ -1,44 +1,32 @@
 """Collectives between the ranks of one host, through memory that they share: no socket carries a byte of them.
 
-A tensor is worked off in chunks that stay in cache. The time between two barriers is an interval; what is written into
-shared memory in one interval is read by the others in the next one. Ranks are in different stages of several chunks at
-once. An all-reduce of many ranks has three stages (chunks a, b, c; every rank sums its own part of each chunk)::
+A tensor is worked off in chunks that stay in cache, several at once (:mod:`.shared_buffers`). Each chunk of an
+all-reduce goes through three stages::
 
-    interval           0         1         2         3         4
-    write to slot      a         b         c
-    sum own part                 a         b         c
-    read the sums                          a         b         c
+    write           every rank copies its chunk into its slot
+    sum own part    every rank sums its part of the chunk over all slots
+    read the sums   every rank copies the sums into its tensor
 
-Two ranks, or short messages, take two stages: every rank sums all by itself. The last stage writes nothing that others
-wait for, so a rank arrives at the barrier before it and waits after it. Therefore a fast rank may write for interval
-``t + 2`` while a slow one still reads what was written in ``t``: there are three buffers, used in turn. No barrier
-is needed between two collectives.
+Two ranks, or short messages, take two stages: after ``write`` every rank sums all by itself.
 
 Sums are made in the order of ranks, so they are the same bits on every rank and in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.barrier import Barrier
 from lightning_multigpu.communication.ring import chunk_bounds
-from lightning_multigpu.communication.segment import SharedMemoryUnavailableError, SharedSegment
+from lightning_multigpu.communication.shared_buffers import SharedBuffers
 
 DEFAULT_CHUNK_BYTES = 1 << 20
-DEFAULT_DIRECT_BYTES = 1 << 17
+DEFAULT_DIRECT_BYTES = 1 << 18
 DEFAULT_TIMEOUT_S = 1800.0
-_BUFFERS = 3
-_ALIGNMENT_BYTES = 64
-_VIEWS_KEPT = 512  # slicing costs more than moving a small tensor does
 _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
-
-_Stage = Callable[[int], object]
 
 
 class SharedMemoryAllReduce:
@@ -69,41 +57,10 @@ class SharedMemoryAllReduce:
         direct_bytes: int = DEFAULT_DIRECT_BYTES,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        smallest = _ALIGNMENT_BYTES * self.world_size
-        if chunk_bytes < smallest or chunk_bytes % smallest:
-            raise ValueError(
-                f"chunk_bytes={chunk_bytes}: must be a multiple of {smallest}, {_ALIGNMENT_BYTES} bytes a rank"
-            )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: must be above 0")
-        self.chunk_bytes = chunk_bytes
+        self._buffers = SharedBuffers(group, chunk_bytes=chunk_bytes, timeout_s=timeout_s)
+        self.rank = self._buffers.rank
+        self.world_size = self._buffers.world_size
         self.direct_bytes = direct_bytes
-        self._interval = 0
-        barrier_bytes = Barrier.size_bytes(self.world_size)
-        buffer_bytes = _BUFFERS * (self.world_size + 1) * chunk_bytes
-        self._segment = SharedSegment(group, barrier_bytes + buffer_bytes)
-        try:
-            self._barrier: Barrier | None = Barrier(
-                self._segment.memory,
-                rank=self.rank,
-                world_size=self.world_size,
-                names=dist.get_process_group_ranks(group),
-                is_gone=self._segment.is_gone,
-                timeout_s=timeout_s,
-            )
-        except OSError as error:  # for lack of something in the system's library, which all ranks of a host share
-            self._segment.close()
-            raise SharedMemoryUnavailableError(str(error)) from error
-        if self.rank == 0:
-            self._barrier.initialise()
-        dist.barrier(group=group)
-        # A buffer has one slot of a chunk for each rank, and one for the sums.
-        self._buffers: Tensor | None = torch.frombuffer(self._segment.memory[barrier_bytes:], dtype=torch.uint8).view(
-            _BUFFERS, self.world_size + 1, chunk_bytes
-        )
-        self._views: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, ...]] = {}
 
     def sent_bytes(self, tensor: Tensor, operation: str = "all_reduce") -> int:
         """Payload in bytes that this rank writes for the others.
@@ -139,28 +96,29 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor, average)
         chunks = self._chunks(flat)
+        rows = self._buffers.rows
 
         def write(chunk: int) -> None:
             source = chunks[chunk]
-            self._rows(0, 0, source)[self.rank].copy_(source)
+            rows(0, 0, source)[self.rank].copy_(source)
 
         def sum_all(chunk: int) -> None:
             out = chunks[chunk]
-            self._sum(self._rows(1, 0, out)[: self.world_size], out, average)
+            self._sum(rows(1, 0, out)[: self.world_size], out, average)
 
         def sum_own(chunk: int) -> None:
             a, b = _part(chunks[chunk].numel(), self.world_size, self.rank)
             own = chunks[chunk][a:b]
-            self._sum(self._rows(1, a, own)[: self.world_size], self._rows(0, a, own)[-1], average)
+            self._sum(rows(1, a, own)[: self.world_size], rows(0, a, own)[-1], average)
 
         def read_sums(chunk: int) -> None:
             out = chunks[chunk]
-            out.copy_(self._rows(1, 0, out)[-1])
+            out.copy_(rows(1, 0, out)[-1])
 
         if self.world_size == 2 or flat.nbytes <= self.direct_bytes:
-            self._run(len(chunks), write, sum_all)
+            self._buffers.run(len(chunks), write, sum_all)
         else:
-            self._run(len(chunks), write, sum_own, read_sums)
+            self._buffers.run(len(chunks), write, sum_own, read_sums)
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, *, average: bool = False) -> Tensor:
@@ -173,18 +131,19 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor, average)
         shards = self._shards(flat)
+        rows = self._buffers.rows
         size = self._chunk_elements(flat) // self.world_size
 
         def write(chunk: int) -> None:
             for rank, shard in enumerate(shards):
                 piece = shard[chunk * size : (chunk + 1) * size]
-                self._rows(0, rank * size, piece)[self.rank].copy_(piece)
+                rows(0, rank * size, piece)[self.rank].copy_(piece)
 
         def sum_own(chunk: int) -> None:
             piece = shards[self.rank][chunk * size : (chunk + 1) * size]
-            self._sum(self._rows(1, self.rank * size, piece)[: self.world_size], piece, average)
+            self._sum(rows(1, self.rank * size, piece)[: self.world_size], piece, average)
 
-        self._run(len(shards[0].split(size)), write, sum_own)
+        self._buffers.run(-(-shards[0].numel() // size), write, sum_own)
         return shards[self.rank]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -194,19 +153,20 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor)
         shards = self._shards(flat)
+        rows = self._buffers.rows
         size = self._chunk_elements(flat)
 
         def write(chunk: int) -> None:
             piece = shards[self.rank][chunk * size : (chunk + 1) * size]
-            self._rows(0, 0, piece)[self.rank].copy_(piece)
+            rows(0, 0, piece)[self.rank].copy_(piece)
 
         def read(chunk: int) -> None:
             for rank, shard in enumerate(shards):
                 if rank != self.rank:
                     piece = shard[chunk * size : (chunk + 1) * size]
-                    piece.copy_(self._rows(1, 0, piece)[rank])
+                    piece.copy_(rows(1, 0, piece)[rank])
 
-        self._run(len(shards[0].split(size)), write, read)
+        self._buffers.run(-(-shards[0].numel() // size), write, read)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -218,16 +178,17 @@ class SharedMemoryAllReduce:
             raise ValueError(f"src={src}: the ranks of this group are 0 to {self.world_size - 1}")
         flat = _flat(tensor)
         chunks = self._chunks(flat)
+        rows = self._buffers.rows
 
         def write(chunk: int) -> None:
             if self.rank == src:
-                self._rows(0, 0, chunks[chunk])[src].copy_(chunks[chunk])
+                rows(0, 0, chunks[chunk])[src].copy_(chunks[chunk])
 
         def read(chunk: int) -> None:
             if self.rank != src:
-                chunks[chunk].copy_(self._rows(1, 0, chunks[chunk])[src])
+                chunks[chunk].copy_(rows(1, 0, chunks[chunk])[src])
 
-        self._run(len(chunks), write, read)
+        self._buffers.run(len(chunks), write, read)
         return tensor
 
     def barrier(self) -> None:
@@ -236,42 +197,15 @@ class SharedMemoryAllReduce:
         Raises:
             ConnectionLostError: as an all-reduce.
         """
-        self._run(1, _nothing, _nothing)
+        self._buffers.run(1, _nothing, _nothing)
 
     def abort(self) -> None:
         """Lets every rank of the group that is in a collective, or calls one later, raise. Any thread may call it."""
-        barrier = self._barrier
-        if barrier is not None:
-            barrier.abort()
+        self._buffers.abort()
 
     def close(self) -> None:
         """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
-        self._barrier = None
-        self._views.clear()
-        self._buffers = None
-        self._segment.close()
-
-    def _run(self, num_chunks: int, *stages: _Stage) -> None:
-        """Takes every chunk through all stages, one stage an interval."""
-        if self.world_size == 1:
-            return
-        barrier = self._barrier
-        if barrier is None:
-            raise RuntimeError("the shared memory of this group is closed")
-        *shared, last = stages
-        lag = len(shared)
-        for interval in range(num_chunks + lag):
-            for stage, work in enumerate(shared):
-                if 0 <= interval - stage < num_chunks:
-                    work(interval - stage)
-            ends = interval == num_chunks + lag - 1
-            if not ends:
-                barrier.arrive()
-            if interval >= lag:
-                last(interval - lag)
-            if not ends:
-                barrier.wait()
-                self._interval += 1
+        self._buffers.close()
 
     def _sum(self, sources: tuple[Tensor, ...], out: Tensor, average: bool) -> None:
         """``out`` becomes the sum of ``sources``, which are as long as it, in their order."""
@@ -288,35 +222,21 @@ class SharedMemoryAllReduce:
         if total is not out:
             out.copy_(total)
 
-    def _rows(self, age: int, start: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Elements ``start`` and following, as many as ``like`` has and of its dtype, of each slot, and of the sums.
-
-        Args:
-            age: 0 for the buffer that is written in this interval, 1 for that of the interval before.
-        """
-        key = ((self._interval - age) % _BUFFERS, start, like.numel(), like.dtype)
-        rows = self._views.get(key)
-        if rows is None:
-            if len(self._views) == _VIEWS_KEPT:
-                self._views.clear()
-            if self._buffers is None:
-                raise RuntimeError("the shared memory of this group is closed")
-            buffer = self._buffers[key[0]].view(like.dtype)
-            rows = self._views[key] = buffer[:, start : start + like.numel()].unbind()
-        return rows
-
     def _shards(self, flat: Tensor) -> list[Tensor]:
         return [flat[a:b] for a, b in chunk_bounds(flat.numel(), self.world_size)]
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """One-dimensional tensors; of an empty tensor none."""
         size = self._chunk_elements(flat)
-        return (flat,) if flat.numel() <= size else flat.split(size)
+        if flat.numel() <= size:
+            return (flat,) if flat.numel() else ()
+        return flat.split(size)  # type: ignore[no-untyped-call,no-any-return]
 
     def _chunk_elements(self, flat: Tensor) -> int:
-        return self.chunk_bytes // flat.element_size()
+        return self._buffers.chunk_bytes // flat.element_size()
 
 
-@lru_cache(maxsize=_VIEWS_KEPT)
+@lru_cache(maxsize=512)
 def _part(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     return chunk_bounds(numel, world_size)[rank]
 
