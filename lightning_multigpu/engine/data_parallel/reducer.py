@@ -12,6 +12,7 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 _Job = tuple[Tensor, Future[Tensor]]
@@ -33,7 +36,8 @@ _Job = tuple[Tensor, Future[Tensor]]
 class GradientReducer:
     """The communication hook behind a DistributedDataParallel module.
 
-    CPU tensors travel through :class:`~lightning_multigpu.communication.ring.RingAllReduce`, CUDA tensors through
+    CPU tensors travel through :class:`~lightning_multigpu.communication.ring.RingAllReduce`, or through
+    :class:`~lightning_multigpu.communication.shared_memory.SharedMemoryAllReduce` on one host; CUDA tensors through
     NCCL, or staged through the host where the group's back end is not NCCL. Whatever a hook raises is kept and raised
     again by :meth:`finish`: torch would turn it into a cast error.
 
@@ -42,10 +46,18 @@ class GradientReducer:
         meter: told of every bucket.
         axis: the name under which the meter files the traffic.
         hook: a user's own communication hook and its state, used in place of the ring.
+        one_host: all ranks are on one host, so reduce through shared memory. Where that cannot be had, one rank warns,
+            and the ring is used.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, meter: Meter, *, axis: str = "data", hook: tuple[Any, CommHook] | None = None
+        self,
+        group: dist.ProcessGroup,
+        meter: Meter,
+        *,
+        axis: str = "data",
+        hook: tuple[Any, CommHook] | None = None,
+        one_host: bool = False,
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
@@ -53,7 +65,8 @@ class GradientReducer:
         self._axis = axis
         self._hook = hook
         self._nccl = dist.get_backend(group) == "nccl"
-        self._ring = None if self._nccl else RingAllReduce(group)
+        self._shared = _shared_memory(group) if one_host and not self._nccl and self._world_size > 1 else None
+        self._ring = None if self._nccl else self._shared or RingAllReduce(group)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -93,12 +106,21 @@ class GradientReducer:
                 tensor.copy_(staged)
         transfer.finish()
 
+    def abort(self) -> None:
+        """Wakes the ring thread where it waits in shared memory, on every rank; connections are cut by others."""
+        if self._shared is not None:
+            self._shared.abort()
+
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=5)
+            if self._thread.is_alive():
+                self.abort()
             self._thread = None
+        if self._shared is not None:
+            self._shared.close()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
@@ -202,6 +224,15 @@ class GradientReducer:
         future: Future[Tensor] = Future()
         future.set_result(buffer)
         return future
+
+
+def _shared_memory(group: dist.ProcessGroup) -> SharedMemoryAllReduce | None:
+    try:
+        return SharedMemoryAllReduce(group)
+    except SharedMemoryUnavailableError as error:
+        if dist.get_rank(group) == 0:
+            warnings.warn(f"gradients travel by TCP between ranks of this host: {error}", stacklevel=2)
+        return None
 
 
 def _run_hook(reducer: GradientReducer, bucket: GradBucket) -> Future[Tensor]:
