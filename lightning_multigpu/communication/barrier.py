@@ -91,8 +91,9 @@ class Barrier:
 
     def initialise(self) -> None:
         """Makes the semaphores; called by one rank, before any other uses them."""
-        for cell in self._all_cells():
-            self._initialise(cell, 1, 0)
+        for cells in self._cells:
+            for cell in cells:
+                self._initialise(cell, 1, 0)
 
     def arrive(self) -> None:
         """Tells the others that this rank is here; what it has written before, they see after their wait."""
@@ -112,8 +113,8 @@ class Barrier:
             raise self._lost()
 
     def abort(self) -> None:
-        """Lets all ranks that wait, here and in other processes, raise at once, now and ever after."""
-        self._stop(_ABORTED)
+        """Lets all ranks raise that wait or will wait, here and in other processes; those that sleep within 0.25 s."""
+        self._flag.value = self._flag.value or _ABORTED
 
     def _wait_for(self, peer: int, cell: ctypes.c_void_p) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -129,7 +130,7 @@ class Barrier:
                 raise self._lost()
             # A rank that is gone may have arrived before it left.
             if self._is_gone(peer) and self._try(cell) != 0:
-                self._stop(1 + peer)
+                self._flag.value = self._flag.value or 1 + peer
                 raise self._lost()
             if time.monotonic() >= deadline:
                 raise ConnectionLostError(
@@ -137,17 +138,9 @@ class Barrier:
                     f"waiting for rank {self._names[peer]}"
                 )
 
-    def _stop(self, reason: int) -> None:
-        self._flag.value = self._flag.value or reason
-        for cell in self._all_cells():
-            self._post(cell)
-
     def _lost(self) -> ConnectionLostError:
         reason = self._flag.value
         what = (
             "aborted" if reason == _ABORTED else f"connection closed by rank {self._names[reason - 1]}, which is gone"
         )
         return ConnectionLostError(f"shared memory of rank {self._names[self._rank]}: {what}")
-
-    def _all_cells(self) -> list[ctypes.c_void_p]:
-        return [cell for cells in self._cells for cell in cells]

@@ -1,7 +1,8 @@
 """Memory that the ranks of one host share: nameless, so that nothing is left of it, whatever the way out.
 
 The first rank makes a file in memory (``memfd_create``) and the others open it through ``/proc``. It is no file in
-``/dev/shm`` and is not bound by its size. The kernel frees it when the last process that has it is gone.
+``/dev/shm`` and is not bound by its size, but counts towards the memory of the ranks' control group. The kernel frees
+it when the last process that has it is gone.
 
 Every rank locks one byte of it. The kernel drops the lock when the process ends, even if it is killed, so that a free
 byte tells of a rank that is gone.
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+_NAME = "lightning_multigpu"
 _TOKEN_BYTES = 16
 _HEADER_BYTES = 64
 
@@ -94,7 +96,7 @@ class SharedSegment:
         """Where the others find it: process, descriptor, and the token by which they know it."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
-        self._descriptor = os.memfd_create("lightning_multigpu")
+        self._descriptor = os.memfd_create(_NAME)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             os.posix_fallocate(self._descriptor, 0, total_bytes)
@@ -104,11 +106,16 @@ class SharedSegment:
         return os.getpid(), self._descriptor, token
 
     def _attach(self, pid: int, descriptor: int, token: bytes, *, total_bytes: int) -> None:
+        # On another host, or in another container, there may be another process of that id. To open just any file of
+        # it could have consequences.
+        elsewhere = OSError(f"process {pid} is not the first rank of this group: the ranks are in different containers")
         if self._descriptor < 0:
-            self._descriptor = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        # On another host, or in another container, there may be another process of that id.
+            path = f"/proc/{pid}/fd/{descriptor}"
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                raise elsewhere
+            self._descriptor = os.open(path, os.O_RDWR)
         if os.pread(self._descriptor, _TOKEN_BYTES, 0) != token:
-            raise OSError(f"process {pid} is not the first rank of this group: the ranks are in different containers")
+            raise elsewhere
         self._mapping = mmap.mmap(self._descriptor, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         # After mmap, which duplicates the descriptor: closing any duplicate would drop the lock.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)

@@ -81,6 +81,12 @@ def _find_another_process() -> Callable[[], object]:
     return lambda: setattr(os, "pread", original)
 
 
+def _find_another_file() -> Callable[[], object]:
+    original = os.readlink
+    os.readlink = lambda *_, **__: "/dev/tty"
+    return lambda: setattr(os, "readlink", original)
+
+
 def _unavailable(spoil: Callable[[], Callable[[], object]], on_rank: int) -> tuple[str, float, int]:
     init_group()
     group = dist.new_group(backend="gloo")
@@ -103,6 +109,7 @@ def _unavailable(spoil: Callable[[], Callable[[], object]], on_rank: int) -> tup
         (_limit_file_size, 0, "rank 0 of 2 on this host: .*File too large"),
         (_forbid_open, 1, "rank 1 of 2 on this host: .*Permission denied"),
         (_find_another_process, 1, "rank 1 of 2 on this host: .*different containers"),
+        (_find_another_file, 1, "rank 1 of 2 on this host: .*different containers"),
     ],
 )
 def test_all_ranks_do_without_if_one_cannot(
