@@ -65,6 +65,17 @@ def test_sums_are_those_of_float64(world4: World) -> None:
             torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+def _mixed_dtypes() -> list[torch.Tensor]:
+    with shared_memory() as shared:
+        dtypes = [torch.float32, torch.int32, torch.float64, torch.float16]
+        return [shared(contribution(shared.rank, 100, dtype)) for dtype in 4 * dtypes]
+
+
+def test_dtypes_take_turns(world2: World) -> None:
+    for results in world2.run(_mixed_dtypes):
+        assert all(torch.equal(found, sum_in_rank_order(2, 100, found.dtype, average=False)) for found in results)
+
+
 def _keeps_shape() -> tuple[torch.Tensor, torch.Tensor]:
     with shared_memory() as shared:
         weight = torch.ones(30, 70, requires_grad=True)

@@ -31,35 +31,50 @@ def reducer(meter: Meter, *, one_host: bool) -> Iterator[GradientReducer]:
         dist.destroy_process_group(group)
 
 
-def gradients(one_host: bool) -> tuple[list[Tensor], list[int]]:
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3)).double()
+
+
+def gradients(module: nn.Module, step: int, rank: int) -> list[Tensor]:
+    torch.manual_seed(10 * step + rank)
+    module.zero_grad()
+    module(torch.randn(7, 100, dtype=torch.float64)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+def averaged_gradients(one_host: bool) -> tuple[list[Tensor], list[int]]:
     """Gradients of two backward passes, and the bytes that this rank sent in each."""
     meter = Meter()
     found: list[Tensor] = []
     with reducer(meter, one_host=one_host) as reduce:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3)).double()
-        module = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        module = DistributedDataParallel(model(), bucket_cap_mb=0.01)
         reduce.attach(module)
         for step in range(2):
-            torch.manual_seed(10 * step + dist.get_rank())
-            module.zero_grad()
-            module(torch.randn(7, 100, dtype=torch.float64)).square().sum().backward()
+            gradients(module, step, dist.get_rank())
             reduce.finish()
             meter.end_step()
-            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            found += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     return found, [step.sent_bytes for step in meter.steps]
 
 
-def test_shared_memory_gives_the_gradients_of_the_ring(world: World) -> None:
+@pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "ring"])
+def test_gradients_are_averaged_and_their_bytes_counted(world: World, one_host: bool) -> None:
     n = world.num_ranks
     size_bytes = 8 * (100 * 100 + 100 + 100 * 3 + 3)
-    ring, shared = world.run(gradients, False), world.run(gradients, True)
-    for (ours, sent), (theirs, _) in zip(shared, ring, strict=True):
-        assert sent == [size_bytes, size_bytes]
-        for gradient, wanted, first in zip(ours, theirs, shared[0][0], strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    wanted = [
+        torch.stack(each).mean(0)
+        for step in range(2)
+        for each in zip(*(gradients(model(), step, rank) for rank in range(n)), strict=True)
+    ]
+    results = world.run(averaged_gradients, one_host)
+    for found, _ in results:
+        for gradient, average, first in zip(found, wanted, results[0][0], strict=True):
+            torch.testing.assert_close(gradient, average, rtol=1e-12, atol=1e-12)
             assert torch.equal(gradient, first)
-    assert sum(sent[0] for _, sent in ring) == 2 * (n - 1) * size_bytes
+    # Each rank writes its gradients once; around the ring all ranks together send 2(N-1) times their size.
+    per_step = n * size_bytes if one_host else 2 * (n - 1) * size_bytes
+    assert [sum(step) for step in zip(*(sent for _, sent in results), strict=True)] == [per_step, per_step]
 
 
 def without_shared_memory() -> tuple[list[str], float]:
