@@ -22,7 +22,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
 from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
 from lightning_multigpu.strategies.failure_watch import _is_connection_loss
-from tests.communication.shared import shared_memory
+from tests.communication.shared import rank_of_a_job_with_a_killed_rank, shared_memory
 from tests.leaks import shared_memory_entries
 from tests.world import World, init_group
 
@@ -234,30 +234,14 @@ def test_signal_handlers_run_while_a_rank_waits(world2: World) -> None:
     assert world2.run(_signals_while_waiting, timeout_s=20) == [["signal", "barrier"], ["barrier"]]
 
 
-def _rank_of_a_job_with_a_killed_rank(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
-    shared = SharedMemoryAllReduce(dist.new_group(backend="gloo"), chunk_bytes=4096)
-    tensor = torch.ones(100_000)
-    shared(tensor)
-    if rank == 2:
-        copies = iter(range(10))
-        shared._sum = lambda *_: next(copies, None) is None and os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
-    try:
-        shared(tensor)
-    except ConnectionLostError as error:
-        (directory / f"rank{rank}").write_text(str(error))
-    os._exit(0)  # the connections of gloo are broken
-
-
 def test_a_rank_killed_in_the_middle_ends_it_for_all(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank_of_a_job_with_a_killed_rank, args=(rank, tmp_path)) for rank in range(3)]
+    ranks = [context.Process(target=rank_of_a_job_with_a_killed_rank, args=(rank, tmp_path)) for rank in range(3)]
     try:
         for process in ranks:
             process.start()
         for process in ranks[:2]:  # the killed one stays a zombie meanwhile: its process id is still taken
-            process.join(timeout=60)
+            process.join(timeout=180)
             assert process.exitcode == 0
         for rank in range(2):
             assert "connection closed by rank 2" in (tmp_path / f"rank{rank}").read_text()
