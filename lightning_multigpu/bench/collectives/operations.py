@@ -1,7 +1,7 @@
 """The collectives, one row each: what goes in on each rank, and what has to come out.
 
-S is the size that the table shows, as nccl-tests counts it: the whole tensor where ranks hold parts of it. With 3 ranks,
-whose tensors are a, b and c, in thirds::
+S is the size that the table shows, as nccl-tests counts it: the whole tensor where ranks hold parts of it. With 3
+ranks, whose tensors are a, b and c, in thirds::
 
     operation        in on rank 0     out on rank 0        out on rank 1
     all_reduce       a0 a1 a2         sums s0 s1 s2        s0 s1 s2
@@ -139,7 +139,9 @@ class Buffers:
         numel = max(1, size // dtype.itemsize // world_size) * world_size if operation.has_size else 0
         elements = {"whole": numel, "part": numel // world_size, "none": 0}
         given = torch.zeros(elements[operation.given], dtype=dtype, device=device)
-        taken = given if operation.taken == "none" else torch.zeros(elements[operation.taken], dtype=dtype, device=device)
+        taken = given
+        if operation.taken != "none":
+            taken = torch.zeros(elements[operation.taken], dtype=dtype, device=device)
         return cls(operation, rank, world_size, numel, given, taken)
 
     @property

@@ -70,4 +70,4 @@ def _draw_line(time: Any, bandwidth: Any, name: str, rows: Sequence[Result], wor
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
     shown = sizes[:: max(1, -(-len(sizes) // 7))]
     panel.set_xticks(shown, [size_text(size) for size in shown], fontsize=7)
-    panel.minorticks_off()
+    panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
