@@ -21,7 +21,7 @@ from lightning_multigpu.commands.usage import PROGRAM
 from lightning_multigpu.strategies.validation import available_cpu_count
 
 _FILES = ("--json", "--plot")
-_PATH = re.compile(r"(?<![\w.])(?:~|\.{0,2})/(?:[^\s:,;'\"\])/]+/)*([^\s:,;'\"\])/]+)")
+_PATH = re.compile(r"(?<![^\s'\"\[(=:,])(?:~|\.{0,2})/(?:[^\s:,;'\"\])/]+/)*([^\s:,;'\"\])/]+)")
 _ADDRESS = re.compile(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\b\]?(?::\d+)?")
 
 

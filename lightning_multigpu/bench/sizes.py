@@ -29,8 +29,8 @@ def size_bytes(text: str) -> int:
     value = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     if value < 1 or value != int(value):
         raise ValueError(
-            f"size {text!r}: pass a whole number of bytes, or one with a unit, such as 64k or 1MiB; k, M and G (or KiB, "
-            "MiB, GiB) are powers of 1024, kB, MB and GB of 1000"
+            f"size {text!r}: pass a whole number of bytes, or one with a unit, such as 64k or 1MiB; k, M and G (or "
+            "KiB, MiB, GiB) are powers of 1024, kB, MB and GB of 1000"
         )
     return int(value)
 

@@ -23,12 +23,13 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         """Raises ``ValueError`` where there is no value."""
         ordered = sorted(values)
-        quartiles = [quantile(ordered, share) for share in (0.5, 0.25, 0.75)]
-        return cls(*quartiles, ordered[0], ordered[-1], len(ordered))
+        median, p25, p75 = (quantile(ordered, share) for share in (0.5, 0.25, 0.75))
+        return cls(median, p25, p75, ordered[0], ordered[-1], len(ordered))
 
     def scaled(self, factor: float) -> Spread:
         """In another unit."""
-        return Spread(*(factor * value for value in list(asdict(self).values())[:-1]), self.count)
+        median, p25, p75, low, high = (factor * v for v in (self.median, self.p25, self.p75, self.min, self.max))
+        return Spread(median, p25, p75, low, high, self.count)
 
     def as_json(self) -> dict[str, float]:
         """The fields by their names."""

@@ -24,7 +24,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     word, *rest = arguments or ("",)
     if word in ("-h", "--help"):
         print(_help(name))
-        return 0
+        raise SystemExit(0)
     if word not in BENCHES:
         known = ", ".join(BENCHES)
         if not word or word.startswith("-"):

@@ -47,7 +47,7 @@ from lightning_multigpu.bench.jobs.hosts import Hosts
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, placement
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import contenders
-from lightning_multigpu.bench.strategies.models import MODELS, check_model
+from lightning_multigpu.bench.strategies.models import MODELS, brings_batch, check_model
 from lightning_multigpu.bench.strategies.run import Plan, measure
 from lightning_multigpu.bench.strategies.table import SCHEMA_VERSION, StrategiesTable
 from lightning_multigpu.commands.classes import ClassNotFoundError, find_class
@@ -122,11 +122,11 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _batch_size(given: int | None, model: type[LightningModule]) -> int:
-    if not hasattr(model, "example_batch"):
+    if not brings_batch(model):
         if given is not None:
             raise UsageError(f"--batch-size={given}: {model.__name__} has a loader of its own, which decides that")
         return 0
-    return given or getattr(model, "default_batch_size", 64)
+    return given or int(getattr(model, "default_batch_size", 64))
 
 
 def _model(name: str) -> type[LightningModule]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
@@ -84,11 +85,11 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     dist.destroy_process_group()
 
 
-def _join(settings: Settings, seat: Seat) -> dist.Store:
+def _join(settings: Settings, seat: Seat) -> Store:
     device = _device(settings, seat)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.PrefixStore(seat.job, dist.TCPStore(seat.address, seat.store_port, is_master=False))
+    store = PrefixStore(seat.job, TCPStore(seat.address, seat.store_port, is_master=False))
     dist.init_process_group(
         settings.implementation.backend,
         store=store,
@@ -109,7 +110,7 @@ def _device(settings: Settings, seat: Seat) -> torch.device:
 class _Bench:
     """One operation on one size."""
 
-    def __init__(self, request: Try, call: Call, settings: Settings, seat: Seat, store: dist.Store) -> None:
+    def __init__(self, request: Try, call: Call, settings: Settings, seat: Seat, store: Store) -> None:
         device = _device(settings, seat)
         self._call = call
         self._seat = seat
@@ -147,7 +148,7 @@ class _Bench:
         self._barriers += 1
         self._store.add(f"barrier/{self._barriers}", 1)
         self._call(self._buffers)
-        return self._seat.world_size - self._store.add(f"barrier/{self._barriers}", 0)
+        return self._seat.world_size - int(self._store.add(f"barrier/{self._barriers}", 0))
 
     def time(self, warm_up: int, calls: int) -> list[float]:
         for _ in range(warm_up):

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import pickle
 import random
@@ -20,7 +21,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.bench.jobs.rank import Entry, Seat
@@ -61,7 +62,7 @@ class Hosts:
             placement.main_address, placement.main_port, is_master=is_main, timeout=_JOIN, wait_for_workers=False
         )
         self._port = int(store.port)
-        self._store: Store = PrefixStore("lightning-multigpu-bench", store)
+        self._store = PrefixStore("lightning-multigpu-bench", store)
 
     def __enter__(self) -> Hosts:
         return self
@@ -90,9 +91,9 @@ class Hosts:
         self._store.set_timeout(_PATIENCE)
         while True:
             number, self._commands = self._commands, self._commands + 1
-            action, arguments = pickle.loads(self._store.get(f"command/{number}"))
+            action, arguments = _unpacked(self._store.get(f"command/{number}"))
             answer = getattr(self, action)(*arguments)
-            self._store.set(f"answer/{number}/{self.placement.agent}", pickle.dumps(answer))
+            self._store.set(f"answer/{number}/{self.placement.agent}", _packed(answer))
             if action == "stop":
                 return
 
@@ -107,11 +108,11 @@ class Hosts:
         number, self._commands = self._commands, self._commands + 1
         others = range(1, self.placement.num_agents)
         if others:
-            self._store.set(f"command/{number}", pickle.dumps((action, arguments)))
+            self._store.set(f"command/{number}", _packed((action, arguments)))
         results = [getattr(self, action)(*arguments)]
         self._store.set_timeout(_JOIN if number == 0 else timedelta(seconds=timeout_s + _MARGIN_S))
         for agent in others:
-            results.append(pickle.loads(self._store.get(f"answer/{number}/{agent}")))
+            results.append(_unpacked(self._store.get(f"answer/{number}/{agent}")))
             self._store.delete_key(f"answer/{number}/{agent}")
         return results
 
@@ -178,6 +179,14 @@ def _cause(failures: Sequence[Failure], num_agents: int) -> Failure:
     alike = [failure for failure in failures if failure.kind == first.kind and failure.all_ranks]
     ranks = tuple(rank for failure in failures if failure.kind == first.kind for rank in failure.ranks)
     return Failure(first.kind, ranks, len(alike) == num_agents, first.reason)
+
+
+def _packed(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def _unpacked(text: bytes) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 DEFAULT_DEVICES = 2
 _DEFAULT_PORT = 29500
@@ -89,9 +89,12 @@ def _of_torchrun(environment: Mapping[str, str]) -> Placement | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Placement | None:
-    if "SLURM_NTASKS" not in environment or not SLURMEnvironment.detect():
+    if "SLURM_PROCID" not in environment or not SLURMEnvironment.detect():
         return None
-    slurm = SLURMEnvironment()
+    try:
+        slurm = SLURMEnvironment()
+    except RuntimeError as error:  # options of srun that Lightning refuses
+        raise ValueError(str(error)) from error
     num_nodes = int(environment.get("SLURM_NNODES", "1"))
     return Placement(
         agent=slurm.global_rank(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lightning_multigpu.communication.interface import interface_towards
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 _RANKS = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"}
 _END = "end"
+_LINGER_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,8 @@ def run_rank(entry: Entry, settings: Any, seat: Seat, connection: Connection, ou
     except BaseException as error:
         traceback.print_exc()
         connection.send(("raised", f"{type(error).__name__}: {error}"))
+        # Ending now would close connections that others wait in: they would seem to have failed by themselves.
+        time.sleep(_LINGER_S)
         sys.exit(1)
     connection.send(("ended", None))
 

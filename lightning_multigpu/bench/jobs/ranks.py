@@ -125,8 +125,9 @@ class LocalRanks:
             failed = {index: value for index, (word, value) in answers.items() if word == kind}
             if failed:
                 ranks = tuple(self._seats[index].rank for index in sorted(failed))
-                # One that was killed because it waited for another tells less than the other's own words.
-                return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {ranks[0]}: {failed[min(failed)]}")  # type: ignore[arg-type]
+                index = next(iter(failed))  # the first in time: others may only have followed
+                first = self._seats[index].rank
+                return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {failed[index]}")
         late = tuple(seat.rank for index, seat in enumerate(self._seats) if index not in answers)
         return Failure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,21 +113,21 @@ def check_model(cls: type) -> None:
     if not issubclass(cls, LightningModule):
         raise ValueError(f"--model: {cls.__name__} is no LightningModule; pass the class of one")
     try:
-        made = cls()
+        cls()
     except TypeError as error:
         raise ValueError(f"--model: {cls.__name__}() raised {error}; give its arguments defaults") from error
-    if not brings_batch(made) and not brings_loader(made):
+    if not brings_batch(cls) and not brings_loader(cls):
         raise ValueError(
             f"--model: {cls.__name__} has neither example_batch(batch_size), which returns the batch of one rank, nor "
             "train_dataloader(); add one of them"
         )
 
 
-def brings_batch(model: LightningModule) -> bool:
+def brings_batch(cls: type[LightningModule]) -> bool:
     """Whether the model has an ``example_batch(batch_size)``."""
-    return isinstance(getattr(model, "example_batch", None), Callable)  # type: ignore[arg-type]
+    return callable(getattr(cls, "example_batch", None))
 
 
-def brings_loader(model: LightningModule) -> bool:
+def brings_loader(cls: type[LightningModule]) -> bool:
     """Whether the model has a ``train_dataloader()`` of its own."""
-    return type(model).train_dataloader is not LightningModule.train_dataloader
+    return cls.train_dataloader is not LightningModule.train_dataloader

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_multigpu.bench.jobs.rank import Requests, Seat
@@ -120,14 +121,14 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     seed_everything(0, verbose=False)
     model = settings.model()
     alone = settings.contender.strategy is None
-    loaders = {}
-    if brings_batch(model):
+    loader: DataLoader[Any] | None = None
+    if brings_batch(settings.model):
         # One more: the last turn ends with the start of a batch that belongs to none.
         num_batches = settings.num_steps + 1
         batch = model.example_batch(settings.batch_size)  # type: ignore[operator]
         ranks = 1 if alone else seat.world_size
-        loaders = {"train_dataloaders": repeated(batch, settings.batch_size, num_batches, ranks)}
-    _trainer(settings, seat, [TakesTurns(requests)]).fit(model, **loaders)
+        loader = repeated(batch, settings.batch_size, num_batches, ranks)
+    _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader)
 
 
 def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Trainer:

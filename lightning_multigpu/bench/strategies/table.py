@@ -28,8 +28,8 @@ class StrategiesTable:
         """The table; times in ms."""
         width = max(len("strategy"), *(len(result.label) for result in self._results))
         lines = [
-            f"{'# strategy':<{width + 2}} {'step':>8} {'25 %':>8} {'75 %':>8} {'ratio':>6}  {'comm. cost':>10} {'ratio':>6}"
-            f"  {'metered':>8} {'hidden':>8} {'exposed':>8} {'sent':>9}",
+            f"{'# strategy':<{width + 2}} {'step':>8} {'25 %':>8} {'75 %':>8} {'ratio':>6}  {'comm. cost':>10} "
+            f"{'ratio':>6}  {'metered':>8} {'hidden':>8} {'exposed':>8} {'sent':>9}",
             f"{'#':<{width + 2}} {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'':>6}  {'(ms)':>10} {'':>6}"
             f"  {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'(MB)':>9}",
         ]
