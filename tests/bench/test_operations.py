@@ -16,7 +16,7 @@ MOVING = [operation for operation in OPERATIONS if operation.has_size]
 def filled(
     operation: Operation, world_size: int, dtype: torch.dtype, size: int = 1200
 ) -> tuple[list[Buffers], Pattern]:
-    pattern = Pattern(world_size, dtype, CPU)
+    pattern = Pattern(world_size, dtype, CPU, summed=operation.is_sum)
     ranks = [
         Buffers.make(operation, size, rank=rank, world_size=world_size, dtype=dtype, device=CPU)
         for rank in range(world_size)
@@ -71,10 +71,11 @@ def test_doing_nothing_is_noticed(operation: Operation) -> None:
     assert sum(buffers.wrong(pattern) for buffers in ranks) > 0
 
 
-def test_ranks_and_chunks_do_not_look_alike() -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_ranks_and_chunks_do_not_look_alike(summed: bool) -> None:
     """Sizes are powers of two: with a period that divides them, a chunk in the wrong place would pass."""
-    for world_size in (2, 4, 8, 16):
-        pattern = Pattern(world_size, torch.float32, CPU)
+    for world_size in (2, 4, 8) if summed else (2, 4, 8, 16, 64):
+        pattern = Pattern(world_size, torch.float32, CPU, summed=summed)
         tensors = [torch.empty(1 << 12) for _ in range(world_size)]
         for rank, tensor in enumerate(tensors):
             pattern.fill(tensor, rank)
@@ -87,7 +88,7 @@ def test_ranks_and_chunks_do_not_look_alike() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 64, 100])
 def test_sums_are_exact_in_bfloat16(world_size: int) -> None:
-    pattern = Pattern(world_size, torch.bfloat16, CPU)
+    pattern = Pattern(world_size, torch.bfloat16, CPU, summed=True)
     tensor, total = torch.empty(300, dtype=torch.bfloat16), torch.zeros(300)
     for rank in range(world_size):
         pattern.fill(tensor, rank)
@@ -98,10 +99,10 @@ def test_sums_are_exact_in_bfloat16(world_size: int) -> None:
 
 def test_parts_of_long_tensors_are_compared_in_place() -> None:
     """Longer than a block of the pattern, and from the middle of a period on."""
-    pattern = Pattern(2, torch.float32, CPU)
+    pattern = Pattern(2, torch.float32, CPU, summed=True)
     tensor = torch.empty((1 << 20) + 1000)
     pattern.fill(tensor, 1, 17)
-    expected = (torch.arange(tensor.numel()) + 17 + 31) % 127
+    expected = (torch.arange(tensor.numel()) + 17 + 2) % 127
     assert torch.equal(tensor, expected.float())
     tensor[1 << 20] += 1
     assert pattern.wrong(tensor, 1, 17) == 1

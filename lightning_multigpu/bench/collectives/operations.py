@@ -56,6 +56,11 @@ class Operation:
         return sent_share(self.traffic or self.name, world_size)
 
     @property
+    def is_sum(self) -> bool:
+        """Whether it adds up."""
+        return any(rank is None for _, _, rank, _ in self.expected(0, 1, 1))
+
+    @property
     def has_size(self) -> bool:
         """Whether it moves a tensor."""
         return self.given != "none"

@@ -1,7 +1,8 @@
 """Numbers by which a wrong element of a collective's result is seen, whatever was mixed up: rank, position or sum.
 
-Element i of rank r's tensor is ``(i + 31 r) mod m``. It is a small integer, so that even sums over all ranks are exact
-in every type down to bfloat16, which has the integers to 256.
+Element i of rank r's tensor is ``(i + 2 r) mod m``. It is a small integer, so that even sums over all ranks are exact
+in every type down to bfloat16, which has the integers to 256. The period m is odd, so that chunks whose sizes are
+powers of two do not look alike, and neither do two ranks less than m apart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 _EXACT = 256
-_SHIFT = 31
+_SHIFT = 2
 _BLOCK = 1 << 20
 
 
@@ -21,13 +22,13 @@ class Pattern:
 
     Args:
         world_size: ranks of the group.
+        summed: whether tensors are added up over the ranks; if so, m becomes smaller the more of them there are.
         dtype: of the tensors.
         device: where they are.
     """
 
-    def __init__(self, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Odd, so that chunks whose sizes are powers of two do not look alike.
-        self._modulus = max(3, _EXACT // world_size - 1 | 1)
+    def __init__(self, world_size: int, dtype: torch.dtype, device: torch.device, *, summed: bool) -> None:
+        self._modulus = max(3, (_EXACT // (world_size if summed else 1) - 1) | 1)
         self._world_size = world_size
         self._dtype = dtype
         self._device = device

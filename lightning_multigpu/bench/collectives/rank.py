@@ -117,9 +117,10 @@ class _Bench:
         self._store = store
         self._barriers = 0
         self._timeline = timeline_of(device)
-        self._pattern = Pattern(seat.world_size, settings.dtype, device)
+        operation = BY_NAME[request.operation]
+        self._pattern = Pattern(seat.world_size, settings.dtype, device, summed=operation.is_sum)
         self._buffers = Buffers.make(
-            BY_NAME[request.operation],
+            operation,
             request.size,
             rank=seat.rank,
             world_size=seat.world_size,
