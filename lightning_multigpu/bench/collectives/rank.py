@@ -39,6 +39,11 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Join:
+    """Answered by None once the process group is there."""
+
+
+@dataclass(frozen=True)
 class Try:
     """Prepare tensors, do it once, check the result, and see how long it takes; answered by :class:`Tried`."""
 
@@ -76,7 +81,9 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     operations = settings.implementation.make(dist.group.WORLD)
     bench: _Bench | None = None
     for request in requests:
-        if isinstance(request, Try):
+        if isinstance(request, Join):
+            requests.answer(None)
+        elif isinstance(request, Try):
             bench = None  # gives its tensors back before new ones are made
             bench = _Bench(request, operations[request.operation], settings, seat, store)
             requests.answer(bench.tried())

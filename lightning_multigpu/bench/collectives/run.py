@@ -20,13 +20,14 @@ import torch
 
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import Operation
-from lightning_multigpu.bench.collectives.rank import Check, Settings, Time, Tried, Try, serve
+from lightning_multigpu.bench.collectives.rank import Check, Join, Settings, Time, Tried, Try, serve
 from lightning_multigpu.bench.jobs.hosts import Hosts, Job, JobError
 from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 
 OK, NOT_SUPPORTED, FAILED, CRASHED, TIMED_OUT = "ok", "not supported", "failed", "crashed", "timed out"
 
+_JOIN_S = 60.0
 _TURN_S = 0.05
 _MAX_CALLS = 50
 
@@ -176,6 +177,7 @@ class Contender:
                 plan = self.plan
                 settings = Settings(self.implementation, plan.device_type, plan.dtype, plan.timeout_s)
                 self._job = self.hosts.start(self.implementation.name, serve, settings)
+                self._job.ask(Join(), plan.timeout_s + _JOIN_S)
             return self._job.ask(request, self.plan.timeout_s)
         except JobError as error:
             self._job = None
