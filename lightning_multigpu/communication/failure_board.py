@@ -54,17 +54,19 @@ class RankFailure:
 
     def describe(self) -> str:
         details = [
-            f"host {self.host}",
+            f"host {self.host}" if self.host else "",
             "" if self.pid is None else f"pid {self.pid}",
             "" if self.step is None else f"after {self.step} optimizer steps",
         ]
         who = "the job" if self.rank is None else f"rank {self.rank}"
-        return f"{who} ({', '.join(detail for detail in details if detail)}) failed: {self.reason}"
+        where = ", ".join(detail for detail in details if detail)
+        return f"{who} ({where}) failed: {self.reason}" if where else f"{who} failed: {self.reason}"
 
     def exception(self) -> BaseException:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)
-        error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
+        if self.rank is not None:
+            error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
         return error
 
 

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lightning_multigpu.emulation import quantities
-from lightning_multigpu.emulation.namespaces import NamespaceSet, ip, ip_json, remove_leftovers, tc
+from lightning_multigpu.emulation.namespaces import NamespaceSet, command_in, ip, ip_json, remove_leftovers, tc
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Host:
             options: of ``subprocess.Popen``.
         """
         environment = {**os.environ, **(env or {})}
-        return subprocess.Popen(["ip", "netns", "exec", self.namespace, *command], env=environment, **options)
+        return subprocess.Popen(command_in(self.namespace, command), env=environment, **options)
 
     def run(
         self,
@@ -105,7 +105,7 @@ class Host:
             subprocess.TimeoutExpired: it took longer than ``timeout_s``; it has been killed.
         """
         return subprocess.run(
-            ["ip", "netns", "exec", self.namespace, *command],
+            command_in(self.namespace, command),
             env={**os.environ, **(env or {})},
             capture_output=True,
             text=True,
@@ -207,7 +207,7 @@ class EmulatedHosts:
             self._hosts.append(self._build_host(namespaces, switch, node_rank))
 
     def _build_host(self, namespaces: NamespaceSet, switch: str, node_rank: int) -> Host:
-        name = namespaces.add(f"host{node_rank}", etc={"hosts": self._names_seen_by(node_rank)})
+        name = namespaces.add(f"host{node_rank}", hosts_file=self._names_seen_by(node_rank))
         host = Host(node_rank, name, _address(node_rank), _address(0))
         eth, port = host.interface, f"port{node_rank}"
         ip("-n", name, "link", "add", eth, "mtu", str(self.mtu), "type", "veth", "peer", "name", port, "netns", switch)

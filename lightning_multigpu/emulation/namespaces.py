@@ -12,13 +12,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _PREFIX = "lmg"
 _LOCKS = Path("/run/lightning-multigpu")
-_ETC = Path("/etc/netns")  # `ip netns exec` shows what lies here as /etc
+# Not /etc/netns, which `ip netns exec` shows as /etc: the root of a user namespace cannot write there.
+_FILES = _LOCKS / "etc"
+_MOUNT_AND_RUN = 'mount --bind "$0" /etc/hosts && exec "$@"'
 _END_TIMEOUT_S = 5.0
 
 
@@ -44,21 +46,20 @@ class NamespaceSet:
         self._owner = os.getpid()
         self._lock: int | None = _create_locked(_lock_path(self.token))
 
-    def add(self, label: str, *, etc: Mapping[str, str] | None = None) -> str:
+    def add(self, label: str, *, hosts_file: str | None = None) -> str:
         """Makes the namespace ``label`` of this set, with its loopback up, and returns its full name.
 
         Args:
             label: unique within the set.
-            etc: contents of files, by name, that processes there find in /etc in place of the machine's own.
+            hosts_file: what processes that :func:`command_in` starts find in /etc/hosts in place of the machine's own.
         """
         name = f"{_PREFIX}-{self.token}-{label}"
         ip("netns", "add", name)
         self.names.append(name)
         ip("-n", name, "link", "set", "lo", "up")
-        for file_name, text in (etc or {}).items():
-            path = _ETC / name / file_name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        if hosts_file is not None:
+            _FILES.mkdir(mode=0o755, exist_ok=True)
+            (_FILES / name).write_text(hosts_file)
         return name
 
     def delete(self) -> None:
@@ -89,11 +90,12 @@ def check_available() -> None:
         raise HostsUnavailable(f"network namespaces exist on Linux only, this is {sys.platform}")
     if os.geteuid() != 0:
         raise HostsUnavailable(
-            f"network namespaces need root, this process runs as user {os.geteuid()}: run it with sudo"
+            f"network namespaces need root, this process runs as user {os.geteuid()}: run it with sudo, or under "
+            "`lightning-multigpu emulate`, which needs no root where the kernel has user namespaces"
         )
-    for program in ("ip", "tc"):
+    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("mount", "util-linux")):
         if shutil.which(program) is None:
-            raise HostsUnavailable(f"{program!r} is not on PATH: install iproute2 (Debian: apt-get install iproute2)")
+            raise HostsUnavailable(f"{program!r} is not on PATH: install {package} (Debian: apt-get install {package})")
 
 
 def ip(*arguments: str) -> str:
@@ -134,6 +136,14 @@ def remove_leftovers() -> list[str]:
     return removed
 
 
+def command_in(name: str, command: Sequence[str]) -> list[str]:
+    """The command that runs ``command`` in the namespace, as the same process."""
+    # `ip netns exec` has given the process mounts of its own, so that nobody else sees this one.
+    file = _FILES / name
+    with_hosts = ["sh", "-c", _MOUNT_AND_RUN, str(file), *command] if file.exists() else command
+    return ["ip", "netns", "exec", name, *with_hosts]
+
+
 def processes_in(name: str) -> list[int]:
     """Ids of the processes that run in the namespace."""
     return [int(pid) for pid in ip("netns", "pids", name).split()]
@@ -147,7 +157,7 @@ def _delete(name: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    shutil.rmtree(_ETC / name, ignore_errors=True)
+    (_FILES / name).unlink(missing_ok=True)
     ip("netns", "delete", name)
 
 

@@ -14,19 +14,23 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.process import STEP_BYTES
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 
 OnFailure = Callable[[Failure], None]
 
+_LONGEST_LOOK_S = 0.5
+
 
 class GuardianClient:
     """Tells the guardian about this rank, and this rank about failures.
 
     Use :meth:`from_environment`. A thread waits for the guardian's word; ``on_failure`` is called in it, once, with
-    the failure of another rank or host, or of the guardian itself. After the guardian's own end nobody else would
-    end this process, so it ends itself if it still is there 0.9 ``failure_timeout_s`` later.
+    the failure of another rank or host, or of the guardian itself: that it has ended, or has been stopped for half of
+    ``failure_timeout_s`` while this process has not. Nobody else would then end this process, so it ends itself if it
+    still is there 0.9 ``failure_timeout_s`` after that began.
 
     Args:
         address: what the guardian listens at.
@@ -64,7 +68,10 @@ class GuardianClient:
             self._connection.close()
             raise
         self.guardian_pid = int(welcome["pid"])
-        self._end_s = 0.9 * float(welcome["failure_timeout_s"])
+        self._guardian = self._find_guardian()
+        failure_timeout_s = float(welcome["failure_timeout_s"])
+        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
         self._memory = self._map_steps(int(welcome["num_slots"]))
         self._steps = memoryview(self._memory).cast("q")
         self._slot = int(welcome["slot"])
@@ -169,11 +176,14 @@ class GuardianClient:
         self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
         with self._sending:
             self._connection.send("goodbye")
+        if self._guardian.state() == STOPPED:
+            self._guardian.go_on()  # nobody would, and it would stay for ever
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._connection.close()
+        self._guardian.close()
         self._steps.release()
         self._memory.close()
         self._steps = memoryview(bytearray(STEP_BYTES * (self._slot + 1))).cast("q")
@@ -181,6 +191,7 @@ class GuardianClient:
     # The other thread
 
     def _listen(self) -> None:
+        stillness = Stillness(self._guardian, pause_s=4 * self._look_s)
         messages, self._early = self._early, []
         while True:
             for message in messages:
@@ -190,14 +201,22 @@ class GuardianClient:
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
                 break
-            select.select([self._connection], [], [])
-            messages = self._connection.receive()
+            readable, _, _ = select.select([self._connection], [], [], self._look_s)
+            messages = self._connection.receive() if readable else []
+            if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and not self._leaving.is_set():
+                what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
+                self._tell(Failure(what, host=host_name()))
+                self._end_s -= stopped_s + 2 * self._look_s
+                self._leaving.wait(2 * self._look_s)  # the host's other ranks shall see the same
+                self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+                break
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
         self._tell(Failure(what, host=host_name()))
         if not self._leaving.wait(self._end_s):
-            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n")
+            why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
+            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
             os.kill(self._process, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:
@@ -242,6 +261,13 @@ class GuardianClient:
                 raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
             select.select([self._connection], [], [], left_s)
             self._early += self._connection.receive()
+
+    def _find_guardian(self) -> WatchedProcess:
+        try:
+            return WatchedProcess(self.guardian_pid)
+        except ProcessLookupError as error:
+            self._connection.close()
+            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {self.rank} has ended") from error
 
     def _map_steps(self, num_slots: int) -> mmap.mmap:
         descriptor = self._connection.take_descriptor()

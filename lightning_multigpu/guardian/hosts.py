@@ -1,36 +1,38 @@
 """What the guardians of several hosts have to do with each other.
 
-Each has one connection, to the guardian of node 0, over which both say once a second that they are alive. Silence, a
-closed connection and a reported failure are failures of the job on all hosts; node 0 passes them on.
+::
+
+      node 0 ---- node 1       all of them know each other, up to 32 hosts; beyond that each knows node 0
+         | \\    / |            and its neighbours in the ring
+         |  \\  /  |
+         |   \\/   |            each line is a TCP connection over which both ends say once a second
+         |   /\\   |            that they are alive
+         |  /  \\  |
+      node 2 ---- node 3
+
+Silence, a closed connection and a reported failure are failures of the job on all hosts. Whoever finds one ends its own
+ranks and passes it on, so that a host that is cut off says so by itself, and a cut between two others is seen as well.
+
+The job's secret keeps out other jobs, port scanners, and whoever can send packets to the port or alter those that pass:
+each message is sealed with it. Rank 0 makes the secret, and it comes to the other hosts through the process group or
+the store of the job, which encrypt nothing: who reads along there has it too. Against them only a network of one's own
+helps, as for the gradients and the exceptions that pass there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.peer import Peer, node_name
+from lightning_multigpu.guardian.protocol import Connection, Message
 from lightning_multigpu.guardian.ranks import Found
 
-_BEAT_S = 1.0
-
-
-class _Peer:
-    """The guardian of another host."""
-
-    def __init__(self, connection: Connection, now_s: float) -> None:
-        self.connection = connection
-        self.nonce = nonce()
-        self.heard_s = now_s
-        self.node_rank: int | None = None
-        self.host = "unknown"
-        self.trusted = False
-        self.done = False
-
-    @property
-    def name(self) -> str:
-        return f"node {self.node_rank} (host {self.host})"
+_LONGEST_BEAT_S = 1.0
+_MAX_MESH = 32
+_MAX_STRANGERS = 256
 
 
 class Hosts:
@@ -52,22 +54,26 @@ class Hosts:
         forget: Callable[[socket.socket], None],
     ) -> None:
         self._silence_s = silence_s
+        self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
         self._join_timeout_s = join_timeout_s
         self._watch, self._forget = watch, forget
         self._secret = b""
         self._own_rank = 0
+        self._num_nodes = 1
         self._on_met: Callable[[], None] = lambda: None
-        self._finished = False
-        self._peers: list[_Peer] = []
-        self._listener: socket.socket | None = None
+        self._finished = self._paused = False
+        self._peers: list[Peer] = []
+        self._strangers: list[Peer] = []
+        self._listener: socket.socket | None = None  # of node 0
+        self._further: socket.socket | None = None  # of the others, for those that come later
         self._missing = 0
         self._since_s = self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
 
     @property
-    def is_used(self) -> bool:
-        """Whether the job has other hosts."""
-        return bool(self._peers) or self._listener is not None
+    def others_wait(self) -> bool:
+        """Whether another host's ranks may wait for this one's: they are there, and at work."""
+        return any(not (peer.paused or peer.done) for peer in self._known())
 
     @property
     def all_done(self) -> bool:
@@ -78,46 +84,55 @@ class Hosts:
 
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: bytes, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
-        listener.setblocking(False)
-        self._listener, self._missing, self._secret, self._since_s = listener, num_nodes - 1, secret, now_s
-        self._now_s = now_s
-        self._watch(listener, self._accept)
+        self._num_nodes, self._missing, self._secret = num_nodes, num_nodes - 1, secret
+        self._since_s = self._now_s = now_s
+        self._listener = listener
+        self._open(listener)
 
     def join(
         self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
     ) -> None:
         """On the other nodes: ``sock`` is connected to node 0's guardian, which asks for the proof first."""
-        peer = _Peer(Connection(sock), now_s)
-        peer.node_rank, peer.host = 0, "of rank 0"
         self._secret, self._now_s = secret, now_s
         self._own_rank, self._on_met = node_rank, on_met
-        self._add(peer)
+        with contextlib.suppress(OSError):  # else nobody can come, and says so
+            self._further = socket.create_server((sock.getsockname()[0], 0), family=sock.family)
+            self._open(self._further)
+        self._ask(Connection(sock), 0, "")
 
     def forgive(self, now_s: float) -> None:
         """Begins to wait anew: this guardian has been paused and may have overheard the others."""
         for peer in self._peers:
             peer.heard_s = now_s
 
-    def observe(self, now_s: float) -> Found | None:
-        """Says that this host is alive; returns the failure of another one, if there is any."""
+    def observe(self, now_s: float, *, paused: bool) -> Found | None:
+        """Says that this host is alive; returns the failure of another one, if there is any.
+
+        Args:
+            now_s: on this guardian's clock.
+            paused: whether all ranks of this host are stopped.
+        """
         self._now_s = now_s
-        if now_s - self._beat_s >= _BEAT_S:
-            self._beat_s = now_s
+        if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
+            self._beat_s, self._paused = now_s, paused
             for peer in self._known():
-                peer.connection.send("alive")
-        for peer in list(self._peers):
-            silent_s = now_s - peer.heard_s
-            if peer.done:
-                continue
+                peer.connection.send("alive", paused=paused)
+        for stranger in self._strangers[:]:
+            if stranger.connection.closed or now_s - stranger.heard_s > self._silence_s:
+                self._drop(stranger)
+        waited_for = [peer for peer in self._peers if not peer.done]
+        for peer in waited_for:
             if peer.connection.closed:
-                self._lost(peer, "its guardian has ended", now_s)
-            elif silent_s > self._silence_s:
-                what = f"nothing heard for {silent_s:.1f} s: the host, its guardian or the link to it is down"
-                self._lost(peer, what, peer.heard_s)
-        if self._found is None and self._missing > 0 and now_s - self._since_s > self._join_timeout_s:
+                self._drop(peer)
+                self._lost(peer)
+        if silent := [peer for peer in waited_for if now_s - peer.heard_s > self._silence_s]:
+            # Those who went silent together are named together: then it is this host that is cut off, or a switch.
+            self._silent([peer for peer in waited_for if now_s - peer.heard_s > self._silence_s - self._beat_every_s])
+            for peer in silent:
+                self._drop(peer)
+        if self._missing > 0 and now_s - self._since_s > self._join_timeout_s:
             came = ", ".join(peer.name for peer in self._known()) or "none"
-            what = f"{self._missing} hosts have not come within {self._join_timeout_s:g} s; there are: {came}"
-            self._found = Found(Failure(what, host=host_name()), now_s)
+            self._find(f"{self._missing} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
         found, self._found = self._found, None
         return found
 
@@ -136,83 +151,153 @@ class Hosts:
 
     def close(self) -> None:
         """Closes everything; what has been sent before still arrives."""
-        for peer in list(self._peers):
+        for peer in self._peers + self._strangers:
             self._drop(peer)
-        if self._listener is not None:
-            self._forget(self._listener)
-            self._listener.close()
-            self._listener = None
+        for listener in (self._listener, self._further):
+            if listener is not None:
+                self._forget(listener)
+                listener.close()
+        self._listener = self._further = None
 
-    def _known(self) -> list[_Peer]:
+    def _known(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.trusted and not peer.connection.closed]
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    # Failures
+
+    def _find(self, what: str, since_s: float | None = None) -> None:
+        """The first failure counts."""
+        if self._found is None:
+            self._found = Found(Failure(what), self._now_s if since_s is None else since_s)
+
+    def _lost(self, peer: Peer) -> None:
+        why = f": {peer.connection.why}" if peer.connection.why else ""
+        if peer.trusted:
+            self._find(f"the guardian of {peer.name} has ended, or its connection to {self._own_name}{why}")
+        else:
+            self._cannot_reach(peer, why)
+
+    def _silent(self, peers: list[Peer]) -> None:
+        since_s = min(peer.heard_s for peer in peers)
+        if not peers[0].trusted:
+            self._cannot_reach(peers[0], f": no answer for {self._now_s - since_s:.1f} s")
+            return
+        names = " and ".join(peer.name for peer in peers)
+        self._find(
+            f"{self._own_name} has heard nothing from {names} for {self._now_s - since_s:.1f} s: a host, its guardian, "
+            "or the link between them is down",
+            since_s,
+        )
+
+    def _cannot_reach(self, peer: Peer, why: str) -> None:
+        address, port = peer.where
+        at = f" at {address} port {port}" if address else ""
+        self._find(
+            f"{self._own_name} cannot reach the guardian of {peer.name}{at}{why}; are all ports open between the hosts?"
+        )
+
+    @property
+    def _own_name(self) -> str:
+        return node_name(self._own_rank, host_name())
+
+    # Connections
+
+    def _open(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._watch(listener, lambda: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except OSError:
             return
-        peer = _Peer(Connection(sock), self._now_s)
-        self._add(peer)
-        peer.connection.send("challenge", nonce=peer.nonce)
+        if len(self._strangers) >= _MAX_STRANGERS:  # who does not introduce itself makes room for others
+            self._drop(self._strangers[0])
+        peer = Peer(Connection(sock), secret=self._secret, now_s=self._now_s)
+        self._strangers.append(peer)
+        self._watch(sock, lambda: self._read(peer))
+        peer.challenge()
 
-    def _add(self, peer: _Peer) -> None:
+    def _ask(self, connection: Connection, node_rank: int, host: str, where: tuple[str, int] = ("", 0)) -> None:
+        peer = Peer(connection, secret=self._secret, now_s=self._now_s, node_rank=node_rank)
+        peer.host, peer.where = host, where
         self._peers.append(peer)
-        self._watch(peer.connection.socket, lambda: self._read(peer))
+        self._watch(connection.socket, lambda: self._read(peer))
 
-    def _drop(self, peer: _Peer) -> None:
-        self._peers.remove(peer)
+    def _drop(self, peer: Peer) -> None:
+        for peers in (self._peers, self._strangers):
+            if peer in peers:
+                peers.remove(peer)
         self._forget(peer.connection.socket)
         peer.connection.close()
 
-    def _lost(self, peer: _Peer, what: str, since_s: float) -> None:
-        """A stranger that leaves is nobody's loss; one of the job's hosts is a failure."""
-        self._drop(peer)
-        if peer.node_rank is not None and self._found is None:
-            self._found = Found(Failure(f"{peer.name}: {what}", host=host_name()), since_s)
-
-    def _read(self, peer: _Peer) -> None:
-        for message in peer.connection.receive():
-            peer.heard_s = self._now_s
+    def _read(self, peer: Peer) -> None:
+        for message in peer.connection.arriving():
+            if peer not in self._strangers:
+                peer.heard_s = self._now_s
             try:
                 self._handle(peer, message)
-            except ValueError:
+            except (ValueError, TypeError):
                 peer.connection.closed = True
         if peer.connection.closed:
             self._forget(peer.connection.socket)
 
-    def _handle(self, peer: _Peer, message: Message) -> None:
+    def _handle(self, peer: Peer, message: Message) -> None:
         kind = message["kind"]
-        if self._listener is None and kind == "challenge":
-            own = proof(self._secret, "host", str(message.get("nonce")))
-            peer.connection.send("hello", proof=own, nonce=peer.nonce, node_rank=self._own_rank, host=host_name())
-        elif self._listener is None and kind == "welcome" and proves(message, self._secret, "node 0", peer.nonce):
-            peer.host, peer.trusted = str(message.get("host")), True
-            self._on_met()
-        elif self._listener is not None and kind == "hello" and peer.node_rank is None:
+        if peer in self._strangers:
             self._welcome(peer, message)
-        elif self._listener is None and kind == "refused" and self._found is None:
-            what = f"the guardian of node 0 has refused this host's: {message.get('why')}"
-            self._found = Found(Failure(what, host=host_name()), self._now_s)
-        elif peer.trusted and kind == "failure" and self._found is None:
+        elif not peer.trusted:
+            self._introduce(peer, message)
+        elif kind == "alive":
+            peer.paused = message.get("paused") is True
+        elif kind == "failure" and self._found is None:
             age_s = message.get("age_s")
             since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
-        elif peer.trusted and kind == "done":
+        elif kind == "done":
             peer.done = True
 
-    def _welcome(self, peer: _Peer, message: Message) -> None:
-        node_rank = message.get("node_rank")
-        why = ""
-        if not proves(message, self._secret, "host", peer.nonce) or not isinstance(node_rank, int):
-            why = "its secret is not this job's"
-        elif any(other.node_rank == node_rank for other in self._peers):
-            why = f"there is a node {node_rank} already; give each host a node rank of its own"
+    def _introduce(self, peer: Peer, message: Message) -> None:
+        """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""
+        kind = message["kind"]
+        if kind == "challenge":
+            port = 0 if self._further is None else int(self._further.getsockname()[1])
+            peer.introduce(message, node_rank=self._own_rank, port=port)
+        elif kind == "refused":
+            self._find(f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')}")
+        elif kind == "welcome" and peer.is_welcomed_by(message):
+            for node_rank, host, address, port in message.get("others") or ():
+                sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+                sock.setblocking(False)
+                sock.connect_ex((address, port))  # what becomes of it is seen when it is read from
+                self._ask(Connection(sock), node_rank, host, (address, port))
+            if all(other.trusted for other in self._peers):
+                self._on_met()
+
+    def _welcome(self, peer: Peer, message: Message) -> None:
+        """Asked: the stranger's answer."""
+        if message["kind"] != "hello":
+            raise ValueError(f"a stranger says {message['kind']!r:.80} before hello")
+        why = peer.why_not(message)
+        if not why and (peer.node_rank == self._own_rank or any(p.node_rank == peer.node_rank for p in self._peers)):
+            why = f"there is a node {peer.node_rank} already; give each host a node rank of its own"
         if why:
             peer.connection.send("refused", why=why)
             peer.connection.closed = True
             return
-        peer.node_rank, peer.host, peer.trusted = node_rank, str(message.get("host")), True
-        self._missing -= 1
-        own = proof(self._secret, "node 0", str(message.get("nonce")))
-        peer.connection.send("welcome", proof=own, host=host_name())
+        self._strangers.remove(peer)
+        peer.welcome(message, others=self._others_for(peer) if self._listener is not None else [])
+        self._peers.append(peer)
+        peer.heard_s = self._now_s
+        self._missing -= self._listener is not None
+
+    def _others_for(self, newcomer: Peer) -> list[tuple[int, str, str, int]]:
+        """Node 0: those that have come before, and that the newcomer has to connect to."""
+        assert newcomer.node_rank is not None
+        neighbours = {(newcomer.node_rank + step) % self._num_nodes for step in (-1, 1)}
+        return [
+            (peer.node_rank, peer.host, *peer.where)
+            for peer in self._known()
+            if peer.node_rank is not None
+            and not peer.done
+            and (self._num_nodes <= _MAX_MESH or peer.node_rank in neighbours)
+        ]

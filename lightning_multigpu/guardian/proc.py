@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import struct
+import time
 from typing import NamedTuple
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
@@ -93,17 +94,24 @@ class WatchedProcess:
 
     def kill(self) -> None:
         """Ends the process, unless it has ended already."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            elif self._stat() is not None:
-                os.kill(self.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
+
+    def go_on(self) -> None:
+        """Lets the process go on if it is stopped."""
+        self._send(signal.SIGCONT)
 
     def close(self) -> None:
         """Gives the pidfd back."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+            elif self._stat() is not None:
+                os.kill(self.pid, number)
 
     def _stat(self) -> Stat | None:
         stat = read_stat(self.pid)
@@ -121,6 +129,37 @@ class WatchedProcess:
         (mask,) = struct.unpack_from("Q", buffer)
         (status,) = struct.unpack_from("i", buffer, _PIDFD_INFO_BYTES - 4)
         return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+class Stillness:
+    """How long another process has been stopped, looked at by one that may be stopped itself.
+
+    Args:
+        process: the other one.
+        pause_s: this process looks more often than that; else it was stopped too, and both may go on by and by.
+    """
+
+    def __init__(self, process: WatchedProcess, pause_s: float) -> None:
+        self._process = process
+        self._pause_s = pause_s
+        self._looked_s = clock_s()
+        self._since_s: float | None = None
+
+    def lasts_s(self) -> float:
+        """Seconds since it was seen stopped first; 0 if it is not."""
+        now_s = clock_s()
+        was_paused, self._looked_s = now_s - self._looked_s > self._pause_s, now_s
+        if self._process.state() != STOPPED:
+            self._since_s = None
+            return 0.0
+        if was_paused or self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s
+
+
+def clock_s() -> float:
+    """Time that goes on while the machine sleeps, so that one's own pause shows as a jump; nobody can set it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def ended_text(exit_code: int | None) -> str:

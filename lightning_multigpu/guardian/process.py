@@ -7,14 +7,13 @@ import os
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import Any
 
 from lightning_multigpu.guardian.ending import Ending
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hosts import Hosts
-from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, ended_text
+from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 
@@ -37,7 +36,7 @@ class Process:
         self._join_timeout_s: float = settings["join_timeout_s"]
         self._directory: str | None = settings["directory"]
         self._tick_s = min(0.5, self._timeout_s / 20)
-        self._now_s = self._started_s = _clock_s()
+        self._now_s = self._started_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
         self._owner_gone = self._stopping = False
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
@@ -61,7 +60,7 @@ class Process:
         while not self._is_over():
             for key, _ in self._selector.select(self._tick_s):
                 key.data()
-            now_s = _clock_s()
+            now_s = clock_s()
             if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
                 # This process was stopped, or the machine asleep; so were the ranks, and they go on at other moments.
                 self._started_s += now_s - self._now_s
@@ -85,9 +84,9 @@ class Process:
         return self._hosts.all_done
 
     def _observe(self) -> None:
-        self._ranks.others_wait = self._hosts.is_used
+        self._ranks.others_wait = self._hosts.others_wait
         # What ranks have said before they ended comes first, and so does what other hosts have found.
-        found = self._hosts.observe(self._now_s) if self._ending is None else None
+        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._ending is None else None
         if self._ending is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
@@ -256,8 +255,3 @@ class Process:
                 self._stopping = True
         if self._owner_link.closed:
             self._forget(self._owner_link.socket)
-
-
-def _clock_s() -> float:
-    """Time that goes on while the machine sleeps, so that one's own pause shows as a jump."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

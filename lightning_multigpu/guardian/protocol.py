@@ -10,6 +10,7 @@ job's secret.
       or: refused  why                     ------>
 
 A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof serves twice.
+Between hosts, every line after that is sealed: see :class:`Seal`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import hmac
 import json
 import os
 import socket
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 MAX_LINE_BYTES = 128 * 1024
@@ -73,60 +76,106 @@ def proves(message: Message, secret: bytes, role: str, challenge: str) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, role, challenge).encode())
 
 
+class Seal:
+    """Seals the lines that travel one way over a connection, or checks their seals at the other end.
+
+    A seal is an HMAC over the line's number and the line. A line that is forged, altered, repeated, left out or sent
+    back to where it came from does not have the right one. Nothing is encrypted.
+
+    Args:
+        secret: of the job.
+        sender: the role of the end that sends.
+        nonces: of both ends, the asked one's first, so that lines of another connection do not fit.
+    """
+
+    def __init__(self, secret: bytes, sender: str, nonces: tuple[str, str]) -> None:
+        self._key = hmac.digest(secret, f"seal:{sender}:{nonces[0]}:{nonces[1]}".encode(), "sha256")
+        self._number = 0
+
+    def put_on(self, line: bytes) -> bytes:
+        """The line with its seal."""
+        return self._next(line) + b" " + line
+
+    def take_off(self, line: bytes) -> bytes:
+        """The line without its seal.
+
+        Raises:
+            ProtocolError: the seal is not the right one.
+        """
+        seal, _, rest = line.partition(b" ")
+        if not hmac.compare_digest(seal, self._next(rest)):
+            raise ProtocolError("a message came that the other guardian has not sent, or not now; who is on the line?")
+        return rest
+
+    def _next(self, line: bytes) -> bytes:
+        numbered = self._number.to_bytes(8, "big") + line
+        self._number += 1
+        return hmac.new(self._key, numbered, "sha256").hexdigest().encode()
+
+
 class Connection:
     """Messages over a stream socket that never blocks. File descriptors may come along over a UNIX socket.
 
     Attributes:
         closed: the other end is gone, or has sent what is no message.
+        why: what the system, or the check of a message, says of that; empty if the other end has just closed it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.socket = sock
         self.closed = False
+        self.why = ""
         self._takes_descriptors = sock.family == socket.AF_UNIX
         self._descriptors: list[int] = []
+        self._lines: deque[bytes] = deque()
         self._rest = b""
+        self._outgoing: Seal | None = None
+        self._incoming: Seal | None = None
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
+    def seal(self, *, outgoing: Seal, incoming: Seal) -> None:
+        """From here on, what is sent is sealed, and so must be what arrives."""
+        self._outgoing, self._incoming = outgoing, incoming
+
     def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
-        """Sends, or closes: who leaves its messages unread for so long that no more fit in is as good as gone."""
+        """Sends, or closes: who leaves its messages unread for so long that no more fit in is as good as gone.
+
+        An error does not close: what the other end said before it left is still to be read, and then its end.
+        """
         if self.closed:
             return
         line = encode(kind, **fields)
+        if self._outgoing is not None:
+            line = self._outgoing.put_on(line[:-1]) + b"\n"
         try:
             if descriptors:
                 sent = socket.send_fds(self.socket, [line], list(descriptors))
             else:
                 sent = self.socket.send(line, socket.MSG_NOSIGNAL)
-        except OSError:
+        except BlockingIOError:
             sent = 0
+        except OSError:
+            return
         if sent != len(line):
-            self.closed = True
+            self._close("it does not read what it is sent")
 
     def receive(self) -> list[Message]:
         """The messages that have arrived, without waiting for more."""
-        messages: list[Message] = []
-        while not self.closed:
+        return list(self.arriving())
+
+    def arriving(self) -> Iterator[Message]:
+        """As :meth:`receive`, but a message is looked at when its turn comes: the one before it may have sealed."""
+        while not self.closed and (self._lines or self._read_lines()):
+            line = self._lines.popleft()
             try:
-                data = self._read()
-            except BlockingIOError:
-                break
-            except OSError:
-                data = b""
-            if not data:
-                self.closed = True
-                break
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            try:
-                messages += [decode(line) for line in lines]
-            except ProtocolError:
-                self.closed = True
-            if len(self._rest) > MAX_LINE_BYTES:
-                self.closed = True
-        return messages
+                message = decode(line if self._incoming is None else self._incoming.take_off(line))
+            except ProtocolError as error:
+                self._close(str(error))
+                return
+            yield message
 
     def take_descriptor(self) -> int | None:
         """The oldest file descriptor that has come along and has not been taken; the caller closes it."""
@@ -138,6 +187,29 @@ class Connection:
         self.socket.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+    def _close(self, why: str) -> None:
+        self.closed, self.why = True, why
+        self._lines.clear()
+
+    def _read_lines(self) -> bool:
+        """Takes what has arrived until there is a whole line; False if there is none."""
+        while not self.closed and not self._lines:
+            try:
+                data = self._read()
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._close(error.strerror or str(error))
+                return False
+            if not data:
+                self.closed = True
+                return False
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._lines.extend(lines)
+            if len(self._rest) > MAX_LINE_BYTES:
+                self._close(f"a message is longer than {MAX_LINE_BYTES} bytes")
+        return bool(self._lines)
 
     def _read(self) -> bytes:
         if not self._takes_descriptors:

@@ -49,11 +49,16 @@ class Ranks:
     Args:
         num_ranks: how many there will be.
         stopped_limit_s: how long a rank may be stopped (state T) while others are not.
+
+    Attributes:
+        others_wait: there are ranks on other hosts that are not stopped.
+        all_stopped: those of this host that are at work are stopped.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
         self.num_ranks = num_ranks
         self.others_wait = False
+        self.all_stopped = False
         self._stopped_limit_s = stopped_limit_s
         self._ranks: dict[int, WatchedRank] = {}
 
@@ -134,6 +139,7 @@ class Ranks:
                 rank.stopped_since_s = None
         if found:
             return min(found, key=lambda entry: entry[0])[1]
+        self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.forgive()  # the whole job is suspended, by Ctrl-Z for example: nobody waits for anybody
             return None

@@ -179,6 +179,11 @@ class MultiGPUStrategy(CollectiveStrategy):
         return self.feed.counts and self.global_rank % self._model_parallel_size == 0
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss of this rank's batch is multiplied by, so that the mean over ranks is that of one device."""
+        return self.feed.loss_scale
+
+    @property
     def _model_parallel_size(self) -> int:
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
@@ -320,15 +325,19 @@ class MultiGPUStrategy(CollectiveStrategy):
         super().on_validation_end()
         self.meter.discard()
 
+    def on_optimizer_step_end(self) -> None:
+        """What a regime does between ranks after an optimizer step; it still counts as a part of that step."""
+
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self.feed.loss_scale != 1.0:
-            closure_loss = closure_loss * self.feed.loss_scale
+        if self.loss_scale != 1.0:
+            closure_loss = closure_loss * self.loss_scale
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
+        self.on_optimizer_step_end()
         self.meter.end_step()
         self.failure_watch.completed((self.steps_completed() or 0) + 1)  # Lightning counts it a moment later
         return output

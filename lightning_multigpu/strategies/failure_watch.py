@@ -7,10 +7,12 @@ their connections closed; both end up in :func:`guarded`, which raises what the 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -74,7 +76,7 @@ class FailureWatch:
         """Ends the watch; no failure is noticed from here on."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=0.5 if self.failed else 5)  # it may wait for a host that is gone
         self._thread = None
         if not self.failed:
             self._board = None
@@ -121,6 +123,7 @@ class FailureWatch:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
         self.failed = True
+        _limit_exit(self.timeout_s)
         board = self._board
         if board is None:
             return self._dead_child
@@ -137,13 +140,24 @@ class FailureWatch:
                 first = board.report(own)
         self._stop.set()
         self._abort()
-        if board.rank != 0:
-            with contextlib.suppress(RuntimeError):
-                board.acknowledge()
-        self._await_readers(board)
+        if not self._is_beyond_board(first):
+            if board.rank != 0:
+                with contextlib.suppress(RuntimeError):
+                    board.acknowledge()
+            self._await_readers(board)
         return None if first is None or first.rank == board.rank else first
 
+    def _is_beyond_board(self, failure: RankFailure | None) -> bool:
+        """Whether a process, a host or a link has failed, and not Python code.
+
+        The guardians then tell everybody all that is known, and rank 0's board may be out of reach: asking it could
+        take a minute.
+        """
+        return self._watching is not None and failure is not None and not failure.traceback
+
     def _first(self, board: FailureBoard) -> RankFailure | None:
+        if self._is_beyond_board(self._dead_child):
+            return self._dead_child
         try:
             return board.first() or self._dead_child
         except RuntimeError:
@@ -206,6 +220,24 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
             raise failure.exception() from None
         log.info("Rank %d ends because %s", strategy.global_rank, failure.describe())
         raise SystemExit(1) from None
+
+
+def _limit_exit(timeout_s: float) -> None:
+    """Sees to it that a process of a failed job, once it exits, does so in time.
+
+    Then the guardian does not watch any more, and threads of a back end can wait for hosts that are gone. A program
+    that goes on after the failure is left in peace until it exits.
+    """
+    failed_s = time.monotonic()
+
+    def end() -> None:
+        left_s = failed_s + timeout_s - time.monotonic()
+        # The default action needs no Python, which may have gone when the time is over.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)
+
+    if hasattr(signal, "setitimer"):
+        atexit.register(end)
 
 
 def _is_connection_loss(error: BaseException) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.engine.data_parallel import bucket_size
+from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -25,10 +28,14 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     ``DDPStrategy`` keep their names and meaning; comm hooks work on CPU tensors too.
 
     Args:
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel.
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel; "auto" measures the all-reduce at the
+            start and chooses. Sums over more than two ranks may then differ in their last bits from run to run.
         find_unused_parameters: look in every step for parameters that the loss does not depend on.
         gradient_as_bucket_view: let ``.grad`` be a view of the bucket, which saves a copy of the gradients.
         static_graph: promise that every step uses the same parameters in the same order.
+        average_every: k: ranks take k optimizer steps with their own gradients, then average weights and optimizer
+            state (local SGD); before validation, before a checkpoint and at the end they average as well. It is
+            another algorithm than one device's, with 1/k of the traffic. 1 averages gradients in every step.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
@@ -44,11 +51,12 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | Literal["auto"] = 25,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
+        average_every: int = 1,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -56,7 +64,14 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         **options: Any,
     ) -> None:
         validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
-        validation.check_positive("bucket_cap_mb", bucket_cap_mb)
+        if bucket_cap_mb != "auto":
+            validation.check_positive("bucket_cap_mb", bucket_cap_mb)
+        validation.check_positive("average_every", average_every, whole=True)
+        if average_every > 1 and ddp_comm_hook is not None:
+            raise ValueError(
+                f"average_every={average_every} and ddp_comm_hook={ddp_comm_hook!r}: a hook works on gradients, which "
+                "do not travel when models are averaged; leave one of the two out"
+            )
         super().__init__(
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -75,12 +90,15 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
         self._reducer: GradientReducer | None = None
+        self._average_every = average_every
+        self._averager: ModelAverager | None = None
 
     @property
     @override
     def options(self) -> dict[str, Any]:
         ddp = {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
-        return {**super().options, **ddp, "broadcast_buffers": self._broadcast_buffers}
+        own = {"broadcast_buffers": self._broadcast_buffers, "average_every": self._average_every}
+        return {**super().options, **ddp, **own}
 
     @override
     def environment_variables(self) -> dict[str, str]:
@@ -90,16 +108,38 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         backend = self._process_group_backend
         bookkeeping = self.new_group("data", backend=backend)
-        device_ids = self.determine_ddp_device_ids()
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, process_group=bookkeeping, **self._ddp_options)
         self._buffers = self.metered(bookkeeping, "data")
         self._reducer = GradientReducer(self.new_group("data", backend=backend), self.meter, hook=self._user_hook())
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=self.determine_ddp_device_ids(),
+            process_group=bookkeeping,
+            **{**self._ddp_options, "bucket_cap_mb": self._bucket_cap_mb(model)},
+        )
         self._reducer.attach(wrapped)
+        if self._average_every > 1:
+            self._averager = ModelAverager(self._average_every, self._reducer.average)
         return wrapped
 
     @override
     def _register_ddp_hooks(self) -> None:
         """Nothing is left to do: the reducer was attached when the module was wrapped."""
+
+    def _bucket_cap_mb(self, model: Module) -> float:
+        """The option, or what a measurement recommends."""
+        chosen: float | str = self._ddp_options["bucket_cap_mb"]
+        if isinstance(chosen, str):
+            assert self._reducer is not None
+            cost = bucket_size.measure(self._reducer.average, self.root_device)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+            chosen = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
+            rank_zero_info(
+                f"bucket_cap_mb='auto': {chosen:.2f} MiB, for {total_bytes / 2**20:.1f} MiB of gradients that take "
+                f"{cost.latency_s * 1e6:.0f} us a bucket and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
+            )
+            self.meter.discard()
+        return chosen
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook
@@ -108,16 +148,57 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         return None if hook is None else (self._ddp_comm_state, hook)
 
     @override
+    def _configure_launcher(self) -> None:
+        if self._average_every > 1 and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"average_every={self._average_every} with precision={self.precision_plugin.precision!r}: ranks that "
+                "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
+            )
+        super()._configure_launcher()
+
+    @property
+    @override
+    def loss_scale(self) -> float:
+        alone = self._averager is not None and self.feed.counts
+        return 1.0 if alone else super().loss_scale
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._averager is not None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model.require_backward_grad_sync = False
         if self._buffers_due:
             self._synchronise_buffers()
         self._buffers_due = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
         return super().training_step(*args, **kwargs)
 
     @override
+    def on_optimizer_step_end(self) -> None:
+        if self._averager is not None and self._averager.stepped():
+            self._average_model()
+
+    @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._average_model()
         self._synchronise_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        self._average_model()
+        super().on_train_end()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average_model()
+        return super().lightning_module_state_dict()
+
+    def _average_model(self) -> None:
+        if self._averager is None or self.failure_watch.failed:
+            return  # what a failed run saves in its last moments is this rank's own
+        assert self.lightning_module is not None
+        if self._averager.average(self.lightning_module.parameters(), self.optimizers):
+            self._synchronise_buffers()
 
     def _synchronise_buffers(self) -> None:
         if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
@@ -146,6 +227,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        self._buffers = None
+        self._averager = self._buffers = None
         self._buffers_due = True
         super().teardown()

@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+from lightning_multigpu.emulation import EmulatedHosts, Host
+from tests.benchmarks.job_traces import describe, is_whole, num_listening, shared_memory, show_stacks
 from tests.launch import fault_script
 from tests.leaks import abandoned_shared_memory, shared_memory_entries
 from tests.world import free_port
 
 _MARK = "FAULT_JOB_MARK"
 _POLL_S = 0.05
+_WEIGHTS = re.compile(r"^weights (\d+\.\d+)$", re.MULTILINE)
+# Python code that never returns is reported, and ends nothing; the job is then ended from here.
+REPORTED = ("hang",)
+_REPORT = re.compile(r"^HANG REPORT", re.MULTILINE)
 _START_TIMEOUT_S = 120.0
 _PLANTED = re.compile(r"^.*Planted fault, pid \d+.*$", re.MULTILINE)
 _REPOSITORY = Path(__file__).parents[2]
@@ -31,14 +36,17 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        kind: of the fault.
+        kind: of the fault, or of the control.
         struck: whether the fault happened.
         statuses: exit statuses of the processes that the user started; None for one that had not ended in time.
         ended_after_s: from the fault to the end of the last process of the job; None if some were left.
         survivors: the processes that were left at the deadline, one line each.
         orphans: those of them that the user did not start.
         leaks: shared memory, listening sockets and files that were left, one line each.
-        names_rank: whether the output, apart from the fault's own line, says which rank it was.
+        names_rank: whether the output, apart from the fault's own line, says which rank, host or guardian it was.
+        weights: as rank 0 told them at the end of training, or None.
+        reported: a report of the hang has come; only of ``hang``, which ends nothing.
+        resumed: False if the job was resumed and did not come to the weights of a run without faults.
         output: of all processes.
     """
 
@@ -51,22 +59,51 @@ class Outcome:
     leaks: tuple[str, ...]
     names_rank: bool
     output: str
+    weights: float | None = None
+    reported: bool = False
+    resumed: bool = True
 
     @property
     def hung(self) -> bool:
-        return bool(self.survivors)
+        return bool(self.survivors) and self.kind not in REPORTED
+
+    @property
+    def is_control(self) -> bool:
+        """Nothing has failed, and nothing may end."""
+        return self.kind == "nothing" or self.kind in fault_script.CONTROLS
 
     def verdict(self) -> str:
         """A few words for a table."""
         if not self.struck:
             return "fault never came"
+        if not self.resumed:
+            return "NOT RESUMED"
+        if self.kind in REPORTED:
+            return "reported" if self.reported else "NOT REPORTED"
         codes = ",".join("-" if status is None else str(status) for status in self.statuses)
         return f"HANG ({codes})" if self.hung else f"ended ({codes})"
 
-    def is_right(self) -> bool:
-        """Nothing hung or was left, and the exit status tells of the fault; SIGTERM ends a run of Lightning with 0."""
-        told = self.kind == "terminate" or 0 not in self.statuses
-        return self.struck and told and not self.hung and not self.leaks
+    def is_right(self, weights: float | None = None) -> bool:
+        """Nothing hung or was left, and the exit status tells of the fault; SIGTERM ends a run of Lightning with 0.
+
+        Args:
+            weights: of a run without faults; a control has to come to the same.
+        """
+        if not self.struck or self.hung or self.leaks or not self.resumed:
+            return False
+        if self.kind in REPORTED:
+            return self.reported
+        if self.is_control:
+            return set(self.statuses) == {0} and (weights is None or _agree(self.weights, weights))
+        return self.names_rank and (self.kind == "terminate" or 0 not in self.statuses)
+
+    def of_process(self, index: int) -> str:
+        """The output of one of the processes that the user started."""
+        return self.output.split(f"--- {index} ---\n")[1].split("\n--- ")[0]
+
+    def to_json(self) -> dict[str, object]:
+        """All but the output."""
+        return {name: value for name, value in asdict(self).items() if name != "output"}
 
 
 class FaultJob:
@@ -75,49 +112,72 @@ class FaultJob:
     Args:
         directory: empty; for checkpoints, temporary files and outputs.
         arguments: of the script.
-        launcher: with ``"external"`` every rank is started here, else one process that starts the others.
+        launcher: with ``"external"`` every rank is started here, with ``"hosts"`` on an emulated host of its own, else
+            one process that starts the others.
+        variables: of the environment, on top of this process's.
     """
 
-    def __init__(self, directory: Path, arguments: list[str], launcher: str) -> None:
+    def __init__(
+        self, directory: Path, arguments: list[str], launcher: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._saved, self._temporary, self._outputs = (directory / name for name in ("saved", "temporary", "outputs"))
         for folder in (self._saved, self._temporary, self._outputs):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         self._command = [sys.executable, "-m", fault_script.__name__, *arguments]
         self._launcher = launcher
+        self._variables = variables or {}
         self._mark = f"{os.getpid()}-{directory.name}"
         self._started: list[subprocess.Popen[bytes]] = []
 
     def run(self, *, rank: int, kind: str, deadline_s: float) -> Outcome:
         """Runs the job to its end, or until ``deadline_s`` after the fault."""
+        num_hosts = fault_script.NUM_HOSTS.get(kind, fault_script.RANKS)
+        with EmulatedHosts(num_hosts) if self._launcher == "hosts" else contextlib.nullcontext() as hosts:
+            return self._run(hosts, rank, kind, deadline_s)
+
+    def _run(self, hosts: EmulatedHosts | None, rank: int, kind: str, deadline_s: float) -> Outcome:
         segments = shared_memory_entries()
         try:
-            self._start()
-            struck = self._await_fault()
+            self._start(hosts)
+            struck = self._await_fault() or kind == "nothing"
             fault_s = time.monotonic()
-            left = self._await_end(fault_s + deadline_s)
+            left = self._await_end(fault_s + deadline_s, until_report=kind in REPORTED)
             ended_after_s = None if left else time.monotonic() - fault_s
             statuses = tuple(process.poll() for process in self._started)
-            survivors = tuple(_describe(process) for process in left)
+            survivors = tuple(describe(process) for process in left)
             orphans = len({process.pid for process in left} - {process.pid for process in self._started})
-            ports = sum(_num_listening(process) for process in left)
-            _show_stacks(left)
+            ports = sum(num_listening(process) for process in left)
+            show_stacks(left, fault_script.STACKS_SIGNAL)
             leaks = [f"{ports} listening ports"] if ports else []
         finally:
             self._end_all()
+        if kind in REPORTED:
+            orphans, leaks = 0, []
         leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
         if not left:  # else they are what processes had that have just been ended
             leaks += [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
-        leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not _is_whole(path)]
+        leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not is_whole(path)]
         output = self._output()
-        names_rank = bool(re.search(rf"\brank {rank}\b", _PLANTED.sub("", output)))
         notes = "".join(f"\nleft at the deadline: {line}" for line in survivors)
+        told = _WEIGHTS.search(output)
         return Outcome(
-            kind, struck, statuses, ended_after_s, survivors, orphans, tuple(leaks), names_rank, output + notes
+            kind=kind,
+            struck=struck,
+            statuses=statuses,
+            ended_after_s=ended_after_s,
+            survivors=survivors,
+            orphans=orphans,
+            leaks=tuple(leaks),
+            names_rank=bool(re.search(_name_of_failed(kind, rank), _PLANTED.sub("", output))),
+            weights=None if told is None else float(told[1]),
+            reported=bool(_REPORT.search(output)),
+            output=output + notes,
         )
 
-    def _start(self) -> None:
+    def _start(self, hosts: EmulatedHosts | None) -> None:
         common = {
             **os.environ,
+            **self._variables,
             _MARK: self._mark,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -125,6 +185,12 @@ class FaultJob:
             "SAVE_TO": str(self._saved),
             "TMPDIR": str(self._temporary),
         }
+        if hosts is not None:
+            for host in hosts:
+                switch = f"{host.namespace.rpartition('-')[0]}-switch"
+                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "RANKS": str(len(hosts)), "SWITCH": switch}
+                self._start_process({**common, **place}, host)
+            return
         if self._launcher != "external":
             self._start_process(common)
             return
@@ -133,10 +199,11 @@ class FaultJob:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "LOCAL_RANK": str(local_rank)}
             self._start_process({**common, **place, "WORLD_SIZE": str(fault_script.RANKS)})
 
-    def _start_process(self, environment: dict[str, str]) -> None:
+    def _start_process(self, environment: dict[str, str], host: Host | None = None) -> None:
+        start = subprocess.Popen if host is None else host.popen
         with (self._outputs / f"{len(self._started)}.log").open("wb") as output:
             self._started.append(
-                subprocess.Popen(
+                start(
                     self._command,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -159,10 +226,10 @@ class FaultJob:
             time.sleep(_POLL_S)
         return False
 
-    def _await_end(self, deadline: float) -> list[psutil.Process]:
+    def _await_end(self, deadline: float, *, until_report: bool) -> list[psutil.Process]:
         """The processes that are left when all have ended or the time is over."""
         while left := self._processes():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (until_report and _REPORT.search(self._output())):
                 return left
             time.sleep(_POLL_S)
         return []
@@ -184,7 +251,7 @@ class FaultJob:
         used: set[Path] = set()
         while left := self._processes():
             for process in left:
-                used |= _shared_memory(process)
+                used |= shared_memory(process)
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             time.sleep(_POLL_S)
@@ -198,46 +265,12 @@ class FaultJob:
         return "\n".join(f"--- {path.stem} ---\n{path.read_text(errors='replace')}" for path in paths)
 
 
-def _describe(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        environment = process.environ()
-        rank = environment.get("LOCAL_RANK", "0 or spawned")
-        return f"pid {process.pid}, {process.status()}, local rank {rank}: {' '.join(process.cmdline())}"
-    return f"pid {process.pid}"
+def _name_of_failed(kind: str, rank: int) -> str:
+    """What a message must say, as a regular expression; on emulated hosts there is one rank a host."""
+    if kind in fault_script.HOST_KINDS:
+        return rf"\bnode {rank}\b"
+    return r"\bthe guardian\b" if "guardian" in kind else rf"\brank {rank}\b"
 
 
-def _show_stacks(processes: list[psutil.Process]) -> None:
-    """Has those that still run write into the job's output where they stand."""
-    for process in processes:
-        # Whoever has no handler would be ended by the signal; Lightning removes ours at the end of a run.
-        if _handles(process, fault_script.STACKS_SIGNAL):
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(fault_script.STACKS_SIGNAL)
-            time.sleep(0.3)  # or they write into each other's lines
-
-
-def _handles(process: psutil.Process, number: signal.Signals) -> bool:
-    with contextlib.suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
-    return False
-
-
-def _num_listening(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):
-        return sum(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("inet"))
-    return 0
-
-
-def _shared_memory(process: psutil.Process) -> set[Path]:
-    with contextlib.suppress(psutil.Error):
-        mapped = {Path(region.path) for region in process.memory_maps()}
-        return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
-    return set()
-
-
-def _is_whole(path: Path) -> bool:
-    """A checkpoint is a zip archive, whose table of contents is written last."""
-    if path.is_dir():
-        return True
-    return path.suffix == ".ckpt" and zipfile.is_zipfile(path)
+def _agree(one: float | None, other: float) -> bool:
+    return one is not None and abs(one - other) < 1e-9 * abs(other)

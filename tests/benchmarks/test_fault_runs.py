@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from lightning_multigpu.faults import PLACES
 from tests.benchmarks.fault_job import Outcome
 from tests.benchmarks.fault_runs import LAUNCHERS, combinations
-from tests.launch.fault_script import KINDS, RANKS
+from tests.benchmarks.fault_summary import lines, summary
+from tests.launch.fault_script import CONTROLS, HOST_KINDS, KINDS, RANKS
 
 GOOD = Outcome(
     kind="kill",
@@ -26,7 +28,11 @@ GOOD = Outcome(
 
 def test_every_combination_once_and_always_in_the_same_order() -> None:
     every = combinations([], None)
-    assert len(set(every)) == len(every) == len(KINDS) * len(PLACES) * RANKS * len(LAUNCHERS) > 200
+    assert len(set(every)) == len(every) > 200
+    kinds = {(c.kind, c.where, c.rank, c.launcher) for c in every if c.kind in ("kill", "raise", "hang")}
+    assert kinds == set(itertools.product(("kill", "raise", "hang"), PLACES, range(RANKS), LAUNCHERS))
+    assert {c.kind for c in every} == {*KINDS, *HOST_KINDS, *CONTROLS}
+    assert {c.launcher for c in every if c.kind in HOST_KINDS} == {"hosts"}
     assert combinations([], 15) == every[:15]
 
 
@@ -42,6 +48,13 @@ def test_a_good_end() -> None:
     assert GOOD.is_right()
     assert GOOD.verdict() == "ended (1,-9)"
     assert replace(GOOD, kind="terminate", statuses=(0, 0)).is_right()
+    survived = replace(GOOD, kind="pause", statuses=(0, 0), weights=3.5, names_rank=False)
+    assert survived.is_right(3.5)
+    assert not survived.is_right(3.6)
+    assert not replace(survived, statuses=(0, 1)).is_right(3.5)
+    hang = replace(GOOD, kind="hang", survivors=("pid 7",), statuses=(None, None), reported=True)
+    assert hang.is_right()
+    assert not replace(hang, reported=False).is_right()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +64,21 @@ def test_a_good_end() -> None:
         replace(GOOD, statuses=(1, 0)),
         replace(GOOD, statuses=(1, None), survivors=("pid 7, stopped",), ended_after_s=None),
         replace(GOOD, leaks=("/dev/shm/ring",)),
+        replace(GOOD, names_rank=False),
+        replace(GOOD, resumed=False),
     ],
 )
 def test_a_bad_end(bad: Outcome) -> None:
     assert not bad.is_right()
+
+
+def test_the_summary() -> None:
+    slow, hung = replace(GOOD, ended_after_s=5.0), replace(GOOD, survivors=("pid 7",), orphans=1, ended_after_s=None)
+    survived = replace(GOOD, kind="pause", statuses=(0, 0), names_rank=False, ended_after_s=40.0)
+    counts = summary([GOOD, slow, hung, survived])
+    assert counts["kill"] == {
+        "runs": 3, "hangs": 1, "orphans": 1, "leaks": 0, "unnamed": 0, "wrong": 1, "median_s": 3.5, "maximum_s": 5.0
+    }  # fmt: skip
+    assert counts["pause"]["wrong"] == counts["pause"]["unnamed"] == 0
+    assert counts["all"]["maximum_s"] == 5.0, "a control lasts as long as it lasts"
+    assert [line.split()[0] for line in lines(counts)] == ["fault", "kill", "pause", "all"]

@@ -102,9 +102,10 @@ print(socket.gethostbyname("host0"), socket.gethostbyaddr("10.77.0.1")[0], socke
     with EmulatedHosts(2) as hosts:
         done = hosts[1].run([sys.executable, "-c", script])
         assert done.stdout == f"{hosts[0].address} host0 {hosts[1].address}\n"
-        etc = Path("/etc/netns") / hosts[1].namespace
-        assert etc.is_dir()
-    assert not etc.exists()
+        file = namespaces._FILES / hosts[1].namespace
+        assert file.exists()
+    assert not file.exists()
+    assert "host0" not in Path("/etc/hosts").read_text(), "the machine's own file is another one"
 
 
 def test_commands_see_their_environment_and_ranks_find_the_first_host() -> None:
@@ -161,13 +162,17 @@ def test_an_exception_takes_the_hosts_down_with_what_runs_there() -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def fail(hosts: EmulatedHosts) -> None:
-        started.append(hosts[1].popen(["sleep", "1000"]))
+        process = hosts[1].popen(["sh", "-c", "echo there; exec sleep 1000"], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n", "one that has not got there yet ends by itself"
         raise KeyError
 
     before = existing()
     with pytest.raises(KeyError), EmulatedHosts(2) as hosts:
         fail(hosts)
-    assert started[0].wait(timeout=5) == -signal.SIGKILL
+    with started[0] as process:
+        assert process.wait(timeout=5) == -signal.SIGKILL
     assert existing() == before
 
 

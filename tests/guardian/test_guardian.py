@@ -102,15 +102,17 @@ def test_who_does_not_end_when_told_is_killed(capfd: pytest.CaptureFixture[str])
     assert err.splitlines()[-1].startswith("The job failed: rank 1 (")
 
 
-def test_a_job_that_is_paused_as_a_whole_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("first", ["guardian", "ranks"])
+def test_a_job_that_is_paused_as_a_whole_goes_on(first: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A laptop's lid is closed: all processes stop, and go on one after the other."""
     with Job("time.sleep(4); client.goodbye()", "time.sleep(4); client.goodbye()", failure_timeout_s=2.0) as job:
         pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(3.0)
-        os.kill(job.guardian.pid, signal.SIGCONT)
-        time.sleep(0.3)  # the guardian sees stopped ranks
+        for pid in pids[2:] if first == "guardian" else pids[:2]:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.7)  # they see that the others are stopped
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         assert job.outcome()[0] == [0, 0]
@@ -146,6 +148,24 @@ def test_the_end_of_the_guardian_is_told_and_ends_the_ranks() -> None:
         assert codes == [1, -signal.SIGKILL], "the second ignores what it is told"
         for text in printed:
             assert f"the guardian (pid {job.guardian.pid}) has ended" in text
+
+
+def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
+    """It looks like one that has nothing to say."""
+    with Job(WORK, "time.sleep(60)", failure_timeout_s=2.0) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        codes, printed = job.outcome()
+        assert codes == [1, -signal.SIGKILL], "the second ignores what it is told"
+        for text in printed:
+            assert f"the guardian (pid {job.guardian.pid}) has been stopped by a signal for" in text
+        assert job.guardian_ends()
+
+
+def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
+    with Job("told.wait(0.1); client.goodbye()") as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert job.outcome()[0] == [0]
+        assert job.guardian_ends()
 
 
 def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,7 @@ def test_the_end_of_a_guardian_is_seen_on_both_hosts(node: int) -> None:
         for job in jobs:
             codes, printed = job.outcome()
             assert codes == [1]
+            assert "the guardian" in printed[0]
             assert "has ended" in printed[0]
         assert jobs[1 - node].guardian_ends()
 
@@ -72,8 +73,8 @@ def test_a_silent_host_is_a_failure(node: int, capfd: pytest.CaptureFixture[str]
         os.kill(jobs[node].guardian.pid, signal.SIGSTOP)
         codes, printed = jobs[1 - node].outcome()
         assert codes == [1]
-        assert f"node {node} (host" in printed[0]
-        assert "nothing heard for" in printed[0]
+        names = [f"node {number} (host {os.uname().nodename})" for number in (1 - node, node)]
+        assert f"told: {names[0]} has heard nothing from {names[1]} for" in printed[0]
         assert jobs[1 - node].guardian_ends()
         os.kill(jobs[node].guardian.pid, signal.SIGCONT)
         assert jobs[node].outcome()[0] == [1], "its connection is gone"
@@ -104,7 +105,8 @@ def test_another_job_is_refused() -> None:
         with Job(JOIN.format(port=port, secret="cd" * 32), first_rank=1) as two:
             codes, printed = two.outcome()
             assert codes == [1]
-            assert "told: the guardian of node 0 has refused this host's: its secret is not this job's" in printed[0]
+            assert "told: the guardian of node 0 has refused that of node 1" in printed[0]
+            assert "its secret is not this job's" in printed[0]
             assert two.guardian_ends()
         assert is_alive(one.guardian.pid), "a stranger is nobody's loss"
         os.kill(one.guardian.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,6 +16,7 @@ from lightning_multigpu.guardian.proc import (
     ENDED,
     RUNNING,
     STOPPED,
+    Stillness,
     WatchedProcess,
     ended_text,
     parse_stat,
@@ -25,6 +26,7 @@ from lightning_multigpu.guardian.protocol import (
     MAX_LINE_BYTES,
     Connection,
     ProtocolError,
+    Seal,
     decode,
     encode,
     proof,
@@ -104,6 +106,59 @@ def test_a_proof_holds_for_one_role_and_one_challenge() -> None:
     assert not proves({}, b"secret", "rank", "1")
 
 
+def sealed(pair: tuple[Connection, Connection]) -> None:
+    """Both ends seal what they send."""
+    for own, other, end in (("a", "b", pair[0]), ("b", "a", pair[1])):
+        end.seal(outgoing=Seal(b"secret", own, ("1", "2")), incoming=Seal(b"secret", other, ("1", "2")))
+
+
+def test_sealed_messages_arrive(pair: tuple[Connection, Connection]) -> None:
+    sealed(pair)
+    for end, other in (pair, pair[::-1]):
+        for number in range(3):
+            end.send("alive", number=number)
+        assert [message["number"] for message in other.receive()] == [0, 1, 2]
+
+
+def wire(pair: tuple[Connection, Connection], *kinds: str) -> list[bytes]:
+    """What passes between the ends, taken out there."""
+    for kind in kinds:
+        pair[0].send(kind)
+    return pair[1].socket.recv(10_000).splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("attack", "believed"),
+    [
+        (lambda lines: [lines[0], lines[0]], 1),  # repeated
+        (lambda lines: [lines[1]], 0),  # one left out
+        (lambda lines: [lines[1], lines[0]], 0),  # in another order
+        (lambda lines: [lines[0].replace(b"alive", b"slive")], 0),  # altered
+        (lambda lines: [encode("alive")], 0),  # without a seal
+        (lambda lines: [b"0" * 64 + b" " + encode("alive")], 0),  # with a seal of the attacker's
+        (lambda lines: [Seal(b"other", "a", ("1", "2")).put_on(encode("alive")[:-1]) + b"\n"], 0),
+        (lambda lines: [Seal(b"secret", "a", ("1", "3")).put_on(encode("alive")[:-1]) + b"\n"], 0),
+    ],
+)
+def test_forged_and_replayed_messages_are_not_believed(
+    attack: Callable[[list[bytes]], list[bytes]], believed: int, pair: tuple[Connection, Connection]
+) -> None:
+    sealed(pair)
+    lines = wire(pair, "alive", "alive")
+    pair[0].socket.send(b"".join(attack(lines)))
+    assert pair[1].receive() == [{"kind": "alive"}] * believed
+    assert pair[1].closed
+    assert "not sent" in pair[1].why
+
+
+def test_what_comes_back_to_its_sender_is_not_believed(pair: tuple[Connection, Connection]) -> None:
+    sealed(pair)
+    (line,) = wire(pair, "alive")
+    pair[1].socket.send(line)
+    assert pair[0].receive() == []
+    assert pair[0].closed
+
+
 def test_the_longest_failure_fits_into_a_message() -> None:
     failure = Failure("\0" * 2 * MAX_WHAT_CHARS, 1, "\0" * 64, 2, 3, "\0" * 2 * MAX_TRACEBACK_CHARS)
     line = encode("failure", failure=failure.to_message())
@@ -160,6 +215,22 @@ def test_a_process_that_is_gone() -> None:
 )
 def test_how_a_process_ended(code: int | None, text: str) -> None:
     assert text in ended_text(code)
+
+
+def test_how_long_a_process_has_been_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("lightning_multigpu.guardian.proc.clock_s", lambda: clock[0])
+    process = FakeProcess(7)
+    stillness = Stillness(process, pause_s=2.0)  # type: ignore[arg-type]
+
+    def after(seconds: float, state: str) -> float:
+        clock[0] += seconds
+        process.now = state
+        return stillness.lasts_s()
+
+    assert [after(1, RUNNING), after(1, STOPPED), after(1, STOPPED), after(2, STOPPED)] == [0, 0, 1, 3]
+    assert after(60, STOPPED) == 0, "whoever looks was stopped too, and the other may go on a little later"
+    assert [after(1, STOPPED), after(1, RUNNING), after(1, STOPPED)] == [1, 0, 0]
 
 
 class FakeProcess:

@@ -1,6 +1,7 @@
 """A user's job with a planted fault: ``fault_script.py START_METHOD KIND WHERE RANK STEP NUM_WORKERS [STRATEGY]``.
 
-It trains 2 ranks on this host, validates, and saves checkpoints into the directory ``SAVE_TO``. KIND may be "nothing".
+It trains 2 ranks, validates, and saves checkpoints into the directory ``SAVE_TO``. KIND may be "nothing". The ranks are
+on this host, or on as many as ``NUM_NODES`` says; with ``RESUME`` they go on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_multigpu import RingDDPStrategy, faults
+from tests.launch import outside_faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
-RANKS = 2
+RANKS = int(os.environ.get("RANKS", "2"))
 STACKS_SIGNAL = signal.SIGUSR2
-FAILURE_TIMEOUT_S = 5.0
+FAILURE_TIMEOUT_S = float(os.environ.get("FAILURE_TIMEOUT_S", "5"))
 
 KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "kill": faults.Spot.kill,
@@ -30,6 +33,25 @@ KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "hang": faults.Spot.hang,
     "interrupt": faults.Spot.interrupt,
     "terminate": faults.Spot.terminate,
+    "end-guardian": lambda spot: spot.call(outside_faults.end_guardian),
+    "stop-guardian": lambda spot: spot.call(outside_faults.stop_guardian),
+}
+# Those that need a host of their own.
+HOST_KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
+    "cut": lambda spot: spot.call(outside_faults.cut),
+    "drop": lambda spot: spot.call(outside_faults.drop),
+    "vanish": lambda spot: spot.call(outside_faults.vanish),
+    "sever": lambda spot: spot.call(outside_faults.sever),
+}
+NUM_HOSTS = {"sever": 3}  # others need two
+# Those that a job must survive.
+CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
+    "slow": lambda spot: spot.call(outside_faults.slow),
+    "hold": lambda spot: spot.call(outside_faults.hold),
+    "breakpoint": lambda spot: spot.call(outside_faults.breakpoint_),
+    "trace": lambda spot: spot.call(outside_faults.trace),
+    "pause": lambda spot: spot.call(outside_faults.pause),
+    "suspend": lambda spot: spot.call(outside_faults.suspend),
 }
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
     "ring_ddp": lambda method: RingDDPStrategy(start_method=method, failure_timeout_s=FAILURE_TIMEOUT_S),
@@ -37,25 +59,42 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class TellsWeights(Callback):
+    """One line with the sum of all weights, at the end of training."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 0:
+            total = sum(float(parameter.double().abs().sum()) for parameter in pl_module.parameters())
+            print(f"weights {total:.12f}", flush=True)
+
+
 faulthandler.register(STACKS_SIGNAL, all_threads=True)  # here, so that spawned ranks, which import this, have it too
 
 
 def main() -> None:
     method, kind, where, rank, step, num_workers, *strategy = sys.argv[1:]
-    callbacks: list[Callback] = [ModelCheckpoint(os.environ["SAVE_TO"], every_n_train_steps=4, save_last=True)]
+    callbacks: list[Callback] = [
+        ModelCheckpoint(os.environ["SAVE_TO"], every_n_train_steps=4, save_last=True),
+        TellsWeights(),
+    ]
     if kind != "nothing":
-        callbacks.append(KINDS[kind](faults.at(rank=int(rank), step=int(step), where=where)))  # type: ignore[arg-type]
+        callbacks.append(
+            {**KINDS, **HOST_KINDS, **CONTROLS}[kind](faults.at(rank=int(rank), step=int(step), where=where))
+        )  # type: ignore[arg-type]
+    num_nodes = int(os.environ.get("NUM_NODES", "1"))
     trainer = make_trainer(
         Case(num_samples=96),
         STRATEGIES[strategy[0] if strategy else "ring_ddp"](method),
-        RANKS,
+        RANKS // num_nodes,
+        num_nodes=num_nodes,
         callbacks=callbacks,
         enable_checkpointing=True,
         val_check_interval=6,
         num_sanity_val_steps=0,
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
-    trainer.fit(Classifier(), train_loader(Case(num_samples=96), RANKS, **workers), eval_loader())
+    last = "last" if os.environ.get("RESUME") else None
+    trainer.fit(Classifier(), train_loader(Case(num_samples=96), RANKS, **workers), eval_loader(), ckpt_path=last)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,28 @@ def test_small_buckets_travel_one_by_one(world2: World) -> None:
     assert steps[-1].of("all_reduce", "data")[0].size_bytes == GRADIENT_BYTES
 
 
+def bucket_sizes(**options: Any) -> list[int]:
+    """Bytes of the buckets of one step, once torch has put them into the order of backward."""
+    strategy = make_strategy("ring_ddp", **options)
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2)
+    module = Classifier()
+    module.wide = nn.Linear(1, 300_000)  # type: ignore[assignment]
+    module.first.register_forward_hook(lambda layer, inputs, output: output + 0 * module.wide(output[:, :1]).sum())
+    trainer.fit(module, train_loader(Case(), 2))
+    strategy.meter.flush()
+    (totals,) = strategy.meter.steps[-1].of("all_reduce", "data")
+    return [totals.count, totals.size_bytes]
+
+
+def test_buckets_of_a_measured_size_are_the_same_on_all_ranks(world2: World) -> None:
+    """4.8 MB of gradients: more than one bucket, unless a message cost more than all of their bytes."""
+    first, second = world2.run(bucket_sizes, bucket_cap_mb="auto")
+    assert first == second
+    assert first[1] == 600_000 * 8 + GRADIENT_BYTES
+    with pytest.raises(ValueError, match="bucket_cap_mb='large'"):
+        RingDDPStrategy(bucket_cap_mb="large")
+
+
 class HookError(Exception):
     """Raised by a user's own communication hook."""
 

@@ -81,6 +81,18 @@ class GradientReducer:
             error, self._error = self._error, None
             raise error
 
+    def average(self, tensor: Tensor) -> None:
+        """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
+        transfer = self._begin(tensor, None if self._ring is None else self._ring.sent_bytes(tensor), blocking=True)
+        if self._ring is None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
+        else:
+            staged = tensor.cpu()
+            self._ring(staged, average=True)
+            if staged is not tensor:
+                tensor.copy_(staged)
+        transfer.finish()
+
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
         if self._thread is not None:
@@ -175,13 +187,14 @@ class GradientReducer:
         future.add_done_callback(ended)
         return checked
 
-    def _begin(self, buffer: Tensor, sent_bytes: int | None) -> Transfer:
+    def _begin(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Transfer:
         return self._meter.begin(
             "all_reduce",
             group=self._axis,
             group_size=self._world_size,
             size_bytes=_size_bytes(buffer),
             sent_bytes=sent_bytes,
+            blocking=blocking,
         )
 
     def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:

@@ -1,0 +1,126 @@
+"""``lightning-multigpu emulate``: a command on several emulated hosts of this machine.
+
+Every host is a network namespace with an address and a bandwidth of its own. The command runs once on each, as one
+would start it on real hosts, with MASTER_ADDR, MASTER_PORT and NODE_RANK set, and PL_TRAINER_NUM_NODES and
+PL_TRAINER_DEVICES, from which a ``Trainer`` takes the arguments that it was not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, InterfaceCounters
+from lightning_multigpu.emulation.job import HostsJob
+from lightning_multigpu.emulation.rootless import check_rootless, run_rootless
+
+_DESCRIPTION = f"""\
+Run a command on several emulated hosts of this machine, to see num_nodes=2 at home:
+
+  {PROGRAM} emulate --nodes 2 --devices 2 --bandwidth 1gbit -- python train.py
+
+Each host is a network namespace; what one sends is limited to the bandwidth. The command is started once a host, with
+MASTER_ADDR, MASTER_PORT and NODE_RANK set, so that Trainer(strategy="ring_ddp", num_nodes=2, devices=2) finds the
+other hosts. A Trainer without num_nodes and devices takes them from --nodes and --devices; the configuration file or
+the options of "{PROGRAM} fit" must name them. Hosts share this machine's processors, memory and files, and
+reach nothing outside. It needs root, or a kernel that lets users make user namespaces.
+"""
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Runs the command to its end on all hosts; what each has sent and received follows on standard error.
+
+    Returns:
+        0 if it has ended well everywhere, else the exit status of the host that failed first.
+
+    Raises:
+        UsageError: an option is out of its range, or this machine cannot emulate hosts; nothing has been started.
+        SystemExit: for ``--help``, and with code 2 for an unknown option.
+    """
+    options = _parser(name).parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise UsageError("there is no command to run; it follows after --, as in -- python train.py")
+    if options.devices < 1:
+        raise UsageError(f"--devices {options.devices}: a host needs 1 device or more")
+    try:
+        hosts = EmulatedHosts(
+            options.nodes,
+            bandwidth=None if options.bandwidth == "unlimited" else options.bandwidth,
+            burst=options.burst,
+            latency_ms=options.latency_ms,
+            mtu=options.mtu,
+            wire_frames=False,
+        )
+        if os.geteuid() != 0:
+            check_rootless()
+            return run_rootless([sys.executable, "-m", "lightning_multigpu", name, *arguments])
+        return _emulate(hosts, command, options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except HostsUnavailable as error:
+        raise UsageError(f"hosts cannot be emulated here: {error}") from error
+
+
+def _emulate(hosts: EmulatedHosts, command: Sequence[str], options: argparse.Namespace) -> int:
+    env = {"PL_TRAINER_NUM_NODES": str(options.nodes), "PL_TRAINER_DEVICES": str(options.devices)}
+    ended: list[signal.Signals] = []
+    with hosts, HostsJob(hosts, command, env=env, master_port=options.master_port) as job:
+
+        def end(number: int, frame: FrameType | None) -> None:
+            ended.append(signal.Signals(number))
+            job.send_signal(signal.Signals(number))
+
+        # Ctrl-C reaches the command from the terminal itself: here it is only waited for what the command makes of it.
+        before = {
+            signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, end),
+        }
+        try:
+            status = job.wait()
+            traffic = {host.name: host.counters() for host in hosts}
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    for host, counters in traffic.items():
+        print(f"{host}: {_told(counters)}", file=sys.stderr)
+    return status or (128 + ended[0] if ended else 0)
+
+
+def _told(counters: InterfaceCounters) -> str:
+    """What passed the interface, in megabytes of 10^6 bytes; all headers but the frame's checksum are in it."""
+    return f"sent {counters.sent_bytes / 1e6:.1f} MB, received {counters.received_bytes / 1e6:.1f} MB"
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {name}",
+        usage=f"{PROGRAM} {name} [options] -- command [arguments]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="hosts (2)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="devices, that is ranks, on each host (1)")
+    parser.add_argument(
+        "--bandwidth", default="1gbit", metavar="RATE", help="of what a host sends, as 200mbit, or unlimited (1gbit)"
+    )
+    parser.add_argument(
+        "--burst", default="256kb", metavar="SIZE", help="what may pass at once before that limits (256kb)"
+    )
+    parser.add_argument(
+        "--latency-ms",
+        type=int,
+        default=100,
+        metavar="MS",
+        help="how long a packet may wait until it is dropped (100)",
+    )
+    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="bytes in a frame (1500)")
+    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="where rank 0 listens (29500)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run on each host")
+    return parser

@@ -1,0 +1,111 @@
+"""One command on every emulated host, as a user would start it on real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import IO
+
+from lightning_multigpu.emulation.hosts import EmulatedHosts
+
+_POLL_S = 0.1
+_PATIENCE_S = 60.0
+
+
+class HostsJob:
+    """The processes of the command, one a host; a context manager that leaves none of them behind.
+
+    Host 0 has this process's terminal. What the others print comes line by line, behind the name of the host.
+
+    Args:
+        hosts: that are up.
+        command: program and arguments, the same on every host.
+        env: variables for all of them, beside those by which ranks find each other.
+        master_port: where rank 0 listens.
+    """
+
+    def __init__(
+        self, hosts: EmulatedHosts, command: Sequence[str], *, env: Mapping[str, str], master_port: int = 29500
+    ) -> None:
+        self._hosts = hosts
+        self._processes: list[subprocess.Popen[str]] = []
+        self._printers: list[threading.Thread] = []
+        for host in hosts:
+            variables = {**env, **host.environment(master_port=master_port)}
+            if host.node_rank == 0:
+                self._processes.append(host.popen(command, env=variables))
+                continue
+            process = host.popen(
+                command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+            self._processes.append(process)
+            self._print(process.stdout, sys.stdout, host.name)
+            self._print(process.stderr, sys.stderr, host.name)
+
+    def wait(self, *, patience_s: float = _PATIENCE_S) -> int:
+        """Waits for the end of all of them.
+
+        Args:
+            patience_s: how long the others may go on after one has failed; what is left then is killed.
+
+        Returns:
+            0 if all have ended well, else the exit status of the first that failed, as a shell reports it.
+        """
+        first, deadline = 0, float("inf")
+        while True:
+            codes = [process.poll() for process in self._processes]
+            failed = [code for code in codes if code]
+            if failed and not first:
+                first, deadline = failed[0], time.monotonic() + patience_s
+            if None not in codes:
+                break
+            if time.monotonic() > deadline:
+                left = [f"host{node_rank}" for node_rank, code in enumerate(codes) if code is None]
+                print(f"{', '.join(left)}: not ended {patience_s:g} s after another host, killed", file=sys.stderr)
+                self._kill()
+            time.sleep(_POLL_S)
+        for printer in self._printers:
+            printer.join(timeout=5)
+        return first if first >= 0 else 128 - first
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals the command on every host."""
+        for process in self._processes:
+            process.send_signal(number)
+
+    def __enter__(self) -> HostsJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def _print(self, source: IO[str] | None, target: IO[str], name: str) -> None:
+        def copy() -> None:
+            assert source is not None
+            with source, contextlib.suppress(ValueError, OSError):
+                for line in source:
+                    target.write(f"[{name}] {line}")
+                    target.flush()
+
+        self._printers.append(threading.Thread(target=copy, name=f"output-of-{name}", daemon=True))
+        self._printers[-1].start()

@@ -1,0 +1,85 @@
+"""How much gradient should travel together: measured at the start of a run instead of guessed.
+
+Let S be the bytes of all gradients, b those of a bucket, and a b + c the seconds that a bucket takes. Communication
+takes S/b buckets of a b + c seconds; what cannot hide behind backward is at least the last bucket, which is full only
+when backward is over. The sum S a + S c/b + a b + c is smallest at b = sqrt(S c / a).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SMALLEST_BYTES = 64 << 10
+_PROBE_BYTES = (16 << 10, 512 << 10, 2 << 20)
+_REPETITIONS = 5
+
+
+@dataclass(frozen=True)
+class TransferCost:
+    """What the all-reduce of a tensor costs.
+
+    Attributes:
+        latency_s: seconds that even the smallest takes.
+        s_per_byte: seconds that each byte adds.
+    """
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """The time for a tensor of this size."""
+        return self.latency_s + num_bytes * self.s_per_byte
+
+
+def best_bucket_bytes(cost: TransferCost, total_bytes: int) -> int:
+    """The bucket size with which ``total_bytes`` of gradients take the least time that cannot be hidden.
+
+    Between :data:`SMALLEST_BYTES` and ``total_bytes``.
+    """
+    if cost.s_per_byte <= 0:
+        return max(total_bytes, SMALLEST_BYTES)
+    best = math.sqrt(total_bytes * max(cost.latency_s, 0.0) / cost.s_per_byte)
+    return round(min(max(best, SMALLEST_BYTES), max(total_bytes, SMALLEST_BYTES)))
+
+
+def measure(all_reduce: Callable[[Tensor], object], device: torch.device) -> TransferCost:
+    """Times ``all_reduce``, which averages a flat tensor in place over all ranks; a collective.
+
+    All ranks return the same cost, to the last bit: the average of what they have measured.
+    """
+    all_reduce(torch.ones(1, device=device))  # the first call connects
+    seconds = [_median_seconds(all_reduce, num_bytes, device) for num_bytes in _PROBE_BYTES]
+    agreed = torch.tensor(seconds, dtype=torch.float64, device=device)
+    all_reduce(agreed)
+    return fitted(_PROBE_BYTES, agreed.tolist())
+
+
+def fitted(num_bytes: Sequence[int], seconds: Sequence[float]) -> TransferCost:
+    """The straight line through the shortest and the longest transfer; neither of its figures is below zero."""
+    slope = (seconds[-1] - seconds[0]) / (num_bytes[-1] - num_bytes[0])
+    slope = max(slope, 0.0)
+    return TransferCost(max(seconds[0] - slope * num_bytes[0], 0.0), slope)
+
+
+def _median_seconds(all_reduce: Callable[[Tensor], object], num_bytes: int, device: torch.device) -> float:
+    tensor = torch.ones(num_bytes // 4, device=device)
+    times = []
+    for _ in range(_REPETITIONS):
+        _synchronise(device)
+        start_s = time.perf_counter()
+        all_reduce(tensor)
+        _synchronise(device)
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,145 @@
+"""``lightning-multigpu emulate``: one command on every host, as root and as anybody else, with one exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, rootless
+from lightning_multigpu.emulation.job import HostsJob
+from tests.hosts import require_hosts
+
+EMULATE = [sys.executable, "-m", "lightning_multigpu", "emulate"]
+# Root's rights are left behind: what follows is user 1000, and owns nothing but its files.
+NOT_ROOT = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+
+SCRIPT = """
+import torch, lightning as L, lightning_multigpu
+from lightning.pytorch.demos.boring_classes import BoringModel
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(strategy="ring_ddp", accelerator="cpu", max_steps=3, **quiet)
+trainer.fit(BoringModel())
+print("nodes", trainer.num_nodes, "ranks", trainer.world_size, "steps", trainer.global_step)
+"""
+
+
+def emulate(*arguments: str, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*(before or []), *EMULATE, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(params=[[], NOT_ROOT], ids=["root", "user"])
+def before(request: pytest.FixtureRequest) -> list[str]:
+    """What to put before the command line to run it as root, and as another user."""
+    require_hosts()
+    return list(request.param)
+
+
+@pytest.mark.hosts
+def test_every_host_runs_the_command_and_knows_its_place(before: list[str]) -> None:
+    command = "echo node $NODE_RANK of $PL_TRAINER_NUM_NODES x $PL_TRAINER_DEVICES, first $MASTER_ADDR:$MASTER_PORT"
+    done = emulate("--nodes", "2", "--devices", "3", "--", "sh", "-c", command, before=before)
+    assert done.returncode == 0, done.stderr
+    lines = set(done.stdout.splitlines())
+    assert {"node 0 of 2 x 3, first 10.77.0.1:29500", "[host1] node 1 of 2 x 3, first 10.77.0.1:29500"} == lines
+    assert "host1: sent" in done.stderr
+
+
+@pytest.mark.hosts
+def test_the_status_is_that_of_the_host_that_failed(before: list[str]) -> None:
+    assert emulate("--nodes", "2", "--", "sh", "-c", "exit $((NODE_RANK * 7))", before=before).returncode == 7
+
+
+@pytest.mark.hosts
+@pytest.mark.launch
+def test_a_trainer_takes_the_number_of_hosts_from_it_and_trains() -> None:
+    require_hosts()
+    done = emulate("--nodes", "2", "--bandwidth", "unlimited", "--", sys.executable, "-c", SCRIPT, before=NOT_ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "nodes 2 ranks 2 steps 3" in done.stdout
+    assert "[host1] nodes 2 ranks 2 steps 3" in done.stdout
+
+
+@pytest.mark.hosts
+def test_sigterm_ends_the_command_on_all_hosts_and_leaves_nothing(before: list[str], tmp_path: Path) -> None:
+    mark = {**os.environ, "EMULATE_MARK": tmp_path.name}
+    command = "echo started; exec sleep 1000"
+    with subprocess.Popen(
+        [*before, *EMULATE, "--nodes", "2", "--", "sh", "-c", command], env=mark, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        lines = sorted(running.stdout.readline() for _ in range(2))
+        assert lines == ["[host1] started\n", "started\n"]
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=30) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 10
+    while (left := _marked(tmp_path.name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def _marked(mark: str) -> list[int]:
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("EMULATE_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process.pid)
+        except psutil.Error:
+            continue
+    return left
+
+
+@pytest.mark.hosts
+def test_a_host_that_outlives_the_failure_of_another_is_ended(
+    hosts: EmulatedHosts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with HostsJob(hosts, ["sh", "-c", "test $NODE_RANK = 1 || exit 5; exec sleep 1000"], env={}) as job:
+        assert job.wait(patience_s=0.5) == 5
+    assert "host1: not ended 0.5 s after another host, killed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "2"], "no command to run"),
+        (["--nodes", "0", "--", "true"], "num_hosts=0 is out of range"),
+        (["--devices", "0", "--", "true"], "--devices 0"),
+        (["--bandwidth", "fast", "--", "true"], "bandwidth='fast'"),
+        (["--burst", "1b", "--", "true"], "smaller than one frame"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["emulate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_kernel_without_user_namespaces_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr(rootless, "_UNSHARE", ("sh", "-c", "echo Operation not permitted >&2; exit 1"))
+    assert main(["emulate", "--", "true"]) == 2
+    error = capsys.readouterr().err
+    assert "user 1000 may not make user namespaces (Operation not permitted): run it with sudo" in error
+
+
+def test_a_machine_without_unshare_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rootless.shutil, "which", lambda program: None)
+    with pytest.raises(HostsUnavailable, match="install util-linux"):
+        rootless.check_rootless()

@@ -1,0 +1,251 @@
+"""Guardians of several hosts in one process, on a clock that the test moves: no test here waits."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_multigpu.guardian import hosts as hosts_module
+from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.hosts import Hosts
+from lightning_multigpu.guardian.peer import ASKING
+from lightning_multigpu.guardian.protocol import Connection, encode, proof
+
+SECRET = b"of the job"
+SILENCE_S = 3.0
+JOIN_TIMEOUT_S = 100.0
+
+
+class Node:
+    """The guardian of one host, reduced to its connections."""
+
+    def __init__(self, node_rank: int) -> None:
+        self.node_rank = node_rank
+        self.readers: dict[socket.socket, Callable[[], None]] = {}
+        self.found: list[str] = []
+        self.paused = False
+        self.met = 0
+        self.hosts = Hosts(
+            silence_s=SILENCE_S,
+            join_timeout_s=JOIN_TIMEOUT_S,
+            watch=self.readers.__setitem__,
+            forget=lambda sock: self.readers.pop(sock, None),
+        )
+
+    def connection_to(self, node_rank: int) -> Connection:
+        (peer,) = [peer for peer in self.hosts._peers if peer.node_rank == node_rank]
+        return peer.connection
+
+    def neighbours(self) -> list[int | None]:
+        return sorted(peer.node_rank or 0 for peer in self.hosts._known())
+
+
+class Network:
+    """Nodes that have met; ``go_on`` lets time pass for all of them, ``cut`` separates two of them silently."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.now_s = 1000.0
+        self.nodes = [Node(node_rank) for node_rank in range(num_nodes)]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.nodes[0].hosts.listen(self.listener, num_nodes=num_nodes, secret=SECRET, now_s=self.now_s)
+        for node in self.nodes[1:]:
+            self.join(node)
+
+    def join(self, node: Node, secret: bytes = SECRET) -> None:
+        def on_met() -> None:
+            node.met += 1
+
+        sock = socket.create_connection(self.listener.getsockname())
+        node.hosts.join(sock, node_rank=node.node_rank, secret=secret, now_s=self.now_s, on_met=on_met)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Reads until nothing more comes; loopback delivers at once."""
+        while True:
+            ready = [
+                read
+                for node in self.nodes
+                for sock in select.select(list(node.readers), [], [], 0)[0]
+                if (read := node.readers.get(sock)) is not None
+            ]
+            if not ready:
+                return
+            for read in ready:
+                read()
+
+    def go_on(self, seconds: float) -> None:
+        for _ in range(round(2 * seconds)):
+            self.now_s += 0.5
+            for node in self.nodes:
+                found = node.hosts.observe(self.now_s, paused=node.paused)
+                if found is not None:
+                    node.found.append(found.failure.describe())
+                    node.hosts.tell(found.failure, found.since_s)
+            self.deliver()
+
+    def cut(self, one: int, other: int) -> None:
+        for node, peer in ((one, other), (other, one)):
+            del self.nodes[node].readers[self.nodes[node].connection_to(peer).socket]
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for node in self.nodes:
+            node.hosts.close()
+
+
+@pytest.fixture
+def three() -> Iterator[Network]:
+    with Network(3) as network:
+        yield network
+
+
+def name(node_rank: int) -> str:
+    return f"node {node_rank} (host {host_name()})"
+
+
+def test_all_know_each_other_and_are_well(three: Network) -> None:
+    assert [node.neighbours() for node in three.nodes] == [[1, 2], [0, 2], [0, 1]]
+    assert [node.met for node in three.nodes] == [0, 1, 1]
+    three.go_on(60)
+    assert [node.found for node in three.nodes] == [[], [], []]
+
+
+def test_many_know_node_0_and_their_neighbours_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "_MAX_MESH", 4)
+    with Network(5) as network:
+        assert [node.neighbours() for node in network.nodes] == [[1, 2, 3, 4], [0, 2], [0, 1, 3], [0, 2, 4], [0, 3]]
+        network.go_on(30)
+        assert [node.found for node in network.nodes] == [[]] * 5
+        network.cut(2, 3)
+        network.go_on(6)
+        assert f"{name(2)} has heard nothing from {name(3)}" in network.nodes[2].found[0]
+        assert network.nodes[0].found
+
+
+def test_a_cut_between_two_others_is_seen_by_both_and_told_to_node_0(three: Network) -> None:
+    three.cut(1, 2)
+    three.go_on(6)
+    first, second, third = (node.found[0] for node in three.nodes)
+    assert second.startswith(f"{name(1)} has heard nothing from {name(2)} for 3.")
+    assert third.startswith(f"{name(2)} has heard nothing from {name(1)} for 3.")
+    assert first in (second, third)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_host_that_is_cut_off_says_so_itself(three: Network, lost: int) -> None:
+    others = [node for node in range(3) if node != lost]
+    for other in others:
+        three.cut(lost, other)
+    three.go_on(6)
+    expected = f"{name(lost)} has heard nothing from {name(others[0])} and {name(others[1])} for"
+    assert three.nodes[lost].found[0].startswith(expected), "both, because it may be this host's own fault"
+    for other in others:
+        assert f"has heard nothing from {name(lost)} for" in three.nodes[other].found[0]
+
+
+def test_a_failure_and_its_age_reach_all(three: Network) -> None:
+    three.nodes[2].hosts.tell(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
+    three.deliver()
+    for node in three.nodes[:2]:
+        found = node.hosts.observe(three.now_s, paused=False)
+        assert found is not None
+        assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
+        assert found.since_s == pytest.approx(three.now_s - 2)
+
+
+def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network) -> None:
+    three.nodes[1].hosts.tell(Failure("was ended by SIGKILL", rank=1, host="h"), three.now_s)
+    three.nodes[1].hosts.close()
+    # What is sent now comes back as an error.
+    for _ in range(3):
+        three.nodes[0].connection_to(1).send("alive", paused=False)
+    three.go_on(1)
+    assert three.nodes[0].found[0] == "rank 1 (host h) was ended by SIGKILL"
+
+
+def test_a_guardian_that_ends_is_named(three: Network) -> None:
+    three.nodes[1].hosts.close()
+    three.deliver()
+    three.go_on(0.5)
+    for node in (0, 2):
+        assert three.nodes[node].found[0].startswith(f"the guardian of {name(1)} has ended, or its connection to")
+
+
+def test_ranks_that_all_are_stopped_wait_for_nobody(three: Network) -> None:
+    """Ctrl-Z in the terminals of all hosts, one after the other."""
+    assert [node.hosts.others_wait for node in three.nodes] == [True] * 3
+    three.nodes[0].paused = three.nodes[1].paused = True
+    three.go_on(0.5)
+    assert [node.hosts.others_wait for node in three.nodes] == [True, True, False]
+    three.nodes[2].paused = True
+    three.go_on(0.5)
+    assert [node.hosts.others_wait for node in three.nodes] == [False] * 3
+    three.nodes[1].paused = False
+    three.go_on(0.5)
+    assert [node.hosts.others_wait for node in three.nodes] == [True, False, True]
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with Network(3) as network:
+        network.nodes[0].hosts._peers[0].where = ("127.0.0.1", port)
+        network.nodes.append(Node(7))
+        network.join(network.nodes[3])
+        assert network.nodes[3].met == 0, "it does not know all of them"
+        network.go_on(0.5)
+        expected = f"{name(7)} cannot reach the guardian of {name(1)} at 127.0.0.1 port {port}: Connection refused"
+        assert expected in network.nodes[3].found[0]
+
+
+def test_two_with_one_node_rank() -> None:
+    with Network(2) as network:
+        network.nodes.append(Node(1))
+        network.join(network.nodes[2])
+        network.go_on(0.5)
+        assert "there is a node 1 already" in network.nodes[2].found[0]
+        assert network.nodes[0].found == []
+
+
+def test_strangers_are_nobodys_loss_and_do_not_stay(three: Network) -> None:
+    address = three.listener.getsockname()
+    with socket.create_connection(address) as loud, socket.create_connection(address) as silent:
+        three.deliver()
+        loud.send(encode("failure", failure=Failure("forged").to_message(), age_s=0))
+        three.go_on(1)
+        assert len(three.nodes[0].hosts._strangers) == 1
+        three.go_on(SILENCE_S + 1)
+        for stranger in (loud, silent):
+            stranger.settimeout(10)
+            assert b"challenge" in stranger.recv(1000)
+            assert stranger.recv(1000) == b"", "closed"
+    assert three.nodes[0].hosts._strangers == []
+    assert [node.found for node in three.nodes] == [[], [], []]
+
+
+def test_a_message_behind_the_proof_of_another_is_not_believed(three: Network) -> None:
+    """Whoever can write into a connection may add to what a guardian says: only what is sealed counts."""
+    victim = three.nodes[1]
+    forged = encode("failure", failure=Failure("forged").to_message(), age_s=0)
+    # Into the stream from node 1 to node 0, as somebody between them would.
+    victim.connection_to(0).socket.send(forged)
+    three.go_on(1)
+    assert "forged" not in str(three.nodes[0].found)
+    assert "a message came that the other guardian has not sent" in three.nodes[0].found[0]
+
+
+def test_what_is_appended_to_the_hello_is_not_believed_either() -> None:
+    with Network(2) as network, socket.create_connection(network.listener.getsockname()) as between:
+        network.deliver()
+        challenge = json.loads(between.recv(1000))["nonce"]
+        own = proof(SECRET, f"{ASKING} 5", challenge)  # recorded on its way
+        hello = encode("hello", proof=own, nonce="n", node_rank=5, host="h", port=1)
+        between.send(hello + encode("failure", failure=Failure("forged").to_message(), age_s=0))
+        network.go_on(1)
+        assert "forged" not in str(network.nodes[0].found)

@@ -1,0 +1,176 @@
+"""What happens to a rank, its host or its whole job from outside; each function is called in the rank that it is about.
+
+Processes of the job are those that have the rank's ``JOB_MARK`` in their environment. A host is a network namespace of
+:class:`~lightning_multigpu.emulation.EmulatedHosts`; ``SWITCH`` names that of its switch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pdb
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_MARK = "FAULT_JOB_MARK"
+_GUARDIAN = os.path.join("guardian", "__main__.py")
+
+# How long a control lasts; more than the job's failure_timeout_s.
+CONTROL_S = float(os.environ.get("CONTROL_S", "7"))
+
+
+# Faults
+
+
+def cut() -> None:
+    """The host's interface goes down."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+
+def drop() -> None:
+    """The switch forwards nothing from or to this host any more: nobody is told."""
+    port = f"port{os.environ['NODE_RANK']}"
+    subprocess.run(["ip", "-n", os.environ["SWITCH"], "link", "set", port, "nomaster"], check=True)
+
+
+def sever() -> None:
+    """Nothing passes any more between this host and the one after it; both go on talking with the others."""
+    node, next_node = int(os.environ["NODE_RANK"]), int(os.environ["NODE_RANK"]) + 1
+    for here, there in ((node, next_node), (next_node, node)):
+        namespace = f"{os.environ['SWITCH'].rpartition('-')[0]}-host{here}"
+        nobody = f"10.77.0.{there + 1} lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+        subprocess.run(["ip", "-n", namespace, "neigh", "replace", *nobody.split()], check=True)
+
+
+def vanish() -> None:
+    """The host is gone with all its processes, and no connection of theirs is closed."""
+    cut()
+    for pid in [*_others_of_this_host(), os.getpid()]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end_guardian() -> None:
+    """The guardian of this host is killed."""
+    _signal_guardian(signal.SIGKILL)
+
+
+def stop_guardian() -> None:
+    """The guardian of this host stands still."""
+    _signal_guardian(signal.SIGSTOP)
+    time.sleep(0.7 * float(os.environ.get("FAILURE_TIMEOUT_S", "5")))  # or the run would be over before anybody notices
+
+
+# Controls
+
+
+def slow() -> None:
+    """The rank takes its time: a compiler, a slow disk, a slow loader."""
+    time.sleep(CONTROL_S)
+
+
+def hold() -> None:
+    """The rank computes in C and holds the interpreter lock: no other thread of it can answer."""
+    ctypes.PyDLL(None).usleep(int(1e6 * CONTROL_S))
+
+
+def breakpoint_() -> None:
+    """The rank waits for somebody to type into its debugger."""
+    typist = subprocess.Popen(["sh", "-c", f"sleep {CONTROL_S}; echo c"], stdout=subprocess.PIPE, text=True)
+    assert typist.stdout is not None
+    debugger = pdb.Pdb(stdin=typist.stdout, stdout=sys.stderr, nosigint=True)
+    debugger.set_trace()
+    typist.communicate()
+    sys.settrace(None)
+
+
+def trace() -> None:
+    """A debugger holds all threads of the rank."""
+    _aside(_trace, os.getpid())
+
+
+def pause() -> None:
+    """All processes of the job stop, guardians included, and go on one after the other: a laptop's lid."""
+    _aside(_pause, os.environ[_MARK], "with guardians")
+
+
+def suspend() -> None:
+    """All ranks stop and go on, and guardians do not: Ctrl-Z in the terminals of all hosts, and fg."""
+    _aside(_pause, os.environ[_MARK], "")
+
+
+def _aside(function: object, *arguments: object) -> None:
+    """Calls it in a process that is not the job's."""
+    name = getattr(function, "__name__", "")
+    environment = {key: value for key, value in os.environ.items() if key != _MARK}
+    code = f"from tests.launch import outside_faults; outside_faults.{name}(*{arguments!r})"
+    subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
+
+
+def _pause(mark: str, guardians: str) -> None:
+    marked = f"{_MARK}={mark}".encode()
+    pids = [pid for pid in _pids() if marked in _read(pid, "environ").split(b"\0")]
+    if not guardians:
+        pids = [pid for pid in pids if not _is_guardian(pid)]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        random.shuffle(pids)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+            time.sleep(0.2)
+        if number == signal.SIGSTOP:
+            time.sleep(CONTROL_S)
+
+
+def _trace(pid: int) -> None:
+    attach, detach, all_children = 16, 17, 0x40000000  # PTRACE_ATTACH, PTRACE_DETACH, __WALL
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    held = []
+    for thread in sorted(int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()):
+        if ptrace(attach, thread, None, None) == 0:
+            os.waitpid(thread, all_children)
+            held.append(thread)
+    assert b" t " in _read(pid, "stat"), "the main thread is held"
+    time.sleep(CONTROL_S)
+    for thread in held:
+        ptrace(detach, thread, None, None)
+
+
+def _signal_guardian(number: signal.Signals) -> None:
+    (guardian,) = [pid for pid in _others_of_this_host() if _is_guardian(pid) and _is_of_this_job(pid)]
+    os.kill(guardian, number)
+
+
+def _is_guardian(pid: int) -> bool:
+    return _GUARDIAN.encode() in _read(pid, "cmdline")
+
+
+def _is_of_this_job(pid: int) -> bool:
+    return f"{_MARK}={os.environ[_MARK]}".encode() in _read(pid, "environ").split(b"\0")
+
+
+def _others_of_this_host() -> list[int]:
+    own = os.readlink("/proc/self/ns/net")
+    found = []
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and os.readlink(f"/proc/{pid}/ns/net") == own:
+                found.append(pid)
+    return found
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

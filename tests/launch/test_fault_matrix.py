@@ -1,0 +1,70 @@
+"""A sample of what ``python -m tests.benchmarks.fault_runs`` runs: faults and controls, under every launcher.
+
+Within seconds every process on every host has ended, non-zero and with a message that names who failed, and nothing is
+left; or, after a control, all is as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.benchmarks.fault_job import FaultJob, Outcome
+from tests.benchmarks.fault_runs import Combination
+from tests.hosts import require_hosts
+
+pytestmark = pytest.mark.launch
+
+NOTHING = Combination("nothing", "training", 0, "popen")
+ONE_HOST = [
+    Combination("raise", "validation", 0, "spawn"),
+    Combination("stop", "backward", 0, "external"),
+    Combination("stop-guardian", "training", 1, "popen"),
+    Combination("hold", "training", 1, "popen"),
+]
+SEVERAL_HOSTS = [
+    Combination("kill", "saving", 1, "hosts"),
+    Combination("drop", "training", 1, "hosts"),
+    Combination("vanish", "validation", 0, "hosts"),
+    Combination("sever", "training", 1, "hosts"),
+    Combination("stop-guardian", "training", 1, "hosts"),
+    Combination("suspend", "training", 0, "hosts"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Combination, Future[Outcome]]:
+    """Of the runs that are asked for, two at a time: most of a job is waiting. All have ended when this returns."""
+    cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    asked = [NOTHING, *(case.params["combination"] for case in cases if case is not None)]
+
+    def run(combination: Combination) -> Outcome:
+        directory = tmp_path_factory.mktemp("job")
+        job = FaultJob(directory, combination.arguments("ring_ddp"), combination.launcher)
+        return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        return {combination: pool.submit(run, combination) for combination in asked}
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [*ONE_HOST, *(pytest.param(each, marks=pytest.mark.hosts) for each in SEVERAL_HOSTS)],
+    ids=lambda combination: f"{combination.kind}-{combination.where}-{combination.launcher}",
+)
+def test_every_process_ends_with_a_message_or_nothing_happens(
+    combination: Combination, outcomes: dict[Combination, Future[Outcome]]
+) -> None:
+    if combination.launcher == "hosts":
+        require_hosts()
+    outcome, weights = outcomes[combination].result(), outcomes[NOTHING].result().weights
+    assert weights is not None
+    assert outcome.is_right(weights), f"{outcome.verdict()}, left: {outcome.leaks}\n{outcome.output[-6000:]}"
+    if combination.kind == "sever":  # neither of the two is node 0, whose terminal it is
+        assert re.search(r"node (1|2) \(host .*\) has heard nothing from node (1|2) ", outcome.of_process(0))
+    if combination.kind in ("drop", "sever"):
+        assert "has heard nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"

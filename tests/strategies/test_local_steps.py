@@ -1,0 +1,170 @@
+"""Ranks that take steps of their own, and meet every few steps, before validation, in checkpoints and at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
+from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer, state, train_loader
+from tests.world import World, init_group, rank
+
+EVERY = 3
+PARAMETER_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8
+NUM_PARAMETERS = 4
+
+
+class Recorder(Callback):
+    """The batches of this rank, and its weights when validation and each step end."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.at_validation: list[dict[str, Tensor]] = []
+        self.after_steps: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.batches.append([value.clone() for value in batch])
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        self.after_steps.append(state(module))
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.at_validation.append(state(module))
+
+
+def train(directory: str, *, every: int = EVERY, num_samples: int = 61, **trainer_options: Any) -> dict[str, Any]:
+    case = Case(num_samples=num_samples, max_epochs=1, trainer=trainer_options)
+    strategy = make_strategy("ring_ddp", average_every=every)
+    recorder, module = Recorder(), Classifier()
+    saver = ModelCheckpoint(directory, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    trainer = make_trainer(case, strategy, 2, callbacks=[recorder, saver], enable_checkpointing=True)
+    trainer.fit(module, train_loader(case, 2), eval_loader())
+    strategy.meter.flush()
+    return {
+        "batches": recorder.batches,
+        "after_steps": recorder.after_steps,
+        "at_validation": recorder.at_validation,
+        "weights": state(module),
+        "transfers": [[(t.count, t.size_bytes) for t in s.of("all_reduce", "data")] for s in strategy.meter.steps],
+    }
+
+
+def by_hand(batches: list[list[Any]], meetings: set[int]) -> list[dict[str, Tensor]]:
+    """Both ranks in this process; the ranks' weights after the last step."""
+    modules = [Classifier().double() for _ in batches]
+    optimizers = [SGD(module.parameters(), lr=0.2, momentum=0.9) for module in modules]
+    for step in range(len(batches[0])):
+        for module, optimizer, mine in zip(modules, optimizers, batches, strict=True):
+            x, y = mine[step]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if step + 1 in meetings:
+            for same in zip(*(module.parameters() for module in modules), strict=True):
+                buffers = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, same, strict=True)]
+                for tensors in (same, buffers):
+                    mean = torch.stack([t.detach() for t in tensors]).mean(0)
+                    for tensor in tensors:
+                        tensor.data.copy_(mean)
+    return [state(module) for module in modules]
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12)
+
+
+def assert_same(weights: list[dict[str, Tensor]]) -> None:
+    for name, value in weights[0].items():
+        assert all(torch.equal(value, other[name]) for other in weights), name
+
+
+def test_weights_and_momentum_are_those_of_local_sgd_by_hand(world2: World, tmp_path: Path) -> None:
+    """8 steps, the last of 3 and 2 samples: meetings after 3, at the checkpoint after 4, at 7, at that of 8."""
+    results = world2.run(train, str(tmp_path))
+    expected = by_hand([result["batches"] for result in results], {3, 4, 7, 8})
+    for result, weights in zip(results, expected, strict=True):
+        assert_close(result["weights"], weights)
+    assert_same([result["weights"] for result in results])
+    alone = [result["after_steps"][1] for result in results]
+    assert not torch.equal(alone[0]["first.weight"], alone[1]["first.weight"]), (
+        "ranks are on their own between meetings"
+    )
+
+
+def test_validation_checkpoints_and_the_end_see_the_average(world2: World, tmp_path: Path) -> None:
+    results = world2.run(train, str(tmp_path), every=100, num_samples=56, val_check_interval=5)
+    at_the_end = by_hand([result["batches"] for result in results], {4, 5, 7})
+    for result in results:
+        assert_close(result["weights"], at_the_end[0])
+    expected = by_hand([result["batches"][:5] for result in results], {4, 5})
+    for result in results:
+        assert_close(result["at_validation"][0], expected[0])
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    at_4 = by_hand([result["batches"][:4] for result in results], {4})
+    assert_close(saved["state_dict"], at_4[0])
+    assert len(saved["optimizer_states"][0]["state"]) == NUM_PARAMETERS
+
+
+def test_only_meetings_send_anything(world2: World, tmp_path: Path) -> None:
+    """Weights and momentum together, and four bytes a parameter to agree on whose momentum there is."""
+    for result in world2.run(train, str(tmp_path), num_samples=24):
+        expected = [[], [], [(2, 2 * PARAMETER_BYTES + 4 * NUM_PARAMETERS)]]
+        assert result["transfers"] == expected
+
+
+def two_moments() -> list[Tensor]:
+    """Two parameters; rank 1 has no state of the second one."""
+    init_group()
+    parameters = [nn.Parameter(torch.full((3,), float(rank()))), nn.Parameter(torch.full((2,), 10.0 * rank()))]
+    optimizer = SGD(parameters, lr=1.0, momentum=0.9)
+    optimizer.state[parameters[0]] = {"momentum_buffer": torch.full((3,), 1.0 + rank()), "step": torch.tensor(5.0)}
+    if rank() == 0:
+        optimizer.state[parameters[1]] = {"momentum_buffer": torch.full((2,), 7.0)}
+
+    def average(tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+        tensor /= 2
+
+    averager = ModelAverager(2, average)
+    assert not averager.average(parameters, [optimizer]), "nobody has stepped"
+    assert [averager.stepped(), averager.stepped()] == [False, True]
+    assert averager.average(parameters, [optimizer])
+    assert not averager.stepped(), "the count begins anew"
+    second = optimizer.state[parameters[1]].get("momentum_buffer", torch.empty(0))
+    return [*[p.detach() for p in parameters], optimizer.state[parameters[0]]["momentum_buffer"], second]
+
+
+def test_state_that_one_rank_lacks_stays_as_it_is(world2: World) -> None:
+    first, second = world2.run(two_moments)
+    for of_one in (first, second):
+        assert of_one[0].tolist() == [0.5] * 3
+        assert of_one[1].tolist() == [5.0] * 2
+        assert of_one[2].tolist() == [1.5] * 3
+    assert first[3].tolist() == [7.0] * 2
+    assert second[3].numel() == 0
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="average_every=0"):
+        RingDDPStrategy(average_every=0)
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        RingDDPStrategy(average_every=2, ddp_comm_hook=lambda state, bucket: None)
+    with pytest.raises(ValueError, match="average_every=2 with precision='16-mixed'"):
+        L.Trainer(
+            strategy=RingDDPStrategy(average_every=2),
+            accelerator="cpu",
+            devices=2,
+            plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")),
+            logger=False,
+        )
