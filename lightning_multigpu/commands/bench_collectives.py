@@ -85,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
         _check(options, plan, place)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with Hosts(place, threads=options.threads) as hosts:
+    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
         if not hosts.leads:
             hosts.follow()
             return 0
@@ -150,7 +150,7 @@ def _implementations(options: argparse.Namespace) -> list[Implementation]:
             raise UsageError(
                 f"--backends={name}: {rows[name].backend} is not part of this build of torch; pass some of {built}"
             )
-    return [rows[name] for name in names] or [row for row in rows.values() if row.is_built]
+    return [rows[name] for name in names] or [row for row in rows.values() if row.is_for(options.device)]
 
 
 def _plan(options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]) -> Plan:
@@ -199,7 +199,13 @@ def _parser() -> OptionParser:
     )
     add = parser.add_argument
     add("--operations", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(BY_NAME)}; by default all")
-    add("--backends", nargs="+", default=[], metavar="NAME", help="some of those below; by default all that are there")
+    add(
+        "--backends",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="some of those below; by default all that fit",
+    )
     add("--min-size", type=_size, default=2**10, metavar="SIZE", help="smallest size, such as 64k (default: 1KiB)")
     add("--max-size", type=_size, default=2**28, metavar="SIZE", help="largest size, such as 1MiB (default: 256MiB)")
     add("--step-factor", type=number(int, 2), default=4, metavar="N", help="from one size to the next (default: 4)")
@@ -213,6 +219,7 @@ def _parser() -> OptionParser:
     add("--timeout", type=number(float, 0, above=True), default=60.0, metavar="S", help="of a turn (default: 60)")
     add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
     add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
+    add("--verbose", action="store_true", help="show what the ranks print, such as the tracebacks of failures")
     add("--json", type=Path, metavar="PATH", help="write the results there too")
     add("--plot", type=Path, metavar="PATH", help="draw them there: a png, svg or pdf (needs the extra 'plot')")
     return parser

@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         _check(options, place.devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with Hosts(place, threads=options.threads) as hosts:
+    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
         if not hosts.leads:
             hosts.follow()
             return 0
@@ -190,5 +190,6 @@ def _parser() -> OptionParser:
     add("--steps", type=number(int, 1), default=5, metavar="N", help="timed steps in each turn (default: 5)")
     add("--warm-up", type=number(int, 0), default=2, metavar="N", help="untimed steps in each turn (default: 2)")
     add("--timeout", type=number(float, 0, above=True), default=120.0, metavar="S", help="of a turn (default: 120)")
+    add("--verbose", action="store_true", help="show what the ranks print, such as the tracebacks of failures")
     add("--json", type=Path, metavar="PATH", help="write the results there too")
     return parser

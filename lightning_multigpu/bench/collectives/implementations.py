@@ -26,6 +26,7 @@ class Implementation:
             module, since it is sent to ranks by its name.
         summary: in one line of the help.
         operations: those that it has; empty for whatever the back end turns out to have.
+        devices: whose tensors it takes; empty for those that the back end is meant for.
     """
 
     name: str
@@ -33,6 +34,12 @@ class Implementation:
     make: Callable[[dist.ProcessGroup], Mapping[str, Call]]
     summary: str
     operations: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def is_for(self, device_type: str) -> bool:
+        """Whether it is there and meant for "cpu" or "cuda" tensors; what is true, trying shows."""
+        meant = self.devices or dist.Backend.backend_capability.get(self.backend, ())
+        return self.is_built and device_type in meant
 
     def has(self, operation: str) -> bool:
         """Whether it may have the operation; a back end is asked by trying."""
@@ -80,7 +87,9 @@ def ring(group: dist.ProcessGroup) -> dict[str, Call]:
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation("ring", "gloo", ring, "this pack's ring all-reduce, over gloo's messages", ("all_reduce",)),
+    Implementation(
+        "ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)
+    ),
     Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
     Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),

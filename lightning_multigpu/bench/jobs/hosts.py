@@ -50,11 +50,13 @@ class Hosts:
     Args:
         placement: of this agent.
         threads: intra-op threads of each rank.
+        verbose: what ranks print goes to standard error, and nowhere otherwise.
     """
 
-    def __init__(self, placement: Placement, *, threads: int) -> None:
+    def __init__(self, placement: Placement, *, threads: int, verbose: bool = False) -> None:
         self.placement = placement
         self._threads = threads
+        self._verbose = verbose
         self._jobs: dict[str, LocalRanks] = {}
         self._commands = 0
         is_main = placement.agent == 0 and not placement.has_store
@@ -134,6 +136,7 @@ class Hosts:
             store_port=store_port,
             job=job,
             main_port=main_port,
+            verbose=self._verbose,
         )
 
     def _ask(self, job: str, request: Any, timeout_s: float) -> list[Any] | Failure:

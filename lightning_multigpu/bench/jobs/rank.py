@@ -37,6 +37,7 @@ class Seat:
         store_port: where torch's store for the bench is.
         job: names what this job keeps in the store.
         main_port: a port of the first host that the job may take, ``MASTER_PORT``.
+        verbose: what ranks print goes to standard error, and nowhere otherwise.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Seat:
     store_port: int
     job: str
     main_port: int
+    verbose: bool
 
 
 class Requests:
@@ -88,9 +90,9 @@ Entry = Callable[[Any, Seat, Requests], None]
 """What a rank runs: settings, its seat, its requests. A function of a module, since it is sent by its name."""
 
 
-def run_rank(entry: Entry, settings: Any, seat: Seat, connection: Connection, output: str) -> None:
-    """Runs ``entry``; what it raises becomes its last answer. Standard output and error go to the file ``output``."""
-    _redirect(output)
+def run_rank(entry: Entry, settings: Any, seat: Seat, connection: Connection) -> None:
+    """Runs ``entry``; what it raises becomes its last answer."""
+    _redirect(seat.verbose)
     _set_environment(seat)
     torch.set_num_threads(seat.threads)
     try:
@@ -109,11 +111,12 @@ def end_request() -> str:
     return _END
 
 
-def _redirect(output: str) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def _redirect(verbose: bool) -> None:
+    if not verbose:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)
 
 
 def _set_environment(seat: Seat) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning_multigpu.bench.jobs.rank import Entry, Seat, end_request, run_rank
@@ -49,7 +46,6 @@ class LocalRanks:
         self._seats = list(seats)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._directory = Path(tempfile.mkdtemp(prefix="lightning-multigpu-bench-"))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, entry.__module__])
         try:
@@ -57,8 +53,7 @@ class LocalRanks:
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
                 with contextlib.closing(theirs):
-                    arguments = (entry, settings, seat, theirs, str(self._output_of(seat.rank)))
-                    process = context.Process(target=run_rank, args=arguments, daemon=True)
+                    process = context.Process(target=run_rank, args=(entry, settings, seat, theirs), daemon=True)
                     process.start()
                 self._processes.append(process)
         except BaseException:
@@ -108,7 +103,6 @@ class LocalRanks:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _receive(self, index: int) -> tuple[str, Any]:
         try:
@@ -130,9 +124,6 @@ class LocalRanks:
                 return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {failed[index]}")
         late = tuple(seat.rank for index, seat in enumerate(self._seats) if index not in answers)
         return Failure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
-
-    def _output_of(self, rank: int) -> Path:
-        return self._directory / f"rank{rank}.log"
 
 
 def _ended(exitcode: int | None) -> str:
