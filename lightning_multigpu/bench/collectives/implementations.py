@@ -87,9 +87,7 @@ def ring(group: dist.ProcessGroup) -> dict[str, Call]:
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation(
-        "ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)
-    ),
+    Implementation("ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)),
     Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
     Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
