@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_multigpu.bench.jobs.hosts import Hosts, JobError, free_port
+from lightning_multigpu.bench.jobs.hosts import Hosts, JobError, _cause, free_port
 from lightning_multigpu.bench.jobs.placement import Placement, placement
+from lightning_multigpu.bench.jobs.ranks import Failure
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
 
@@ -75,6 +77,16 @@ class TestTwoHosts:
             assert len(hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)) == 4
         follower.join(TIMEOUT_S)
         assert not follower.is_alive()
+
+    def test_of_several_failures_the_one_that_explains_the_others_is_told(self) -> None:
+        """The ranks of one host have died; those of the others have waited for them, or lost their connections."""
+        late = Failure("late", (0, 1), True, "no answer within 3 s")
+        died = Failure("died", (2,), False, "rank 2: its process was ended by SIGKILL")
+        raised = Failure("raised", (4, 5), True, "rank 4: RuntimeError: connection closed")
+        assert _cause([late, raised, died], 3) == died
+        assert _cause([late, raised], 3) == replace(raised, all_ranks=False)
+        both = _cause([raised, raised], 2)
+        assert (both.all_ranks, both.ranks) == (True, (4, 5, 4, 5))
 
 
 def _place(node_rank: int, port: int) -> Placement:
