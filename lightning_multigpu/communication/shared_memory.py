@@ -14,6 +14,7 @@ Sums are made in the order of ranks, so they are the same bits on every rank and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -26,6 +27,7 @@ from lightning_multigpu.communication.shared_buffers import SharedBuffers
 DEFAULT_CHUNK_BYTES = 1 << 20
 DEFAULT_DIRECT_BYTES = 1 << 18
 DEFAULT_TIMEOUT_S = 1800.0
+Bounds = Sequence[tuple[int, int]]
 _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -121,16 +123,20 @@ class SharedMemoryAllReduce:
             self._buffers.run(len(chunks), write, sum_own, read_sums)
         return tensor
 
-    def reduce_scatter(self, tensor: Tensor, *, average: bool = False) -> Tensor:
-        """Puts the sums over all ranks into this rank's :meth:`shard` of ``tensor``; the rest stays as it is.
+    def reduce_scatter(self, tensor: Tensor, *, average: bool = False, bounds: Bounds | None = None) -> Tensor:
+        """Puts the sums over all ranks into this rank's shard of ``tensor``; the rest stays as it is.
 
-        Arguments and errors are those of an all-reduce.
+        Arguments and errors are those of an all-reduce; and:
+
+        Args:
+            bounds: first and one-past-last element of each rank's shard, which follow one another and may be empty; by
+                default as even as can be (:meth:`shard`).
 
         Returns:
             The shard, a flat view of ``tensor``.
         """
         flat = _flat(tensor, average)
-        shards = self._shards(flat)
+        shards = self._shards(flat, bounds)
         rows = self._buffers.rows
         size = self._chunk_elements(flat) // self.world_size
 
@@ -143,16 +149,16 @@ class SharedMemoryAllReduce:
             piece = shards[self.rank][chunk * size : (chunk + 1) * size]
             self._sum(rows(1, self.rank * size, piece)[: self.world_size], piece, average)
 
-        self._buffers.run(-(-shards[0].numel() // size), write, sum_own)
+        self._buffers.run(_num_chunks(shards, size), write, sum_own)
         return shards[self.rank]
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Fills ``tensor`` in place with the :meth:`shard` of every rank, and returns it.
+    def all_gather(self, tensor: Tensor, *, bounds: Bounds | None = None) -> Tensor:
+        """Fills ``tensor`` in place with the shard of every rank, and returns it.
 
-        Errors are those of an all-reduce.
+        Errors are those of an all-reduce; ``bounds`` are those of :meth:`reduce_scatter`.
         """
         flat = _flat(tensor)
-        shards = self._shards(flat)
+        shards = self._shards(flat, bounds)
         rows = self._buffers.rows
         size = self._chunk_elements(flat)
 
@@ -166,7 +172,7 @@ class SharedMemoryAllReduce:
                     piece = shard[chunk * size : (chunk + 1) * size]
                     piece.copy_(rows(1, 0, piece)[rank])
 
-        self._buffers.run(-(-shards[0].numel() // size), write, read)
+        self._buffers.run(_num_chunks(shards, size), write, read)
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -222,8 +228,8 @@ class SharedMemoryAllReduce:
         if total is not out:
             out.copy_(total)
 
-    def _shards(self, flat: Tensor) -> list[Tensor]:
-        return [flat[a:b] for a, b in chunk_bounds(flat.numel(), self.world_size)]
+    def _shards(self, flat: Tensor, bounds: Bounds | None) -> list[Tensor]:
+        return [flat[a:b] for a, b in bounds or chunk_bounds(flat.numel(), self.world_size)]
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
         """One-dimensional tensors; of an empty tensor none."""
@@ -234,6 +240,10 @@ class SharedMemoryAllReduce:
 
     def _chunk_elements(self, flat: Tensor) -> int:
         return self._buffers.chunk_bytes // flat.element_size()
+
+
+def _num_chunks(shards: Sequence[Tensor], size: int) -> int:
+    return -(-max(shard.numel() for shard in shards) // size)
 
 
 @lru_cache(maxsize=512)

@@ -45,6 +45,10 @@ class CompressedAllReduce:
         compressor: what travels in place of the tensors.
         segment_elements: elements that are encoded, sent and decoded at a time.
 
+    Attributes:
+        ring: what reduces tensors that are no gradients and are to lose nothing.
+        step_is_finite: whether all sums of the step under way have been finite so far.
+
     Raises:
         ValueError: ``segment_elements`` is below 1.
     """
@@ -61,9 +65,9 @@ class CompressedAllReduce:
         self._segment_elements = segment_elements
         self._messages = Messages(group)
         self.rank, self.world_size = self._messages.rank, self._messages.world_size
-        self._ring = RingAllReduce(group)
+        self.ring = RingAllReduce(group)
         self._errors = ErrorFeedback() if compressor.has_error_feedback else None
-        self._step_is_finite = True
+        self.step_is_finite = True
         self._segments: dict[int, list[list[Segment]]] = {}
         self._free_buffers: dict[int, list[Buffers]] = {}
         if isinstance(compressor, PowerSGD):
@@ -92,7 +96,7 @@ class CompressedAllReduce:
         """
         pieces = tuple(pieces)
         _check(tensor, pieces)
-        self.statistics.uncompressed_bytes += self._ring.sent_bytes(tensor)
+        self.statistics.uncompressed_bytes += self.ring.sent_bytes(tensor)
         self.statistics.sent_bytes += self.sent_bytes(tensor, pieces)
         if self.world_size == 1 or self._is_warming_up():
             return PendingAllReduce(self, tensor, tensor, None, average)
@@ -105,7 +109,7 @@ class CompressedAllReduce:
     def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece]) -> int:
         """Payload in bytes that this rank sends when ``tensor`` is reduced in the step under way."""
         if self._is_warming_up():
-            return self._ring.sent_bytes(tensor)
+            return self.ring.sent_bytes(tensor)
         if isinstance(self.compressor, PowerSGD):
             return self._owners.plan(tuple(pieces)).sent_bytes(self.rank)
         return sent_bytes(self._segments_of(tensor.numel()), self.rank)
@@ -113,11 +117,11 @@ class CompressedAllReduce:
     def end_step(self) -> None:
         """Ends a step: its errors are kept if all of its sums were finite, else the state stays as it was before it."""
         if self._errors is not None:
-            self._errors.end_step(accept=self._step_is_finite)
+            self._errors.end_step(accept=self.step_is_finite)
         if isinstance(self.compressor, PowerSGD):
-            self._warm_starts.end_step(accept=self._step_is_finite)
-        self.step += self._step_is_finite
-        self._step_is_finite = True
+            self._warm_starts.end_step(accept=self.step_is_finite)
+        self.step += self.step_is_finite
+        self.step_is_finite = True
 
     def scale_errors(self, factor: float) -> None:
         """To be told between steps when gradients come in another unit: the new scale of the loss over the old one."""
@@ -155,7 +159,7 @@ class CompressedAllReduce:
         if self._errors is not None:
             errors = self._errors.state()
             for error in errors.values():
-                self._ring(error, average=True)
+                self.ring(error, average=True)
             state["errors"] = errors
         if isinstance(self.compressor, PowerSGD):
             state["warm_starts"] = self._warm_starts.state()
@@ -164,11 +168,15 @@ class CompressedAllReduce:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``, whatever the world size and the compressor were; what this one lacks is zero."""
         self.step = int(state.get("step", 0))
-        self._step_is_finite = True
+        self.step_is_finite = True
         if self._errors is not None:
             self._errors.load(state.get("errors", {}))
         if isinstance(self.compressor, PowerSGD):
             self._warm_starts.load(state.get("warm_starts", {}))
+
+    def held(self) -> list[Pieces]:
+        """The flat tensors whose errors this rank keeps, among those of the last step."""
+        return [] if self._errors is None else self._errors.held()
 
     def _is_warming_up(self) -> bool:
         return isinstance(self.compressor, PowerSGD) and self.step < self.compressor.start_step
@@ -193,9 +201,9 @@ class CompressedAllReduce:
 
     def _finish(self, tensor: Tensor, values: Tensor, exchange: OwnerSummed | LowRank | None, average: bool) -> None:
         if exchange is None:
-            self._ring(tensor, average=average)
+            self.ring(tensor, average=average)
             return
-        self._step_is_finite &= exchange.finish()
+        self.step_is_finite &= exchange.finish()
         if isinstance(exchange, OwnerSummed):
             self._free_buffers[values.numel()].append(exchange.buffers)
         if values.data_ptr() != tensor.data_ptr():
