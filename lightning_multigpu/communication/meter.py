@@ -80,6 +80,7 @@ class Meter:
         group_size: int,
         size_bytes: int,
         sent_bytes: int | None = None,
+        memory_bytes: int = 0,
         blocking: bool = False,
         ranks: str = "",
         awaited: bool = True,
@@ -92,6 +93,7 @@ class Meter:
             group_size: ranks in the group.
             size_bytes: S, the size of the tensor that the collective is about (the total over ranks for gathers).
             sent_bytes: payload that this rank sends; by default :func:`sent_share` x S.
+            memory_bytes: how much of that goes through memory shared with ranks of this host, and not over a network.
             blocking: the main thread waits for all of it.
             ranks: the members of the group, as :func:`~lightning_multigpu.communication.notes.ranks_text` writes them.
             awaited: some thread waits for it from the beginning; where not, call ``awaited()`` of the result later.
@@ -103,7 +105,7 @@ class Meter:
             )
         record = HostRecord(
             operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
-            blocking, self._clock(), clock=self._clock, note=note,
+            blocking, self._clock(), memory_bytes=memory_bytes, clock=self._clock, note=note,
         )  # fmt: skip
         self._add(record)
         return record
@@ -238,6 +240,7 @@ def _sum_up(step: PendingStep) -> StepTraffic:
             count=len(records),
             size_bytes=sum(r.size_bytes for r in records),
             sent_bytes=sum(r.sent_bytes for r in records),
+            memory_bytes=sum(r.memory_bytes for r in records),
             total_s=length(_busy(records)),
             exposed_s=length(_exposed(records, waits)),
         )

@@ -37,6 +37,7 @@ class HostRecord:
     blocking: bool
     start_s: float
     end_s: float | None = None
+    memory_bytes: int = 0
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     note: Note | None = field(default=None, repr=False)
 
@@ -76,6 +77,7 @@ class CudaRecord:
     start: torch.cuda.Event
     end: torch.cuda.Event
     recorded: bool = False
+    memory_bytes: int = 0
 
     def finish(self) -> None:
         self.end.record()

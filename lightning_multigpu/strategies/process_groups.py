@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,9 @@ class ProcessGroups:
         timeout: how long a collective may wait.
         variables: environment variables for the time of the run; those that the user has set stay as they are.
         store: through which the ranks have met; not needed where this process is in their world already.
+
+    Attributes:
+        also_cut: what else ranks may wait in: called by :meth:`cut`, before anything of its own; must not raise.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class ProcessGroups:
         self.device = device
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
+        self.also_cut: list[Callable[[], None]] = []
         self._before: dict[str, str | None] = {}
         self._port = environment.main_port
         self.own: list[dist.ProcessGroup] = []
@@ -75,15 +80,32 @@ class ProcessGroups:
 
     def new(self, axis: str, *, backend: str | None = None) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world."""
+        mine = self.over(self.lines(axis), backend=backend)
+        assert mine is not None
+        return mine
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """The ranks of each line of ``axis``; every rank of the world is in one of them."""
+        lines: list[list[int]] = (
+            self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size()).tolist()
+        )
+        return lines
+
+    def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A further group over that of ``lines`` which this rank is in, or None; a collective of the whole world.
+
+        Args:
+            lines: ranks, the same on every rank.
+            backend: None for that of the other groups.
+        """
         mine: dist.ProcessGroup | None = None
-        lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
-        for ranks in lines.tolist():
+        for ranks in lines:
             with CONNECTIONS.noted():
                 group = dist.new_group(ranks, timeout=self._timeout, backend=backend or self.backend)
             if dist.get_rank() in ranks:
                 mine = group
-        assert mine is not None
-        self.own.append(mine)
+        if mine is not None:
+            self.own.append(mine)
         return mine
 
     def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
@@ -92,6 +114,8 @@ class ProcessGroups:
 
     def cut(self) -> None:
         """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error."""
+        for cut in self.also_cut:
+            cut()
         for group in [self.world, *self.own]:
             with contextlib.suppress(Exception):
                 group.abort()

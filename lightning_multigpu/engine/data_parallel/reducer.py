@@ -12,7 +12,7 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,31 +23,42 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_multigpu.communication.compression import Piece
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.communication.notes import ranks_text
 from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
-_Job = tuple[Tensor, Future[Tensor]]
+_Job = tuple[Tensor, Sequence[Piece], Future[Tensor]]
 
 
 class GradientReducer:
     """The communication hook behind a DistributedDataParallel module.
 
-    CPU tensors travel through :class:`~lightning_multigpu.communication.ring.RingAllReduce`, CUDA tensors through
-    NCCL, or staged through the host where the group's back end is not NCCL. Whatever a hook raises is kept and raised
-    again by :meth:`finish`: torch would turn it into a cast error.
+    Tensors travel through ``all_reduce``, those of CUDA devices staged through the host; without it, and with a group
+    over NCCL, through NCCL. Whatever a hook raises is kept and raised again by :meth:`finish`: torch would turn it into
+    a cast error.
 
     Args:
         group: the ranks to average over; used by nothing else.
         meter: told of every bucket.
         axis: the name under which the meter files the traffic.
-        hook: a user's own communication hook and its state, used in place of the ring.
+        hook: a user's own communication hook and its state, used in place of ``all_reduce``.
+        all_reduce: over the same ranks; by default NCCL or, with another back end, a ring.
+        pieces: what ``all_reduce`` has to know of each parameter, if it compresses.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, meter: Meter, *, axis: str = "data", hook: tuple[Any, CommHook] | None = None
+        self,
+        group: dist.ProcessGroup,
+        meter: Meter,
+        *,
+        axis: str = "data",
+        hook: tuple[Any, CommHook] | None = None,
+        all_reduce: HierarchicalAllReduce | None = None,
+        pieces: Mapping[Tensor, Piece] | None = None,
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
@@ -55,8 +66,11 @@ class GradientReducer:
         self._meter = meter
         self._axis = axis
         self._hook = hook
-        self._nccl = dist.get_backend(group) == "nccl"
-        self._ring = None if self._nccl else RingAllReduce(group)
+        self._nccl = dist.get_backend(group) == "nccl" and all_reduce is None
+        if all_reduce is None and not self._nccl:
+            all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
+        self.all_reduce = all_reduce
+        self._pieces = pieces
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -86,15 +100,11 @@ class GradientReducer:
 
     def average(self, tensor: Tensor) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
-        sent_bytes = None if self._ring is None else self._ring.sent_bytes(tensor)
-        with self._moving(tensor, sent_bytes, blocking=True):
-            if self._ring is None:
-                dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
-            else:
-                staged = tensor.cpu()
-                self._ring(staged, average=True)
-                if staged is not tensor:
-                    tensor.copy_(staged)
+        if self.all_reduce is not None:
+            self._move(tensor, (), blocking=True)
+            return
+        with self._moving(tensor, None, blocking=True):
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
@@ -102,6 +112,8 @@ class GradientReducer:
             self._jobs.put(None)
             self._thread.join(timeout=5)
             self._thread = None
+        if self.all_reduce is not None:
+            self.all_reduce.close()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
@@ -110,7 +122,7 @@ class GradientReducer:
                 return self._reduce_by_user_hook(*self._hook, bucket)
             if self._nccl:
                 return self._reduce_by_nccl(bucket.buffer())
-            return self._reduce_by_ring(bucket.buffer())
+            return self._reduce_in_thread(bucket)
         except BaseException as error:
             return self._failed(error, bucket.buffer())
         finally:
@@ -119,43 +131,45 @@ class GradientReducer:
             else:
                 self._last_bucket_s = self._meter.now()
 
-    def _reduce_by_ring(self, buffer: Tensor) -> Future[Tensor]:
+    def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        pieces = () if self._pieces is None else tuple(self._pieces[parameter] for parameter in bucket.parameters())
         future: Future[Tensor] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
             self._thread.start()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()
-        self._jobs.put((buffer, future))
+        self._jobs.put((buffer, pieces, future))
         return future
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            buffer, future = job
+            buffer, pieces, future = job
             if self._error is None:
                 try:
-                    self._move(buffer)
+                    self._move(buffer, pieces)
                 except BaseException as error:
                     self._error = error
             future.set_result(buffer)
 
-    def _move(self, buffer: Tensor) -> None:
-        assert self._ring is not None
+    def _move(self, buffer: Tensor, pieces: Sequence[Piece], *, blocking: bool = False) -> None:
+        assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            with self._moving(buffer, _sparse_bytes(buffer)):
+            with self._moving(buffer, SentBytes(_sparse_bytes(buffer), 0)):
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self._world_size)
         else:
             staged = buffer.cpu()
-            with self._moving(buffer, self._ring.sent_bytes(staged)):
-                self._ring(staged, average=True)
+            with self._moving(buffer, self.all_reduce.sent_bytes(staged, pieces), blocking=blocking):
+                self.all_reduce(staged, pieces, average=True)
                 if staged is not buffer:
                     buffer.copy_(staged)
 
     @contextmanager
-    def _moving(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Iterator[None]:
-        transfer = self._begin(buffer, sent_bytes, blocking=blocking)
+    def _moving(self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False) -> Iterator[None]:
+        transfer = self._begin(buffer, sent, blocking=blocking)
         try:
             yield
         except BaseException:
@@ -203,13 +217,14 @@ class GradientReducer:
         future.add_done_callback(ended)
         return checked
 
-    def _begin(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Transfer:
+    def _begin(self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False) -> Transfer:
         return self._meter.begin(
             "all_reduce",
             group=self._axis,
             group_size=self._world_size,
             size_bytes=_size_bytes(buffer),
-            sent_bytes=sent_bytes,
+            sent_bytes=None if sent is None else sent.network + sent.memory,
+            memory_bytes=0 if sent is None else sent.memory,
             blocking=blocking,
             ranks=self._ranks,
         )
