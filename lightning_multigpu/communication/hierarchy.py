@@ -16,7 +16,6 @@ their share of that at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, cut, whole_bounds
+from lightning_multigpu.communication.compression.pieces import Pieces
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
@@ -59,6 +59,7 @@ class HierarchicalAllReduce:
         self.inside = inside
         self.between = between
         self._inside_group = inside_group
+        self._parts: dict[Pieces, Pieces] = {}  # of each tensor, the part that this rank reduces
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
@@ -97,8 +98,11 @@ class HierarchicalAllReduce:
             return tensor
         bounds = self._bounds(flat, pieces)
         start, end = bounds[self.inside.rank]
+        own = cut(pieces, start, end)
+        if pieces:
+            self._share_errors(tuple(pieces), own)
         shard = self.inside.reduce_scatter(flat, average=average, bounds=bounds)
-        self._reduce_between(shard, cut(pieces, start, end), average)
+        self._reduce_between(shard, own, average)
         self.inside.all_gather(flat, bounds=bounds)
         return tensor
 
@@ -125,13 +129,14 @@ class HierarchicalAllReduce:
         state = compressed.state_dict()
         if self.inside is None:
             return state
-        held = [piece for pieces in compressed.held() for piece in pieces]
         if "errors" in state:
             errors = state["errors"]
-            merged = {name: self._merged(errors.get(name), held, name, shapes[name]) for name in shapes}
-            state["errors"] = {name: error for name, error in sorted(merged.items()) if error is not None}
+            for name, shape in shapes.items():  # each rank of the host has errors of its own parts
+                error = self.inside(errors.pop(name, torch.zeros(shape)))
+                if error.any():
+                    errors[name] = error
         if "warm_starts" in state:
-            names = {piece.name for piece in held}
+            names = {piece.name for own in self._parts.values() for piece in own}
             mine = {name: factor for name, factor in state["warm_starts"].items() if name in names}
             everybodys: list[dict[str, Tensor]] = [{} for _ in range(self.inside.world_size)]
             dist.all_gather_object(everybodys, mine, group=self._inside_group)
@@ -141,8 +146,11 @@ class HierarchicalAllReduce:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from what :meth:`state_dict` has returned, whatever the ranks and the compression were."""
-        if self.compressed is not None:
-            self.compressed.load_state_dict(state)
+        if self.compressed is None:
+            return
+        first = self.inside is None or self.inside.rank == 0  # which hands errors on, see share_errors
+        self.compressed.load_state_dict(state if first else {**state, "errors": {}})
+        self._parts = {}
 
     def scale_errors(self, factor: float) -> None:
         """To be told between steps when gradients come in another unit: the new scale of the loss over the old one."""
@@ -166,22 +174,17 @@ class HierarchicalAllReduce:
             return whole_bounds(pieces, self.inside.world_size)
         return chunk_bounds(flat.numel(), self.inside.world_size)
 
-    def _merged(self, error: Tensor | None, held: Sequence[Piece], name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The error of a parameter, of which each rank of this host knows its own part; None if all of it is zero.
-
-        What nobody had in the last step has come from a checkpoint, and is the same on all ranks.
-        """
-        assert self.inside is not None
-        known = torch.zeros(math.prod(shape)) if error is None else error.reshape(-1)
-        merged, holders = torch.zeros_like(known), torch.zeros_like(known)
-        for piece in held:
-            if piece.name == name:
-                merged[piece.start : piece.stop] = known[piece.start : piece.stop]
-                holders[piece.start : piece.stop] = 1
-        self.inside(merged)
-        self.inside(holders)
-        merged = torch.where(holders == 0, known, merged)
-        return merged.view(shape) if merged.any() else None
+    def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
+        """Hands errors on to the ranks of this host that now reduce them, when a tensor is composed anew."""
+        if self.compressed is None or pieces in self._parts:
+            return
+        assert self._inside_group is not None
+        self.compressed.share_errors(pieces, own, self._inside_group)
+        names = {piece.name for piece in pieces}
+        self._parts = {
+            known: part for known, part in self._parts.items() if names.isdisjoint(piece.name for piece in known)
+        }
+        self._parts[pieces] = own
 
     def _reduce_between(self, shard: Tensor, pieces: Sequence[Piece], average: bool) -> None:
         if shard.numel() == 0 or self.between is None:

@@ -86,10 +86,8 @@ class ProcessGroups:
 
     def lines(self, axis: str) -> list[list[int]]:
         """The ranks of each line of ``axis``; every rank of the world is in one of them."""
-        lines: list[list[int]] = (
-            self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size()).tolist()
-        )
-        return lines
+        ranks = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
+        return [list(line) for line in ranks.tolist()]
 
     def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
         """A further group over that of ``lines`` which this rank is in, or None; a collective of the whole world.

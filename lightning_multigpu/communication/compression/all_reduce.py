@@ -174,10 +174,6 @@ class CompressedAllReduce:
         if isinstance(self.compressor, PowerSGD):
             self._warm_starts.load(state.get("warm_starts", {}))
 
-    def held(self) -> list[Pieces]:
-        """The flat tensors whose errors this rank keeps, among those of the last step."""
-        return [] if self._errors is None else self._errors.held()
-
     def _is_warming_up(self) -> bool:
         return isinstance(self.compressor, PowerSGD) and self.step < self.compressor.start_step
 

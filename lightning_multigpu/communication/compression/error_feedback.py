@@ -27,7 +27,6 @@ class _Errors:
         self.before = before
         self.after = torch.empty_like(before)
         self.written = False
-        self.step = 0
 
     def accept(self) -> None:
         if self.written:
@@ -47,7 +46,6 @@ class ErrorFeedback:
         # Flattened parameters whose errors belong to no known tensor: those of a checkpoint, and of former buckets.
         self._others: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._step = 0
 
     def begin(self, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """The errors to add to the flat tensor of these pieces, and where those of this step belong, all of them.
@@ -59,7 +57,6 @@ class ErrorFeedback:
             errors = self._tensors[pieces] = _Errors(self.take(pieces))
         errors.accept()
         errors.written = True
-        errors.step = self._step
         return errors.before, errors.after
 
     def end_step(self, *, accept: bool) -> None:
@@ -68,11 +65,6 @@ class ErrorFeedback:
             if accept:
                 errors.accept()
             errors.written = False
-        self._step += 1
-
-    def held(self) -> list[Pieces]:
-        """The flat tensors that this rank had in the last step or has had in this one: their errors are its own."""
-        return [pieces for pieces, errors in self._tensors.items() if errors.step >= self._step - 1]
 
     def scale(self, factor: float) -> None:
         """Multiplies all errors, when the unit of the gradients has changed (the scale of the loss, for example)."""
