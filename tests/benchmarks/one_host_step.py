@@ -23,7 +23,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 
 BLOCKS = 12
@@ -43,7 +45,9 @@ class Candidate:
         self.module = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(1024, 10)))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
         if name not in (NONE, STOCK):
-            self.reducer = GradientReducer(dist.new_group(backend="gloo"), Meter(), one_host=name == "shared memory")
+            group = dist.new_group(backend="gloo")
+            shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None) if name == "shared memory" else None
+            self.reducer = GradientReducer(group, Meter(), all_reduce=shared)
             self.reducer.attach(self.module)
 
     def step(self, batch: torch.Tensor) -> None:

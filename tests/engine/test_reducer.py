@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.barrier import ConnectionLostError
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from tests.world import World, init_group
 
@@ -23,7 +23,8 @@ from tests.world import World, init_group
 def reducer(meter: Meter, *, one_host: bool) -> Iterator[GradientReducer]:
     init_group()
     group = dist.new_group(backend="gloo")
-    found = GradientReducer(group, meter, one_host=one_host)
+    shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None) if one_host else None
+    found = GradientReducer(group, meter, all_reduce=shared)
     try:
         yield found
     finally:
@@ -77,38 +78,13 @@ def test_gradients_are_averaged_and_their_bytes_counted(world: World, one_host: 
     assert [sum(step) for step in zip(*(sent for _, sent in results), strict=True)] == [per_step, per_step]
 
 
-def without_shared_memory() -> tuple[list[str], float]:
-    original = os.posix_fallocate
-
-    def refuse(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    os.posix_fallocate = refuse
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with reducer(Meter(), one_host=True) as reduce:
-                tensor = torch.full((5,), float(dist.get_rank()))
-                reduce.average(tensor)
-    finally:
-        os.posix_fallocate = original
-    return [str(warning.message) for warning in caught], float(tensor[0])
-
-
-def test_falls_back_to_the_ring_with_one_warning(world4: World) -> None:
-    results = world4.run(without_shared_memory)
-    assert [average for _, average in results] == [1.5] * 4
-    [message] = [message for messages, _ in results for message in messages]
-    assert "No space left on device" in message
-    assert "TCP" in message
-
-
 def aborted() -> None:
     with reducer(Meter(), one_host=True) as reduce:
         if dist.get_rank() == 0:
             module = DistributedDataParallel(nn.Linear(3, 3), process_group=dist.new_group([0], backend="gloo"))
             reduce.attach(module)
-            reduce.abort()
+            assert reduce.all_reduce is not None
+            reduce.all_reduce.abort()
             module(torch.ones(2, 3)).sum().backward()
             with pytest.raises(ConnectionLostError, match="aborted"):
                 reduce.finish()
