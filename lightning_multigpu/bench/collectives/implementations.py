@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_multigpu.bench.collectives.operations import Buffers
 from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
 
 Call = Callable[[Buffers], object]
 """Does one operation on prepared tensors; on return (on a GPU: when the current stream gets there) it is done."""
@@ -86,7 +87,25 @@ def ring(group: dist.ProcessGroup) -> dict[str, Call]:
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
+def shared_memory(group: dist.ProcessGroup) -> dict[str, Call]:
+    """What ``ring_ddp`` does between the ranks of one host; where they are on several, it cannot be had."""
+    collectives = SharedMemoryAllReduce(group)
+    return {
+        "all_reduce": lambda b: collectives(b.output),
+        "broadcast": lambda b: collectives.broadcast(b.output, 0),
+        "barrier": lambda b: collectives.barrier(),
+    }
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        "shared_memory",
+        "gloo",
+        shared_memory,
+        "this pack's shared memory, for the ranks of one host",
+        ("all_reduce", "broadcast", "barrier"),
+        ("cpu",),
+    ),
     Implementation("ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)),
     Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
     Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
