@@ -208,7 +208,7 @@ class FailureWatch:
         """
         self.failed = True
         self._lasts = False
-        _limit_exit(self.timeout_s)
+        _limit_exit(self.timeout_s, from_exit=not isinstance(error, Exception))
         board = self._board
         if board is None:
             return self._settle_while_joining(error)
@@ -338,16 +338,17 @@ def _show_waits(lines: list[str]) -> None:
     sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(lines)))
 
 
-def _limit_exit(timeout_s: float) -> None:
+def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
     """Sees to it that a process of a failed job, once it exits, does so in time.
 
     Then the guardian does not watch any more, and threads of a back end can wait for hosts that are gone. A program
-    that goes on after the failure is left in peace until it exits.
+    that goes on after the failure is left in peace until it exits. With ``from_exit`` the time begins there: what was
+    told to end by a signal may have saved until then, and ends in order.
     """
     failed_s = time.monotonic()
 
     def end() -> None:
-        left_s = failed_s + timeout_s - time.monotonic()
+        left_s = timeout_s if from_exit else failed_s + timeout_s - time.monotonic()
         # The default action needs no Python, which may have gone when the time is over.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_the_second_interrupt_ends_all_at_once(capfd: pytest.CaptureFixture[str]
             return text in printed
 
         os.kill(job.guardian.pid, signal.SIGINT)
+        time.sleep(0.05)
         os.kill(job.guardian.pid, signal.SIGINT)  # as `timeout` does, which signals the process and its group
         assert eventually(lambda: says("Another Ctrl-C ends it at once."))
         with pytest.raises(subprocess.TimeoutExpired):
