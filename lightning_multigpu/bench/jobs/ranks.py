@@ -119,9 +119,9 @@ class LocalRanks:
             failed = {index: value for index, (word, value) in answers.items() if word == kind}
             if failed:
                 ranks = tuple(self._seats[index].rank for index in sorted(failed))
-                index = next(iter(failed))  # the first in time: others may only have followed
-                first = self._seats[index].rank
-                return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {failed[index]}")
+                reason = next(iter(failed.values()))  # the first in time: others may only have followed
+                first = self._seats[min(index for index in failed if failed[index] == reason)].rank
+                return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {reason}")
         late = tuple(seat.rank for index, seat in enumerate(self._seats) if index not in answers)
         return Failure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
 
