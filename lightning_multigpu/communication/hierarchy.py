@@ -17,7 +17,7 @@ their share of that at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,20 @@ class SentBytes(NamedTuple):
 
     network: int
     memory: int
+
+
+class Pending(Protocol):
+    """A tensor that is being reduced."""
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, reduced."""
+
+
+class _Done(NamedTuple):
+    tensor: Tensor
+
+    def finish(self) -> Tensor:
+        return self.tensor
 
 
 class HierarchicalAllReduce:
@@ -105,6 +119,18 @@ class HierarchicalAllReduce:
         self._reduce_between(shard, own, average)
         self.inside.all_gather(flat, bounds=bounds)
         return tensor
+
+    def begin(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Pending:
+        """As a call, but may return while this rank's parts are still on their way; ``finish()`` does the rest.
+
+        Compressed tensors then travel while the next one is encoded. Ranks need not begin and finish in the same order
+        as others do, but each finishes in the order in which it began.
+        """
+        if self.inside is None and self.compressed is not None and pieces:
+            return self.compressed.begin(tensor, pieces, average=average)
+        # Within a host all ranks take the same steps in the same order, so that there is nothing to begin early.
+        self(tensor, pieces, average=average)
+        return _Done(tensor)
 
     def end_step(self) -> None:
         """To be told after each optimizer step: compression then keeps the errors of the step; a collective."""

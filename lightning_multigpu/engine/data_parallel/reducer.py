@@ -13,7 +13,7 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
+_UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
 _Job = tuple[Tensor, Sequence[Piece], Future[Tensor]]
 
 
@@ -144,14 +145,60 @@ class GradientReducer:
         return future
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            buffer, pieces, future = job
-            if self._error is None:
-                try:
-                    self._move(buffer, pieces)
-                except BaseException as error:
-                    self._error = error
-            future.set_result(buffer)
+        """Begins with a bucket before it finishes the one before, if the next is there already."""
+        under_way: _UnderWay | None = None
+        closing = False
+        while not closing:
+            begun: _UnderWay | None = None
+            with suppress(queue.Empty):
+                job = self._jobs.get(block=under_way is None)
+                closing = job is None
+                begun = None if job is None else self._begin_job(*job)
+            if under_way is not None:
+                self._finish_job(*under_way)
+            under_way = begun
+
+    def _begin_job(self, buffer: Tensor, pieces: Sequence[Piece], future: Future[Tensor]) -> "_UnderWay":
+        finish = _nothing
+        if self._error is None:
+            try:
+                finish = self._begin_move(buffer, pieces)
+            except BaseException as error:
+                self._error = error
+        return finish, buffer, future
+
+    def _finish_job(self, finish: Callable[[], None], buffer: Tensor, future: Future[Tensor]) -> None:
+        if self._error is None:
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+        future.set_result(buffer)
+
+    def _begin_move(self, buffer: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
+        assert self.all_reduce is not None
+        if buffer.is_sparse:
+            self._move(buffer, pieces)
+            return _nothing
+        staged = buffer.cpu()
+        transfer = self._begin(buffer, self.all_reduce.sent_bytes(staged, pieces))
+        try:
+            pending = self.all_reduce.begin(staged, pieces, average=True)
+        except BaseException:
+            transfer.broke()
+            raise
+
+        def finish() -> None:
+            try:
+                pending.finish()
+                if staged is not buffer:
+                    buffer.copy_(staged)
+            except BaseException:
+                transfer.broke()
+                raise
+            transfer.finish()
+
+        return finish
 
     def _move(self, buffer: Tensor, pieces: Sequence[Piece], *, blocking: bool = False) -> None:
         assert self.all_reduce is not None
@@ -234,6 +281,10 @@ class GradientReducer:
         future: Future[Tensor] = Future()
         future.set_result(buffer)
         return future
+
+
+def _nothing() -> None:
+    pass
 
 
 def _run_hook(reducer: GradientReducer, bucket: GradBucket) -> Future[Tensor]:
