@@ -21,6 +21,7 @@ from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.stacks import answer_stack_signal
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
+from lightning_multigpu.guardian.workers import remove_temporary
 
 OnFailure = Callable[[Failure], None]
 _CREDENTIALS = "3i"
@@ -65,6 +66,7 @@ class GuardianClient:
         self.rank = rank
         self.failure: Failure | None = None
         self.waited: list[str] = []
+        self._temporary: str | None = None
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
         self._all_at_end = threading.Event()
@@ -139,6 +141,7 @@ class GuardianClient:
 
     def uses_temporary(self, directory: str) -> None:
         """Names multiprocessing's directory of this rank: it is removed if the rank cannot do so any more."""
+        self._temporary = directory
         self._send("temporary", directory=directory)
 
     def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
@@ -278,6 +281,8 @@ class GuardianClient:
         if not self._leaving.wait(self._end_s):
             why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
             sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
+            if self._temporary is not None:
+                remove_temporary(self._temporary)
             os.kill(self._process, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:

@@ -137,7 +137,8 @@ class FailureWatch:
         Raises:
             RankFailedError: it has not; :meth:`settle` finds out what has happened.
         """
-        failure = None if self.watching is None else self.watching.finish()
+        board, watching = self._board, self.watching
+        failure = None if board is None or watching is None else watching.finish(board.world_size)
         if failure is not None:
             raise RankFailedError(failure.describe())
         self._lasts = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.interface import source_address
-from lightning_multigpu.communication.notes import Notes
+from lightning_multigpu.communication.notes import Notes, ranks_text
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.guardian.meeting_place import find, start_at
 from lightning_multigpu.guardian.start import ADDRESS, SECRET
@@ -143,9 +143,14 @@ class Watching:
         """This rank has received its first or second SIGINT."""
         self._client.interrupted(number)
 
-    def finish(self) -> Failure | None:
+    def finish(self, world_size: int) -> Failure | None:
         """Waits until all ranks have come to the end of the run, or one has failed: returns that failure."""
-        return self._client.finish()
+        ranks = ranks_text(range(world_size))
+        note = self.notes.began("barrier", group="end of the run", ranks=ranks, group_size=world_size, size_bytes=0)
+        failure = self._client.finish()
+        if note is not None:
+            note.ended()
+        return failure
 
     def shown(self) -> None:
         """This rank shows the failure in its terminal."""

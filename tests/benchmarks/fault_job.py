@@ -95,7 +95,8 @@ class Outcome:
             return self.reported or (self.names_rank and 0 not in self.statuses)  # joining has a limit of time
         if self.is_control:
             return set(self.statuses) == {0} and (weights is None or _agree(self.weights, weights))
-        return self.names_rank and 0 not in self.statuses
+        # A signal that ends all ranks in order is the failure of none.
+        return 0 not in self.statuses and (self.names_rank or self.kind in ("interrupt", "terminate"))
 
     def of_process(self, index: int) -> str:
         """The output of one of the processes that the user started."""
