@@ -155,7 +155,8 @@ class FaultJob:
         if kind in REPORTED:
             orphans, leaks = 0, []
         leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
-        if not left:  # else they are what processes had that have just been ended
+        # Else they are what processes had that have just been ended; a host that vanishes takes its own with it.
+        if not left and kind != "vanish":
             leaks += [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
         leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not is_whole(path)]
         output = self._output()
