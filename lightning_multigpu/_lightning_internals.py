@@ -9,6 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    # CUDA that is in use cannot be forked.
+    _check_bad_cuda_fork as check_cuda_fork,
+)
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    # A script whose work is not under `if __name__ == "__main__"` would be run again by each spawned process.
+    _check_missing_main_guard as check_main_guard,
+)
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
+    _disable_module_memory_sharing as disable_module_memory_sharing,
+)
 from lightning.fabric.utilities.distributed import (
     # What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
     _set_num_threads_if_needed as set_num_threads_if_needed,
@@ -27,15 +39,29 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    # What a spawned rank takes over from the process that starts it: random states, torch's deterministic settings.
+    _GlobalStateSnapshot as GlobalStateSnapshot,
+)
+from lightning.pytorch.trainer.call import (
+    # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
+    _interrupt as interrupt,
+)
 
 __all__ = [
     "IS_INTERACTIVE",
+    "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "argument_of",
+    "check_cuda_fork",
+    "check_main_guard",
+    "disable_module_memory_sharing",
     "further_ddp_options",
+    "interrupt",
     "logger_step",
     "logging_as",
+    "restore_handler_at_teardown",
     "set_num_threads_if_needed",
     "writes_logs_after_this_batch",
 ]
@@ -93,3 +119,13 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+def restore_handler_at_teardown(trainer: Trainer, signum: int, handler: Any) -> None:
+    """Lets Lightning give a signal back to ``handler``, and not to ours, which it has found at the start of the run.
+
+    It puts back the handlers of all signals, also of those that it has never touched.
+    """
+    connector = trainer._signal_connector
+    if signum in connector._original_handlers:
+        connector._original_handlers[signum] = handler

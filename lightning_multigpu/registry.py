@@ -45,9 +45,10 @@ class Regime:
 
 _RING_DDP: dict[str, Any] = {
     "compute": "all workers, each on its share of the batch",
-    "gradients": "to ring neighbours: reduce-scatter, then all-gather, while backward still runs",
+    "gradients": "within a host through shared memory, between hosts to ring neighbours (reduce-scatter, then "
+    "all-gather), while backward still runs",
     "model": "broadcast once at the start; every worker applies the same update",
-    "bytes_per_step": "2(N-1)/N x S sent per worker",
+    "bytes_per_step": "2(n-1)/n x S sent per node; within a node S written to its memory per worker",
 }
 
 _PIPELINE: dict[str, Any] = {

@@ -32,7 +32,7 @@ _ENVIRONMENT_THAT_MAY_CHANGE = frozenset({
 # One for the life of the process, started by the standard library or by tqdm at first use.
 _THREADS_THAT_MAY_STAY = ("tqdm_monitor", "TMonitor", "pymp-", "QueueFeederThread")
 _CHILDREN_THAT_MAY_STAY = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-_FILES_THAT_MAY_STAY = ("/dev/null", "/dev/random", "/dev/urandom", "/proc/", "/sys/")
+_FILES_THAT_MAY_STAY = ("/memfd:rank-stacks", "/dev/null", "/dev/random", "/dev/urandom", "/proc/", "/sys/")
 
 # Without SIGCHLD: torch's DataLoader sets its handler for it once a process, for good, and relies on it.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

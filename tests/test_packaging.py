@@ -82,7 +82,7 @@ class TestPins:
     def test_each_is_within_the_ranges(self) -> None:
         versions = {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in PINS}
         extras = PROJECT["optional-dependencies"]
-        installed = [*PROJECT["dependencies"], *extras["dev"], *extras["examples"], *extras["gpu"]]
+        installed = [*PROJECT["dependencies"], *extras["dev"], *extras["examples"], *extras["gpu"], *extras["plot"]]
         for need in map(Requirement, installed):
             name = canonicalize_name(need.name)
             if name != PROJECT["name"]:

@@ -26,6 +26,7 @@ def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
         "communication/total_ms": (step.total_s * 1e3, 1.0),
         "communication/exposed_ms": (step.exposed_s * 1e3, 1.0),
         "communication/sent_bytes": (float(step.sent_bytes), 1.0),
+        "communication/memory_bytes": (float(step.memory_bytes), 1.0),
     }
     gradients = [totals for totals in step.of("all_reduce", DATA_AXIS) if totals.group_size > 1]
     seconds = sum(totals.total_s for totals in gradients)

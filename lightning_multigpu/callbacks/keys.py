@@ -108,6 +108,13 @@ KEYS: tuple[Key, ...] = (
         aggregation="mean",
     ),
     Key(
+        name="communication/memory_bytes",
+        unit="bytes",
+        meaning="the part of sent_bytes that goes through memory shared with ranks of the same host",
+        per_rank="bytes that this rank wrote to shared memory in this optimizer step",
+        aggregation="mean",
+    ),
+    Key(
         name="communication/algbw_gb_per_sec",
         unit="GB/s (1e9 bytes)",
         meaning="algorithm bandwidth of the gradient all-reduces",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.notes import ranks_text
 
 _REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -36,7 +37,9 @@ class MeteredGroup:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.first_rank = dist.get_process_group_ranks(group)[0]
+        ranks = dist.get_process_group_ranks(group)
+        self.first_rank = ranks[0]
+        self._ranks = ranks_text(ranks)
         self._meter = meter
         self._name = name
         self._device = device
@@ -143,6 +146,7 @@ class MeteredGroup:
             group_size=self.size,
             size_bytes=size_bytes,
             sent_bytes=None if sends else 0,
+            ranks=self._ranks,
         )
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 
 _DESCRIPTORS = "/proc/self/fd"
+_CUT_AGAIN_S = 0.5
 
 
 class Connections:
@@ -20,13 +22,36 @@ class Connections:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
+        self._before: list[set[str]] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Takes down what this process opens within the block."""
-        before = set(_sockets().values())
-        yield
-        self._names |= set(_sockets().values()) - before
+        """Takes down what this process opens within the block; :meth:`cut` already knows of it there."""
+        self._before.append(set(_sockets().values()))
+        try:
+            yield
+        finally:
+            self._names |= set(_sockets().values()) - self._before.pop()
+
+    @contextlib.contextmanager
+    def cut_after(self, timeout_s: float) -> Iterator[None]:
+        """Within the block, which is noted, everything is cut from ``timeout_s`` on: again and again, some try anew."""
+        over = threading.Event()
+
+        def cut() -> None:
+            pause_s = timeout_s
+            while not over.wait(pause_s):
+                self.cut()
+                pause_s = _CUT_AGAIN_S
+
+        thread = threading.Thread(target=cut, name="cut-connections", daemon=True)
+        with self.noted():
+            thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                thread.join()
 
     def cut(self, *, except_port: int | None = None) -> int:
         """Shuts the noted connections down; returns how many there were.
@@ -35,8 +60,10 @@ class Connections:
             except_port: connections from or to this port stay: that of the store, which ranks still read from.
         """
         cut = 0
+        before = self._before[0] if self._before else None
         for descriptor, name in _sockets().items():
-            if name in self._names and _shut_down(descriptor, except_port):
+            is_noted = name in self._names or (before is not None and name not in before)
+            if is_noted and _shut_down(descriptor, except_port):
                 cut += 1
         return cut
 

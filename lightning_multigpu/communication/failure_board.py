@@ -36,7 +36,7 @@ class RankFailure:
     pickled: bytes | None = None
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, step: int | None) -> RankFailure:
+    def of(cls, error: BaseException, *, rank: int | None, step: int | None) -> RankFailure:
         try:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
@@ -47,7 +47,7 @@ class RankFailure:
             host=socket.gethostname(),
             pid=os.getpid(),
             step=step,
-            reason=f"{type(error).__name__}: {error}",
+            reason=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
             traceback="".join(traceback.format_exception(error)),
             pickled=pickled,
         )
@@ -62,12 +62,24 @@ class RankFailure:
         where = ", ".join(detail for detail in details if detail)
         return f"{who} ({where}) failed: {self.reason}" if where else f"{who} failed: {self.reason}"
 
+    def summary(self) -> str:
+        """As :meth:`describe`, without further lines of the reason."""
+        return self.describe().partition("\n")[0]
+
     def exception(self) -> BaseException:
         """The exception of the failed rank, to be raised on another one; its own traceback stands in a note."""
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)
+        if type(error) is SystemExit:  # with which status one rank leaves is no matter of the others
+            error = RankFailedError(self.describe())
         if self.rank is not None:
             error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
+        error.__rank_failure__ = self  # type: ignore[attr-defined]
         return error
+
+    @staticmethod
+    def behind(error: BaseException) -> RankFailure | None:
+        """The failure that ``error`` was made of by :meth:`exception`, or None if it is of another origin."""
+        return getattr(error, "__rank_failure__", None)
 
 
 class RankFailedError(RuntimeError):

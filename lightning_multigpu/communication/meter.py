@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_multigpu.communication.notes import Notes
 from lightning_multigpu.communication.records import (
     CudaRecord,
     CudaWait,
@@ -45,12 +46,17 @@ class Meter:
     Args:
         history: how many steps :attr:`steps` keeps.
         clock: seconds, monotonic.
+
+    Attributes:
+        notes: told of each transfer on the host's clock as it begins and ends, so that others can see what this rank
+            waits for; None for nobody. Transfers on CUDA streams are not noted: the host does not wait in them.
     """
 
     def __init__(self, *, history: int = 4096, clock: Callable[[], float] = time.perf_counter) -> None:
         if history < 1:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
+        self.notes: Notes | None = None
         self._clock = clock
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()
@@ -74,9 +80,12 @@ class Meter:
         group_size: int,
         size_bytes: int,
         sent_bytes: int | None = None,
+        memory_bytes: int = 0,
         blocking: bool = False,
+        ranks: str = "",
+        awaited: bool = True,
     ) -> Transfer:
-        """Starts the clock of one transfer; the caller ends it with ``finish()``.
+        """Starts the clock of one transfer; the caller ends it with ``finish()``, or with ``broke()`` at an error.
 
         Args:
             operation: the collective's name as in ``torch.distributed``, ``"all_reduce"`` for example.
@@ -84,11 +93,19 @@ class Meter:
             group_size: ranks in the group.
             size_bytes: S, the size of the tensor that the collective is about (the total over ranks for gathers).
             sent_bytes: payload that this rank sends; by default :func:`sent_share` x S.
+            memory_bytes: how much of that goes through memory shared with ranks of this host, and not over a network.
             blocking: the main thread waits for all of it.
+            ranks: the members of the group, as :func:`~lightning_multigpu.communication.notes.ranks_text` writes them.
+            awaited: some thread waits for it from the beginning; where not, call ``awaited()`` of the result later.
         """
+        note = None
+        if self.notes is not None:
+            note = self.notes.began(
+                operation, group=group, ranks=ranks, group_size=group_size, size_bytes=size_bytes, awaited=awaited
+            )
         record = HostRecord(
             operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
-            blocking, self._clock(), clock=self._clock,
+            blocking, self._clock(), memory_bytes=memory_bytes, clock=self._clock, note=note,
         )  # fmt: skip
         self._add(record)
         return record
@@ -113,16 +130,26 @@ class Meter:
 
     @contextmanager
     def blocking(
-        self, operation: str, *, group: str, group_size: int, size_bytes: int, sent_bytes: int | None = None
+        self,
+        operation: str,
+        *,
+        group: str,
+        group_size: int,
+        size_bytes: int,
+        sent_bytes: int | None = None,
+        ranks: str = "",
     ) -> Iterator[None]:
         """Meters a collective that the main thread waits for."""
         transfer = self.begin(
-            operation, group=group, group_size=group_size, size_bytes=size_bytes, sent_bytes=sent_bytes, blocking=True
-        )
+            operation, group=group, group_size=group_size, size_bytes=size_bytes, sent_bytes=sent_bytes, blocking=True,
+            ranks=ranks,
+        )  # fmt: skip
         try:
             yield
-        finally:
-            transfer.finish()
+        except BaseException:
+            transfer.broke()
+            raise
+        transfer.finish()
 
     def waited(self, start_s: float, end_s: float) -> None:
         """The main thread waited for transfers from ``start_s`` to ``end_s`` on the meter's clock."""
@@ -213,6 +240,7 @@ def _sum_up(step: PendingStep) -> StepTraffic:
             count=len(records),
             size_bytes=sum(r.size_bytes for r in records),
             sent_bytes=sum(r.sent_bytes for r in records),
+            memory_bytes=sum(r.memory_bytes for r in records),
             total_s=length(_busy(records)),
             exposed_s=length(_exposed(records, waits)),
         )

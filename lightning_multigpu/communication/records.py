@@ -9,13 +9,20 @@ from typing import Protocol
 
 import torch
 
+from lightning_multigpu.communication.notes import Note
 from lightning_multigpu.communication.traffic import Interval
 
 
 class Transfer(Protocol):
-    """One transfer under way. :meth:`finish` is called once, by whichever thread sees it end."""
+    """One transfer under way. :meth:`finish` is called once, by whichever thread sees it end, or else :meth:`broke`."""
 
     def finish(self) -> None: ...
+
+    def awaited(self) -> None:
+        """From now on the calling thread does nothing but wait for it."""
+
+    def broke(self) -> None:
+        """It has raised an error, and will not be finished."""
 
 
 @dataclass
@@ -30,10 +37,23 @@ class HostRecord:
     blocking: bool
     start_s: float
     end_s: float | None = None
+    memory_bytes: int = 0
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
+    note: Note | None = field(default=None, repr=False)
 
     def finish(self) -> None:
         self.end_s = self.clock()
+        if self.note is not None:
+            self.note.ended()
+
+    def awaited(self) -> None:
+        if self.note is not None:
+            self.note.awaited()
+
+    def broke(self) -> None:
+        self.end_s = self.clock()
+        if self.note is not None:
+            self.note.broke()
 
     def done(self) -> bool:
         return self.end_s is not None
@@ -57,10 +77,17 @@ class CudaRecord:
     start: torch.cuda.Event
     end: torch.cuda.Event
     recorded: bool = False
+    memory_bytes: int = 0
 
     def finish(self) -> None:
         self.end.record()
         self.recorded = True
+
+    def awaited(self) -> None:
+        """Nothing to note: the host does not know when a stream waits."""
+
+    def broke(self) -> None:
+        self.finish()
 
     def done(self) -> bool:
         return self.recorded and bool(self.end.query())  # type: ignore[no-untyped-call]

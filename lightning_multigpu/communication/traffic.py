@@ -45,7 +45,8 @@ class OperationTotals:
     """All transfers of one operation over one group within one optimizer step, as this rank saw them.
 
     ``total_s`` is the time during which at least one of them was under way, ``exposed_s`` the part of it in which the
-    main thread waited (on a GPU: the compute stream).
+    main thread waited (on a GPU: the compute stream). ``memory_bytes`` is the part of ``sent_bytes`` that went through
+    memory shared with other ranks of this host.
     """
 
     operation: str
@@ -56,6 +57,7 @@ class OperationTotals:
     sent_bytes: int
     total_s: float
     exposed_s: float
+    memory_bytes: int = 0
 
     @property
     def hidden_s(self) -> float:
@@ -91,6 +93,11 @@ class StepTraffic:
     @property
     def sent_bytes(self) -> int:
         return sum(totals.sent_bytes for totals in self.operations)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The part of :attr:`sent_bytes` that went through memory shared with other ranks of this host."""
+        return sum(totals.memory_bytes for totals in self.operations)
 
     def of(self, operation: str, group: str | None = None) -> list[OperationTotals]:
         """The totals of ``operation``, one a group; of ``group`` only, if given."""

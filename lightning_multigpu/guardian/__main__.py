@@ -18,6 +18,20 @@ for _name, _path in (("lightning_multigpu", os.path.dirname(_HERE)), ("lightning
 
 from lightning_multigpu.guardian.process import Process  # noqa: E402
 
+# The guardian is in the process group of the ranks, so that it sees Ctrl-C: what else a terminal or a supervisor sends
+# to all of it, such as Ctrl-Z, is not for the guardian.
+_IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
 
 def main() -> None:
     """Reads the settings, goes on as nobody's child, and watches."""
@@ -28,7 +42,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)
     # What ends the ranks must not end the guardian before it has seen to all of them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.chdir("/")

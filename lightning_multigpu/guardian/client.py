@@ -8,20 +8,31 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
+from lightning_multigpu.guardian.logbook import PAGE_BYTES, Logbook
 from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
-from lightning_multigpu.guardian.process import STEP_BYTES
 from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.stacks import answer_stack_signal
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
+from lightning_multigpu.guardian.workers import remove_temporary
 
 OnFailure = Callable[[Failure], None]
+_CREDENTIALS = "3i"
+
+
+class NoGuardianError(GuardianError):
+    """Nobody listens at the guardian's address."""
+
 
 _LONGEST_LOOK_S = 0.5
+_SEEN_S = 1.0
 
 
 class GuardianClient:
@@ -34,24 +45,32 @@ class GuardianClient:
 
     Args:
         address: what the guardian listens at.
-        secret: of the job.
+        secret: of the job; None to be told it by the guardian, if that is of the same user and was started so.
         rank: the global rank of this process.
         on_failure: called once, in another thread.
         timeout_s: how long the guardian may take to answer.
 
     Attributes:
         failure: what ``on_failure`` was called with, or None.
+        waited: what the ranks of this host were waiting in when the job failed, a line a rank; complete before
+            ``on_failure`` is called, and a moment after :meth:`failed`.
+        logbook: where this rank notes the collectives that it is in, for the guardian to read.
 
     Raises:
         GuardianError: there is no guardian there, it refuses this rank, or it does not know the secret.
     """
 
-    def __init__(self, address: str, secret: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, secret: str | None, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0
+    ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
+        self.waited: list[str] = []
+        self._temporary: str | None = None
         self._on_failure = on_failure
-        self._leaving, self._met = threading.Event(), threading.Event()
-        self._sending = threading.Lock()
+        self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
+        self._all_at_end = threading.Event()
+        self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -59,11 +78,11 @@ class GuardianClient:
             sock.connect("\0" + address)
         except OSError as error:
             sock.close()
-            raise GuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
+            raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
-            welcome = self._introduce(bytes.fromhex(secret), time.monotonic() + timeout_s)
+            welcome = self._introduce(secret, time.monotonic() + timeout_s)
         except BaseException:
             self._connection.close()
             raise
@@ -72,9 +91,8 @@ class GuardianClient:
         failure_timeout_s = float(welcome["failure_timeout_s"])
         self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
-        self._memory = self._map_steps(int(welcome["num_slots"]))
-        self._steps = memoryview(self._memory).cast("q")
-        self._slot = int(welcome["slot"])
+        self.logbook = Logbook(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+        self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
 
@@ -100,10 +118,12 @@ class GuardianClient:
 
     def completed(self, step: int) -> None:
         """Notes that ``step`` optimizer steps are done: a store to shared memory, of less than a microsecond."""
-        self._steps[self._slot] = step
+        self.logbook.completed(step)
 
     def failed(self, what: str, *, step: int | None = None, traceback: str = "") -> None:
         """Says that this rank fails by itself; the others are told so, and all have to end.
+
+        Returns once the guardian has seen what the others wait in, or after a second.
 
         Args:
             what: goes on after the rank's name: "raised ValueError: no such file".
@@ -112,10 +132,48 @@ class GuardianClient:
         """
         failure = Failure(what, self.rank, host_name(), self._process, step, traceback)
         self._send("failed", failure=failure.to_message())
+        if threading.current_thread() is not self._thread:
+            self._seen.wait(_SEEN_S)
 
     def announced(self) -> None:
         """Says that this rank shows the failure in the terminal itself: the guardian then does not."""
         self._send("announced")
+
+    def uses_temporary(self, directory: str) -> None:
+        """Names multiprocessing's directory of this rank: it is removed if the rank cannot do so any more."""
+        self._temporary = directory
+        self._send("temporary", directory=directory)
+
+    def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
+        """Sets where the file that describes a failure is written.
+
+        Args:
+            directory: made at a failure if there is none.
+            node_rank: of this host, which becomes part of the file's name: hosts may share one hostname.
+        """
+        self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
+
+    def counts_interrupts(self) -> None:
+        """Says that a second Ctrl-C may end the job at once: the program has no handler of its own for SIGINT.
+
+        All ranks end with exit status 130 then, this one included.
+        """
+        self._send("counts interrupts")
+
+    def interrupted(self, number: int) -> None:
+        """Says that this rank has received its first or second SIGINT; the guardian may have got none."""
+        self._send("interrupted", number=number)
+
+    def finish(self) -> Failure | None:
+        """This rank has come to the end of its run; waits until all ranks of the job have, or one has failed.
+
+        Returns:
+            The failure, or None if the run has ended well for all.
+        """
+        self._send("at end")
+        if not self._leaving.is_set():
+            self._all_at_end.wait()
+        return self.failure
 
     def listen_for_hosts(self, address: str, *, num_nodes: int, secret: str) -> int:
         """On node 0, by one rank: lets the guardian listen for those of the other hosts.
@@ -184,9 +242,7 @@ class GuardianClient:
             self._thread.join(timeout=5)
         self._connection.close()
         self._guardian.close()
-        self._steps.release()
-        self._memory.close()
-        self._steps = memoryview(bytearray(STEP_BYTES * (self._slot + 1))).cast("q")
+        self.logbook.detach()
 
     # The other thread
 
@@ -195,8 +251,15 @@ class GuardianClient:
         messages, self._early = self._early, []
         while True:
             for message in messages:
+                self.waited += [str(line) for line in message.get("waited", ())]
                 if message["kind"] == "met":
                     self._met.set()
+                elif message["kind"] == "seen":
+                    self._seen.set()
+                elif message["kind"] == "all at end":
+                    self._all_at_end.set()
+                elif message["kind"] == "end now" and not self._leaving.is_set():
+                    os._exit(INTERRUPTED_STATUS)
                 elif message["kind"] == "failure":
                     self._tell(Failure.from_message(message.get("failure")))
             if self._connection.closed:
@@ -210,6 +273,7 @@ class GuardianClient:
                 self._leaving.wait(2 * self._look_s)  # the host's other ranks shall see the same
                 self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
                 break
+        self._seen.set()
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
@@ -217,6 +281,8 @@ class GuardianClient:
         if not self._leaving.wait(self._end_s):
             why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
             sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
+            if self._temporary is not None:
+                remove_temporary(self._temporary)
             os.kill(self._process, signal.SIGKILL)
 
     def _tell(self, failure: Failure) -> None:
@@ -224,6 +290,7 @@ class GuardianClient:
             self.failure = failure
             self._met.set()  # whoever waits for that learns of the failure instead
             self._on_failure(failure)
+            self._all_at_end.set()
 
     # Messages
 
@@ -233,8 +300,9 @@ class GuardianClient:
             with self._sending:
                 self._connection.send(kind, descriptors=descriptors, **fields)
 
-    def _introduce(self, secret: bytes, deadline_s: float) -> Message:
+    def _introduce(self, given: str | None, deadline_s: float) -> Message:
         challenge = self._wait_for("challenge", deadline_s)
+        secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
         own = nonce()
         answer = proof(secret, "rank", str(challenge.get("nonce")))
         self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)
@@ -244,6 +312,20 @@ class GuardianClient:
                 "what answers at the guardian's address does not know the secret: it is another program"
             )
         return welcome
+
+    def _ask(self, deadline_s: float) -> str:
+        """Has the guardian tell the secret: the kernel says whose process it is, and says there whose this one is."""
+        credentials = self._connection.socket.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
+        )
+        _, user, _ = struct.unpack(_CREDENTIALS, credentials)
+        if user != os.getuid():
+            raise GuardianError(
+                f"at the guardian's address listens a process of user {user}, and rank {self.rank} is one of user "
+                f"{os.getuid()}; start all ranks as the same user, or choose another MASTER_PORT"
+            )
+        self._connection.send("ask")
+        return str(self._wait_for("secret", deadline_s).get("secret"))
 
     def _wait_for(self, kind: str, deadline_s: float) -> Message:
         while True:
@@ -269,11 +351,16 @@ class GuardianClient:
             self._connection.close()
             raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {self.rank} has ended") from error
 
-    def _map_steps(self, num_slots: int) -> mmap.mmap:
+    def _offer_stacks(self) -> None:
+        how = answer_stack_signal()
+        if how is not None:
+            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
+
+    def _map_pages(self, num_slots: int) -> mmap.mmap:
         descriptor = self._connection.take_descriptor()
         if descriptor is None:
             raise GuardianError("the guardian's welcome came without its memory; is it of the same version?")
         try:
-            return mmap.mmap(descriptor, STEP_BYTES * num_slots)
+            return mmap.mmap(descriptor, PAGE_BYTES * num_slots)
         finally:
             os.close(descriptor)

@@ -6,13 +6,17 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
+from lightning_multigpu.guardian.last_waits import shortened
 from lightning_multigpu.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 
 # Of failure_timeout_s, what ranks have to end by themselves; the rest is for the kernel and for the message.
 _OWN_TIME = 0.9
+_HURRY_S = 1.0
 _WRITE_LIMIT_S = 5
 
 
@@ -23,6 +27,9 @@ class Ending:
         failure: why.
         since_s: when that came about, on the guardian's clock.
         timeout_s: how long after that every rank has to have ended.
+
+    Attributes:
+        waits: what ranks were waiting in when it came about; a line a rank.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -32,10 +39,25 @@ class Ending:
         self._own_time_s = _OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
         self._announced: WatchedRank | None = None
+        self.waits: list[str] = []
+        self._wants_file = failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED)
+
+    def waited(self, lines: list[str]) -> None:
+        """Takes down what ranks were waiting in when it came about; a line a rank."""
+        self.waits += lines
+
+    def hurry(self, now_s: float) -> None:
+        """Lets ranks no more time than they need to be told: the user has asked for it, and needs no file about it."""
+        self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
+        self._wants_file = False
 
     def announce(self, rank: WatchedRank) -> None:
         """``rank`` shows the failure in this host's terminal itself, if it lives to do so."""
         self._announced = rank
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether the time that ranks have to end by themselves is over."""
+        return now_s >= self._kill_at_s
 
     def progress(self, ranks: Ranks, now_s: float) -> bool:
         """Kills who has had time enough; True once no rank is left.
@@ -53,11 +75,16 @@ class Ending:
                     rank.process.kill()
         return not left
 
-    def report(self, directory: str | None) -> None:
-        """Writes the failure to a file, and to the terminal unless a rank has done so."""
+    def report(self, path: str | None, ranks: Ranks) -> None:
+        """Writes the failure to a file, and to the terminal unless a rank has done so.
+
+        Args:
+            path: of the file, or None for no file. One that an earlier failure has left is replaced.
+            ranks: of this host, which the file names with the time: it may be found much later.
+        """
         text = self.text()
-        if directory is not None:
-            self._write_file(directory, text)
+        if path is not None and self._wants_file:
+            _write_file(path, _heading(ranks) + text)
         if self._announced is not None and self._announced not in self._killed:
             return
         if sys.stderr is None:
@@ -70,7 +97,8 @@ class Ending:
         signal.alarm(0)
 
     def text(self) -> str:
-        """The message: the failed rank's traceback, whom the guardian had to end, and, last, what happened."""
+        """The message: the failed rank's traceback, whom the guardian had to end, what the others waited in, and,
+        last, what happened."""
         lines = [self.failure.traceback.rstrip()] if self.failure.traceback else []
         others = [rank for rank in self._killed if rank.rank != self.failure.rank]
         if others:
@@ -78,20 +106,27 @@ class Ending:
             lines.append(
                 f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
             )
+        lines += [f"Meanwhile {line}" for line in shortened(self.waits)]
         lines.append(f"The job failed: {self.failure.describe()}")
         return "\n".join(lines) + "\n"
 
-    def _write_file(self, directory: str, text: str) -> None:
-        """Each host has a file of its own: the directory may be one that all of them see."""
-        name = f"failure-{host_name()}.txt"
-        path, partial = os.path.join(directory, name), os.path.join(directory, f".{name}.{os.getpid()}")
-        try:
-            os.makedirs(directory, exist_ok=True)
-            with open(partial, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-            os.replace(partial, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            with contextlib.suppress(OSError):
-                sys.stderr.write(f"The failure could not be written to {path}: {error}\n")
+
+def _heading(ranks: Ranks) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    pids = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in ranks)
+    return f"{when}, host {host_name()}, rank {pids}\n"
+
+
+def _write_file(path: str, text: str) -> None:
+    directory, name = os.path.split(path)
+    partial = os.path.join(directory, f".{name}.{os.getpid()}")
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with open(partial, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"The failure could not be written to {path}: {error}\n")

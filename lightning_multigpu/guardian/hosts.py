@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.peer import Peer, node_name
@@ -43,6 +44,10 @@ class Hosts:
         join_timeout_s: how long after :meth:`listen` the last host may come.
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite.
+        heard: called with another host and what it says, where that is none of this class's own business.
+
+    Attributes:
+        end_now: another host has said that the job has to end at once.
     """
 
     def __init__(
@@ -52,16 +57,19 @@ class Hosts:
         join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
+        heard: Callable[[Hashable, Message], None] = lambda host, message: None,
     ) -> None:
         self._silence_s = silence_s
         self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
         self._join_timeout_s = join_timeout_s
-        self._watch, self._forget = watch, forget
+        self._watch, self._forget, self._heard = watch, forget, heard
         self._secret = b""
         self._own_rank = 0
         self._num_nodes = 1
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
+        self._at_end = self._all_at_end = False
+        self.end_now = False
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
         self._listener: socket.socket | None = None  # of node 0
@@ -74,6 +82,11 @@ class Hosts:
     def others_wait(self) -> bool:
         """Whether another host's ranks may wait for this one's: they are there, and at work."""
         return any(not (peer.paused or peer.done) for peer in self._known())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is node 0, which speaks for the job; a host alone is."""
+        return self._own_rank == 0
 
     @property
     def all_done(self) -> bool:
@@ -141,6 +154,30 @@ class Hosts:
         age_s = max(0.0, self._now_s - since_s)
         for peer in self._known():
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
+
+    def say(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
+        """Sends a message to one host; without ``to``, node 0 to all others, and they to node 0. Returns to whom."""
+        peers = [p for p in self._known() if p is to or (to is None and (self.is_first or p.node_rank == 0))]
+        for peer in peers:
+            peer.connection.send(kind, **fields)
+        return list(peers)
+
+    def tell_end_now(self) -> None:
+        """Passes on that the job has to end at once."""
+        for peer in self._known():
+            peer.connection.send("end now")
+
+    def come_to_end(self) -> bool:
+        """All ranks of this host have come to the end of their run; True once those of all hosts have.
+
+        Called again until then. The others tell node 0, which tells them when all have come.
+        """
+        if self._listener is not None and (self._missing or not all(peer.at_end or peer.done for peer in self._peers)):
+            return False
+        if not self._at_end:
+            self._at_end = True
+            self.say("at end" if self._listener is None else "all at end")
+        return self._listener is not None or self._all_at_end or not self._peers
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
@@ -236,7 +273,7 @@ class Hosts:
                 peer.heard_s = self._now_s
             try:
                 self._handle(peer, message)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, KeyError, AttributeError):
                 peer.connection.closed = True
         if peer.connection.closed:
             self._forget(peer.connection.socket)
@@ -253,8 +290,16 @@ class Hosts:
             age_s = message.get("age_s")
             since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
             self._found = Found(Failure.from_message(message.get("failure")), since_s)
+        elif kind == "at end":
+            peer.at_end = True
+        elif kind == "all at end":
+            self._all_at_end = True
+        elif kind == "end now":
+            self.end_now = True
         elif kind == "done":
             peer.done = True
+        else:
+            self._heard(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
         """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.protocol import Connection, Message, Seal, nonce, proof, proves
 
 ASKING, ASKED = "asking host", "asked host"
+
+_SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would end the connection
 
 
 class Peer:
@@ -25,6 +30,7 @@ class Peer:
         trusted: it has proved that it knows the secret.
         heard_s: when it has last said anything.
         paused: all ranks of its host are stopped.
+        at_end: its ranks have come to the end of their run.
         done: its ranks have finished, and it may leave.
     """
 
@@ -36,9 +42,12 @@ class Peer:
         self.where = ("", 0)
         self.trusted = False
         self.paused = False
+        self.at_end = False
         self.done = False
         self._secret = secret
         self._nonce = nonce()
+        with contextlib.suppress(OSError):
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     @property
     def name(self) -> str:

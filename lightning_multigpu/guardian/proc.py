@@ -94,24 +94,37 @@ class WatchedProcess:
 
     def kill(self) -> None:
         """Ends the process, unless it has ended already."""
-        self._send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def go_on(self) -> None:
         """Lets the process go on if it is stopped."""
-        self._send(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
+
+    def send_signal(self, number: int) -> bool:
+        """Sends a signal to this process and to no later one of its pid; whether that could be done."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+                return True
+            if self._stat() is not None:
+                os.kill(self.pid, number)
+                return True
+        return False
+
+    def cpu_ticks(self) -> int:
+        """Processor time of the main thread so far, in clock ticks; -1 where it cannot be read."""
+        try:
+            with open(f"/proc/{self.pid}/task/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+            return int(fields[11]) + int(fields[12])
+        except (OSError, ValueError, IndexError):
+            return -1
 
     def close(self) -> None:
         """Gives the pidfd back."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-
-    def _send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, number)
-            elif self._stat() is not None:
-                os.kill(self.pid, number)
 
     def _stat(self) -> Stat | None:
         stat = read_stat(self.pid)

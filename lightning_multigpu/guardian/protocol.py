@@ -9,7 +9,10 @@ job's secret.
       welcome    proof(B), ...             ------>
       or: refused  why                     ------>
 
-A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof serves twice.
+A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof serves twice. The
+one exception: a rank that could inherit no secret may ask for it before it says hello (``ask``, ``secret``), over the
+UNIX socket, where the kernel says to both ends whether the other is a process of the same user.
+
 Between hosts, every line after that is sealed: see :class:`Seal`.
 """
 

@@ -25,6 +25,8 @@ class WatchedRank:
         slot: where in the shared memory the rank counts its steps.
         introduced: its process has said itself which rank it is.
         finished: it needs nobody any more: it said goodbye or ended with exit status 0.
+        at_end: it has come to the end of its run, and waits for the others.
+        temporary: a directory that its workers use too, and that it cannot remove if it is killed.
         told_exit_code: what the process that started the rank says of its end.
     """
 
@@ -34,6 +36,8 @@ class WatchedRank:
         self.slot = slot
         self.introduced = introduced
         self.finished = False
+        self.at_end = False
+        self.temporary: str | None = None
         self.told_exit_code: int | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
@@ -91,7 +95,7 @@ class Ranks:
                     "give each process a rank of its own"
                 )
             known.introduced |= introduced
-            known.finished = False
+            known.finished = known.at_end = False
             return known
         if len(self._ranks) >= self.num_ranks:
             raise ValueError(
@@ -109,6 +113,17 @@ class Ranks:
     def at_work(self) -> list[WatchedRank]:
         """Those that have not finished."""
         return [rank for rank in self._ranks.values() if not rank.finished]
+
+    @property
+    def all_at_end(self) -> bool:
+        """Whether every rank of the host has come to the end of its run."""
+        return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
+
+    def left_early(self, others_wait: bool) -> WatchedRank | None:
+        """A rank that ended with exit status 0 in the middle of its run, if another waits for it at the end."""
+        early = [rank for rank in self._ranks.values() if rank.finished and not rank.at_end]
+        waited_for = others_wait or any(rank.at_end for rank in self.at_work)
+        return early[0] if early and waited_for else None
 
     def forgive(self) -> None:
         """Forgets how long ranks have been stopped: so was the one who looked at the clock."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_multigpu.guardian.process import STEP_BYTES
+from lightning_multigpu.guardian.logbook import PAGE_BYTES
 from lightning_multigpu.guardian.protocol import Connection
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
@@ -23,6 +24,10 @@ _BACKLOG = 256
 
 class GuardianError(RuntimeError):
     """The guardian cannot be started, reached or trusted."""
+
+
+class AddressTakenError(GuardianError):
+    """Another process listens at the address that the guardian was to have."""
 
 
 class Guardian:
@@ -45,7 +50,9 @@ class Guardian:
         num_ranks: int,
         failure_timeout_s: float = 15.0,
         join_timeout_s: float = 600.0,
+        hang_report_s: float | None = None,
         directory: str | os.PathLike[str] | None = None,
+        address: str | None = None,
     ) -> Guardian:
         """Starts it, and sets the environment variables by which the ranks that are started afterwards find it.
 
@@ -56,27 +63,39 @@ class Guardian:
             failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more; a rank has failed
                 when it has been stopped for half of that.
             join_timeout_s: seconds after the start in which the last rank has to come.
-            directory: where a file that describes the failure is written, or None for no file.
+            hang_report_s: seconds that a rank may wait in a collective until a report says who has not come to it, 1 or
+                more; None for no report.
+            directory: where files that describe a failure or a hang are written, or None for no file.
+            address: where ranks find it that do not inherit the environment; it then tells its secret to processes of
+                the same user. None for a name that nobody can guess, and no such trust.
 
         Raises:
             ValueError: a number is out of its range.
+            AddressTakenError: another process listens at ``address``.
             GuardianError: there is no interpreter to run it with, or it does not start.
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
-        for name, value in (("failure_timeout_s", failure_timeout_s), ("join_timeout_s", join_timeout_s)):
-            if not value >= _SHORTEST_TIMEOUT_S:
+        limits = {"failure_timeout_s": failure_timeout_s, "join_timeout_s": join_timeout_s}
+        for name, value in {**limits, "hang_report_s": hang_report_s}.items():
+            if value is not None and not value >= _SHORTEST_TIMEOUT_S:
                 raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
         secret = os.urandom(32).hex()
         # A name that is no file: nothing to leave behind, and the kernel forgets it with the last socket.
-        address = f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
+        is_public = address is not None
+        address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind("\0" + address)
+            try:
+                listener.bind("\0" + address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise AddressTakenError(f"another guardian of this job is there already, at {address}") from error
             listener.listen(_BACKLOG)
-            steps = os.memfd_create("guardian-steps")
-            stack.callback(os.close, steps)
-            os.ftruncate(steps, STEP_BYTES * num_ranks)
+            pages = os.memfd_create("guardian-pages")
+            stack.callback(os.close, pages)
+            os.ftruncate(pages, PAGE_BYTES * num_ranks)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
             settings: dict[str, object] = {
@@ -86,12 +105,14 @@ class Guardian:
                 "directory": None if directory is None else os.path.abspath(directory),
                 "owner_pid": os.getpid(),
                 "secret": secret,
+                "is_public": is_public,
                 "listener": listener.fileno(),
                 "owner_link": theirs.fileno(),
-                "steps": steps,
+                "pages": pages,
+                "hang_report_s": hang_report_s,
             }
             try:
-                pid = _run(settings, (listener.fileno(), theirs.fileno(), steps))
+                pid = _run(settings, (listener.fileno(), theirs.fileno(), pages))
             except GuardianError:
                 own.close()
                 raise
@@ -107,9 +128,14 @@ class Guardian:
         """Says how a child ended (as ``Popen.returncode``); kernels before 6.15 tell this to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
-    def report_to(self, directory: str | os.PathLike[str]) -> None:
-        """Sets where the file that describes a failure is written."""
-        self._link.send("directory", directory=os.path.abspath(directory))
+    def report_to(self, directory: str | os.PathLike[str], *, node_rank: int | None = None) -> None:
+        """Sets where the file that describes a failure is written.
+
+        Args:
+            directory: made at a failure if there is none.
+            node_rank: of this host, which becomes part of the file's name: hosts may share one hostname.
+        """
+        self._link.send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def stop(self) -> None:
         """Closes the connection: the guardian ends when nobody is at work any more, whether or not all ranks have come.
@@ -118,6 +144,10 @@ class Guardian:
         """
         self._link.send("stop")
         self._link.close()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Takes the environment variables back: the ranks have been started, and nobody else is to look for it."""
         for name, value in self.environment.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
@@ -135,7 +165,6 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=descriptors,
-            start_new_session=True,
             timeout=_START_TIMEOUT_S,
             check=False,
         )

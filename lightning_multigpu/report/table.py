@@ -31,6 +31,7 @@ _ROWS = (
     _Row("all communication per step", "communication/total_ms", "ms"),
     _Row("exposed communication per step", "communication/exposed_ms", "ms"),
     _Row("sent per step and rank", "communication/sent_bytes", "bytes"),
+    _Row("of that through shared memory", "communication/memory_bytes", "bytes"),
     _Row("bus bandwidth of the all-reduce", "communication/busbw_gb_per_sec", "GB/s"),
     _Row("device utilization", "device/utilization_percent", "%"),
     _Row("device memory in use", "device/memory_used_bytes", "bytes"),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -29,9 +28,12 @@ from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.batch_feed import BatchFeed
 from lightning_multigpu.strategies.collectives import CollectiveStrategy
 from lightning_multigpu.strategies.failure_watch import FailureWatch
-from lightning_multigpu.strategies.launcher import ScriptLauncher, SpawnLauncher, is_notebook_fork_needed
-from lightning_multigpu.strategies.process_groups import ProcessGroups
-from lightning_multigpu.strategies.watching import Watching
+from lightning_multigpu.strategies.joining import Joining, check_model
+from lightning_multigpu.strategies.launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
+from lightning_multigpu.strategies.run_signals import RunSignals
+from lightning_multigpu.strategies.spawn_launcher import SpawnLauncher
+from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -66,6 +68,10 @@ class MultiGPUStrategy(CollectiveStrategy):
             to its weight (the number of tokens, for example).
         failure_timeout_s: seconds after the failure of one rank in which all others have to end, 1 or more. A rank that
             has been stopped for half of that, while others wait for it, has failed.
+        hang_report_s: seconds that a rank may wait in a collective until a report says which ranks have come to it,
+            which have not, and where those are; 1 or more. It ends nothing. None or 0 for no report.
+        join_timeout_s: seconds after its start in which a rank has to have joined the others, 1 or more. It is longer
+            because the hosts of a job start, and import their libraries, at different times.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
@@ -88,6 +94,8 @@ class MultiGPUStrategy(CollectiveStrategy):
         uneven_inputs: UnevenInputs = "stop",
         loss_reduction: LossReduction = "mean",
         failure_timeout_s: float = 15.0,
+        hang_report_s: float | None = 60.0,
+        join_timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
         validation.check_start_method(start_method)
@@ -95,6 +103,9 @@ class MultiGPUStrategy(CollectiveStrategy):
         if not callable(loss_reduction):
             validation.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         validation.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
+        if hang_report_s:
+            validation.check_at_least("hang_report_s", hang_report_s, 1.0)
+        validation.check_at_least("join_timeout_s", join_timeout_s, 1.0)
         validation.check_timeout(timeout)
         super().__init__(
             accelerator=accelerator,
@@ -107,9 +118,13 @@ class MultiGPUStrategy(CollectiveStrategy):
         )
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
+        self.hang_report_s = hang_report_s or None
         self.failure_watch = FailureWatch(failure_timeout_s)
+        self.joining = Joining(join_timeout_s)
         self.groups: ProcessGroups | None = None
-        self.feed = BatchFeed(uneven_inputs, loss_reduction)
+        self.signals = RunSignals()
+        self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
+        self.state_is_lost = False
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
@@ -221,34 +236,29 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.set_world_ranks()
         self.feed.silence_warning()
         assert self.cluster_environment is not None
-        self.groups = ProcessGroups(
-            self.cluster_environment,
-            self.root_device,
-            (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
-            backend=self._process_group_backend,
-            timeout=self._timeout,
-            variables=self.environment_variables(),
-        )
-        self._process_group_backend = self.groups.backend
-        self._world = self.metered(self.groups.world, "world")
-        self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
-        board = FailureBoard.open(self.cluster_environment.main_address, None)
-        self.failure_watch.start(board, self.groups, self._begin_watching() if sys.platform == "linux" else None)
-
-    def _begin_watching(self) -> Watching:
-        assert self._world is not None
-        assert self.cluster_environment is not None
-        return Watching(
-            self._world,
-            rank=self.global_rank,
-            local_rank=self.local_rank,
-            node_rank=self.node_rank,
-            num_processes=self.num_processes,
-            num_nodes=self.num_nodes,
-            main_address=self.cluster_environment.main_address,
-            failure_timeout_s=self.failure_timeout_s,
-            on_failure=self.failure_watch.seen_by_guardian,
-        )
+        with self.joining.limited(self):
+            self.groups = ProcessGroups(
+                self.cluster_environment,
+                self.root_device,
+                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+                backend=self._process_group_backend,
+                timeout=self._timeout,
+                variables=self.environment_variables(),
+                store=self.joining.meet(self),
+            )
+            self._process_group_backend = self.groups.backend
+            self._world = self.metered(self.groups.world, "world")
+            self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
+            board = FailureBoard.open(self.cluster_environment.main_address, None)
+            self.joining.watch_again(self, self._world)
+        self.failure_watch.start(board, self.groups, poll=self.signals.push, follow=self.signals.follow)
+        watching = self.failure_watch.watching
+        self.meter.notes = None if watching is None else watching.notes
+        on_interrupt = None if watching is None else watching.interrupted
+        environment = self.cluster_environment
+        counts = self.signals.begin(environment, patience_s=self.failure_timeout_s, on_interrupt=on_interrupt)
+        if watching is not None and counts:
+            watching.counts_interrupts()
 
     def environment_variables(self) -> dict[str, str]:
         """Variables that back ends read, for the time of the run; what the user has set stays."""
@@ -264,15 +274,27 @@ class MultiGPUStrategy(CollectiveStrategy):
         return self.groups.new(axis, backend=backend, descending=descending)
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._world is not None:
+            assert self.lightning_module is not None
+            check_model(self.lightning_module, self._world)
+        directory = trainer.log_dir or trainer.default_root_dir  # a collective
+        self.failure_watch.report_to(str(directory), self.node_rank if self.num_nodes > 1 else None)
+        super().setup(trainer)
+
+    @override
     def teardown(self) -> None:
-        self.failure_watch.stop()
-        self.feed.release_signals()
+        self.failure_watch.leave()
+        self.meter.notes = None
+        self.signals.end()
         self.feed.restore_warning()
         super().teardown()
         self._world = self._data = None
         if self.groups is not None:
             self.groups.leave(failed=self.failure_watch.failed)
             self.groups = None
+        elif self.failure_watch.failed:  # in a hook after a first teardown, which leaves the world open
+            leave_world()
 
     # Data
 
@@ -300,6 +322,27 @@ class MultiGPUStrategy(CollectiveStrategy):
 
     # Checkpoints
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What the user has passed, or one that leaves no half-written files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        if type(getattr(self._checkpoint_io, "checkpoint_io", self)) in (TorchCheckpointIO, type(None)):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # type: ignore[attr-defined]  # it wraps another
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.state_is_lost:
+            rank_zero_warn(f"{filepath} is not written: the ranks have ended, and what they had trained with them")
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning restores weights before it converts the module: float64 weights would pass through float32.
@@ -313,13 +356,32 @@ class MultiGPUStrategy(CollectiveStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.feed.hold_signals(self.cluster_environment)
+        self._stage_starts(training=True)
         self.meter.discard()
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._stage_starts()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._stage_starts()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._stage_starts()
+
+    def _stage_starts(self, *, training: bool = False) -> None:
+        assert self.lightning_module is not None
+        self.signals.stage_starts(self.lightning_module.trainer, training=training)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.feed.release_signals()
+        self.signals.training_ends(self.gather_objects)
 
     @override
     def on_validation_end(self) -> None:

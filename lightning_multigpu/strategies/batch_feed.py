@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     loss_scale,
 )
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler, deal_out
-from lightning_multigpu.strategies.deferred_signals import DeferredSignals
+from lightning_multigpu.strategies.run_signals import RunSignals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,18 +33,19 @@ class BatchFeed:
 
     Args:
         uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        signals: travel with what the ranks say of each training batch.
 
     Attributes:
         loss_scale: what this rank's loss of the present batch is multiplied by.
         counts: False if the present batch only fills the gap of a rank without data.
     """
 
-    def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction) -> None:
+    def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction, signals: RunSignals) -> None:
         self.loss_scale = 1.0
         self.counts = True
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
-        self._signals: DeferredSignals | None = None
+        self._signals = signals
         self._filter: Any = None
 
     def deal(
@@ -76,15 +76,6 @@ class BatchFeed:
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
 
-    def hold_signals(self, environment: Any) -> None:
-        """Holds SIGTERM and SLURM's requeue signal until all ranks can act on them at the same batch."""
-        signals = [signal.SIGTERM]
-        requeue = getattr(environment, "requeue_signal", None)
-        if requeue is not None and getattr(environment, "auto_requeue", False):
-            signals.append(signal.Signals(requeue))
-        self._signals = DeferredSignals(signals)
-        self._signals.hold()
-
     def silence_warning(self) -> None:
         """Keeps Lightning from saying that samples are repeated in validation and test: dealt out by us, none is."""
         warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
@@ -95,12 +86,6 @@ class BatchFeed:
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._filter = None
-
-    def release_signals(self) -> None:
-        """Gives the signals back."""
-        if self._signals is not None:
-            self._signals.release()
-            self._signals = None
 
     def _agreed(
         self,
@@ -119,19 +104,16 @@ class BatchFeed:
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
             skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
-            flags=lambda: 0 if self._signals is None else self._signals.received,
+            flags=lambda: self._signals.flags,
             on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
             on_uneven=rank_zero_warn,
             length=agreed_length(loader, group, self.uneven_inputs),
         )
 
     def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
-        if self._signals is None:
-            return
-        self._signals.due |= announcement.flags
         # Gradients that are being accumulated are not part of a checkpoint.
-        if self._signals.due and _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0:
-            self._signals.act()
+        may_act = _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+        self._signals.agree(announcement.flags, may_act=may_act)
 
 
 def _batches_trained_on(trainer: pl.Trainer) -> int:

@@ -9,17 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import (
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
-    set_num_threads_if_needed,
-)
+from lightning_multigpu._lightning_internals import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu.guardian import Guardian
 from lightning_multigpu.strategies.failure_watch import guarded
 
 if TYPE_CHECKING:
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
-_INTERRUPT_S = 3.0
+_PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -46,9 +42,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         children: ChildWatch | None = None
+        guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
+            guardian = self._strategy.joining.start_guardian(self._strategy)
             self._call_children_scripts()
             children = ChildWatch(self.procs, self._strategy)
+            if guardian is not None:
+                for rank, child in children.ranks():
+                    guardian.started(rank, child.pid)
+        self._strategy.joining.begin(self._strategy, guardian=guardian)
+        if children is not None:
             children.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -60,37 +63,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
-        """Signals the other ranks of this host; before SIGKILL they get time to end in order, as at Ctrl-C."""
-        if signum != signal.SIGKILL:
-            super().kill(signum)
-            return
-        for child in self.procs:
-            if child.poll() is None:
-                child.send_signal(signal.SIGINT)
-        _wait(self.procs, _INTERRUPT_S)
+        """Signals the other ranks of this host. They know of a Ctrl-C, and get time to end in order before SIGKILL."""
+        if signum == signal.SIGKILL:
+            _wait(self.procs, self._strategy.failure_timeout_s)
         super().kill(signum)
-
-
-class SpawnLauncher(MultiProcessingLauncher):
-    """Runs a function of the current interpreter in one new process a rank."""
-
-    def __init__(self, strategy: MultiGPUStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
-        super().__init__(strategy, start_method=start_method)
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        return super().launch(_Guarded(function, self._strategy), *args, trainer=trainer, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """A picklable function that runs in each spawned rank."""
-
-    function: Callable[..., Any]
-    strategy: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return guarded(self.function, self.strategy, args, kwargs)
 
 
 class ChildWatch(threading.Thread):
@@ -101,23 +77,24 @@ class ChildWatch(threading.Thread):
         self._children = children
         self._strategy = strategy
 
+    def ranks(self) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+        """The global rank of each child."""
+        return enumerate(self._children, self._strategy.node_rank * self._strategy.num_processes + 1)
+
     @override
     def run(self) -> None:
-        while True:
-            codes = [child.poll() for child in self._children]
-            dead = [(index, code) for index, code in enumerate(codes) if code]
-            if dead:
-                index, code = dead[0]
-                rank = self._strategy.node_rank * self._strategy.num_processes + index + 1
-                self._strategy.failure_watch.child_died(rank, self._children[index].pid, _ended(code))
-                return
-            if all(code == 0 for code in codes):
-                return
+        left = dict(self.ranks())
+        while left:
+            for rank, child in list(left.items()):
+                code = child.poll()
+                if code is not None:
+                    del left[rank]
+                    self._strategy.failure_watch.child_ended(rank, child.pid, code)
             time.sleep(_POLL_S)
 
     def end_all(self) -> None:
         """Gives the children time to end by themselves, then ends them."""
-        _wait(self._children, self._strategy.failure_timeout_s)
+        _wait(self._children, _PATIENCE * self._strategy.failure_timeout_s)
         for child in self._children:
             child.kill()
             child.wait()
@@ -128,12 +105,6 @@ def _wait(children: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    return f"its process ended with exit status {code}"
 
 
 def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_multigpu.communication.collectives import MeteredGroup
@@ -21,7 +23,7 @@ from lightning_multigpu.communication.meter import Meter
 AXES = ("data", "pipeline", "tensor")
 
 # Beside the world's group, which is the process's too: it outlives a run, and so do its connections.
-_CONNECTIONS = Connections()
+CONNECTIONS = Connections()
 
 
 class ProcessGroups:
@@ -34,6 +36,10 @@ class ProcessGroups:
         backend: of all groups unless another one is asked for; None for the device's default.
         timeout: how long a collective may wait.
         variables: environment variables for the time of the run; those that the user has set stay as they are.
+        store: through which the ranks have met; not needed where this process is in their world already.
+
+    Attributes:
+        also_cut: what else ranks may wait in: called by :meth:`cut`, before anything of its own; must not raise.
     """
 
     def __init__(
@@ -45,22 +51,24 @@ class ProcessGroups:
         backend: str | None,
         timeout: timedelta | None,
         variables: dict[str, str],
+        store: Store | None,
     ) -> None:
         self.device = device
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
+        self.also_cut: list[Callable[[], None]] = []
         self._before: dict[str, str | None] = {}
         self._port = environment.main_port
+        self.own: list[dist.ProcessGroup] = []
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
         wanted = {**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})}
         self._set({name: value for name, value in wanted.items() if name not in os.environ})
-        with _CONNECTIONS.noted():
-            self._join(environment, interface)
-        # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
-        mesh_device = "cuda" if self.backend == "nccl" else "cpu"
-        with _CONNECTIONS.noted():
-            self.mesh: DeviceMesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+        try:
+            self.mesh = self._connect(environment, interface, store, shape)
+        except BaseException:
+            self.leave(failed=True)
+            raise
         self.own = [group for axis in AXES if (group := self.mesh.get_group(axis)) is not self.world]
 
     @property
@@ -75,20 +83,33 @@ class ProcessGroups:
 
         With ``descending`` the group's first rank is the world's last of that line, and so on.
         """
+        lines = self.lines(axis)
+        mine = self.over([line[::-1] for line in lines] if descending else lines, backend=backend)
+        assert mine is not None
+        return mine
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """The ranks of each line of ``axis``; every rank of the world is in one of them."""
+        ranks = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
+        return [list(line) for line in ranks.tolist()]
+
+    def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A further group over that of ``lines`` which this rank is in, or None; a collective of the whole world.
+
+        Args:
+            lines: ranks in the order that they have in the group, the same on every rank.
+            backend: None for that of the other groups.
+        """
         mine: dist.ProcessGroup | None = None
-        lines = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
-        for ranks in lines.tolist():
-            with _CONNECTIONS.noted():
+        for ranks in lines:
+            with CONNECTIONS.noted():
                 group = dist.new_group(
-                    ranks[::-1] if descending else ranks,
-                    timeout=self._timeout,
-                    backend=backend or self.backend,
-                    sort_ranks=not descending,
+                    ranks, timeout=self._timeout, backend=backend or self.backend, sort_ranks=ranks == sorted(ranks)
                 )
             if dist.get_rank() in ranks:
                 mine = group
-        assert mine is not None
-        self.own.append(mine)
+        if mine is not None:
+            self.own.append(mine)
         return mine
 
     def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
@@ -97,10 +118,12 @@ class ProcessGroups:
 
     def cut(self) -> None:
         """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error."""
+        for cut in self.also_cut:
+            cut()
         for group in [self.world, *self.own]:
             with contextlib.suppress(Exception):
                 group.abort()
-        _CONNECTIONS.cut(except_port=self._port)
+        CONNECTIONS.cut(except_port=self._port)
 
     def leave(self, *, failed: bool) -> None:
         """Destroys what this run has made. After a failure that includes the world: it has been aborted."""
@@ -123,12 +146,25 @@ class ProcessGroups:
             self._before.setdefault(name, os.environ.get(name))
             os.environ[name] = value
 
-    def _join(self, environment: ClusterEnvironment, interface: str | None) -> None:
+    def _connect(
+        self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
+    ) -> DeviceMesh:
+        # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
+        mesh_device = "cuda" if self.backend == "nccl" else "cpu"
+        with CONNECTIONS.noted():
+            self._join(environment, interface, store)
+            return init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+
+    def _join(self, environment: ClusterEnvironment, interface: str | None, store: Store | None) -> None:
         if dist.is_initialized():
             return
+        assert store is not None
         self._set({"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)})
+        if self._timeout is not None:
+            store.set_timeout(self._timeout)
         dist.init_process_group(
             self.backend,
+            store=store,
             rank=environment.global_rank(),
             world_size=environment.world_size(),
             timeout=self._timeout,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -13,11 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.communication.compression import Compressor, make_compressor
 from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.compressed_gradients import CompressedGradients, pieces_of
+from lightning_multigpu.strategies.gradient_path import gradient_all_reduce
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
@@ -36,6 +40,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         average_every: k: ranks take k optimizer steps with their own gradients, then average weights and optimizer
             state (local SGD); before validation, before a checkpoint and at the end they average as well. It is
             another algorithm than one device's, with 1/k of the traffic. 1 averages gradients in every step.
+        compression: what travels between hosts in place of gradients: "fp16", "bf16", "int8", "topk", "powersgd", or a
+            mapping with such a ``name`` and options of :mod:`~lightning_multigpu.communication.compression`.
+        compress_inside_hosts: compress between ranks of one host as well; they then do not use shared memory.
+        shared_memory: let ranks of one host reduce through memory that they share, instead of through sockets.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
@@ -57,6 +65,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         average_every: int = 1,
+        compression: str | Mapping[str, Any] | Compressor | None = None,
+        compress_inside_hosts: bool = False,
+        shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -67,11 +78,15 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if bucket_cap_mb != "auto":
             validation.check_positive("bucket_cap_mb", bucket_cap_mb)
         validation.check_positive("average_every", average_every, whole=True)
-        if average_every > 1 and ddp_comm_hook is not None:
+        gradients = {"ddp_comm_hook": ddp_comm_hook, "compression": compression}
+        given = [f"{name}={value!r}" for name, value in gradients.items() if value is not None]
+        if average_every > 1 and given:
             raise ValueError(
-                f"average_every={average_every} and ddp_comm_hook={ddp_comm_hook!r}: a hook works on gradients, which "
-                "do not travel when models are averaged; leave one of the two out"
+                f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
+                "models are averaged; leave one of the two out"
             )
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: both say what travels; leave one of the two out")
         super().__init__(
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -90,6 +105,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
         self._reducer: GradientReducer | None = None
+        self._compressor = None if compression is None else make_compressor(compression)
+        self._compress_inside_hosts = compress_inside_hosts
+        self._shared_memory = shared_memory
+        self._compressed: CompressedGradients | None = None
         self._average_every = average_every
         self._averager: ModelAverager | None = None
 
@@ -97,7 +116,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def options(self) -> dict[str, Any]:
         ddp = {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
-        own = {"broadcast_buffers": self._broadcast_buffers, "average_every": self._average_every}
+        own = {
+            "broadcast_buffers": self._broadcast_buffers,
+            "average_every": self._average_every,
+            "compression": None if self._compressor is None else repr(self._compressor),
+            "compress_inside_hosts": self._compress_inside_hosts,
+            "shared_memory": self._shared_memory,
+        }
         return {**super().options, **ddp, **own}
 
     @override
@@ -109,7 +134,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         backend = self._process_group_backend
         bookkeeping = self.new_group("data", backend=backend)
         self._buffers = self.metered(bookkeeping, "data")
-        self._reducer = GradientReducer(self.new_group("data", backend=backend), self.meter, hook=self._user_hook())
+        self._reducer = self._make_reducer()
         wrapped = DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
@@ -140,6 +165,27 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             )
             self.meter.discard()
         return chosen
+
+    def _make_reducer(self) -> GradientReducer:
+        assert self.groups is not None
+        group = self.new_group("data", backend=self._process_group_backend)
+        hook = self._user_hook()
+        # On GPUs NCCL moves the gradients, unless they are to be compressed: that is done in the host's memory.
+        if hook is not None or (dist.get_backend(group) == "nccl" and self._compressor is None):
+            return GradientReducer(group, self.meter, hook=hook)
+        all_reduce = gradient_all_reduce(
+            self.groups,
+            "data",
+            ranks_per_host=self.num_processes,
+            compressor=self._compressor,
+            shared_memory=self._shared_memory,
+            compress_inside_hosts=self._compress_inside_hosts,
+        )
+        if all_reduce.compressed is None:
+            return GradientReducer(group, self.meter, all_reduce=all_reduce)
+        assert self.lightning_module is not None
+        self._compressed = CompressedGradients(all_reduce, self.precision_plugin)
+        return GradientReducer(group, self.meter, all_reduce=all_reduce, pieces=pieces_of(self.lightning_module))
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook
@@ -174,6 +220,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def on_optimizer_step_end(self) -> None:
+        if self._compressed is not None:
+            self._compressed.end_step()
         if self._averager is not None and self._averager.stepped():
             self._average_model()
 
@@ -184,7 +232,22 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._synchronise_buffers()
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._compressed is not None and "optimizer_states" in checkpoint and not self.failure_watch.failed:
+            assert self.lightning_module is not None
+            self._compressed.save(checkpoint, self.lightning_module)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._compressed is not None:
+            self._compressed.load(checkpoint)
+
+    @override
     def on_train_end(self) -> None:
+        if self._compressed is not None:
+            rank_zero_info(self._compressed.summary())
         self._average_model()
         super().on_train_end()
 
@@ -227,6 +290,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        self._averager = self._buffers = None
+        self._averager = self._buffers = self._compressed = None
         self._buffers_due = True
         super().teardown()

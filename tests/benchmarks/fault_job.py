@@ -25,7 +25,7 @@ _POLL_S = 0.05
 _WEIGHTS = re.compile(r"^weights (\d+\.\d+)$", re.MULTILINE)
 # Python code that never returns is reported, and ends nothing; the job is then ended from here.
 REPORTED = ("hang",)
-_REPORT = re.compile(r"^HANG REPORT", re.MULTILINE)
+_REPORT = re.compile(r"^No progress for \d+ s \(hang_report_s", re.MULTILINE)
 _START_TIMEOUT_S = 120.0
 _PLANTED = re.compile(r"^.*Planted fault, pid \d+.*$", re.MULTILINE)
 _REPOSITORY = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ class Outcome:
         return f"HANG ({codes})" if self.hung else f"ended ({codes})"
 
     def is_right(self, weights: float | None = None) -> bool:
-        """Nothing hung or was left, and the exit status tells of the fault; SIGTERM ends a run of Lightning with 0.
+        """Nothing hung or was left, and the exit status tells of the fault.
 
         Args:
             weights: of a run without faults; a control has to come to the same.
@@ -92,10 +92,11 @@ class Outcome:
         if not self.struck or self.hung or self.leaks or not self.resumed:
             return False
         if self.kind in REPORTED:
-            return self.reported
+            return self.reported or (self.names_rank and 0 not in self.statuses)  # joining has a limit of time
         if self.is_control:
             return set(self.statuses) == {0} and (weights is None or _agree(self.weights, weights))
-        return self.names_rank and (self.kind == "terminate" or 0 not in self.statuses)
+        # A signal that ends all ranks in order is the failure of none.
+        return 0 not in self.statuses and (self.names_rank or self.kind in ("interrupt", "terminate"))
 
     def of_process(self, index: int) -> str:
         """The output of one of the processes that the user started."""
@@ -154,7 +155,8 @@ class FaultJob:
         if kind in REPORTED:
             orphans, leaks = 0, []
         leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
-        if not left:  # else they are what processes had that have just been ended
+        # Else they are what processes had that have just been ended; a host that vanishes takes its own with it.
+        if not left and kind != "vanish":
             leaks += [f"temporary {path.name}" for path in sorted(self._temporary.iterdir())]
         leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not is_whole(path)]
         output = self._output()

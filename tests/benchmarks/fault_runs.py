@@ -30,6 +30,7 @@ from lightning_multigpu.faults import PLACES
 from tests.benchmarks.fault_job import FaultJob, Outcome
 from tests.benchmarks.fault_summary import lines, summary
 from tests.launch.fault_script import CONTROLS, FAILURE_TIMEOUT_S, HOST_KINDS, KINDS, RANKS, STRATEGIES
+from tests.launch.outside_faults import CONTROL_S
 
 LAUNCHERS = ("popen", "spawn", "external", "hosts")
 _SHUFFLE_SEED = 3
@@ -148,7 +149,9 @@ def run(combination: Combination, options: argparse.Namespace, *, resume_to: flo
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         directory, launcher = Path(name), combination.launcher
         job = FaultJob(directory, combination.arguments(options.strategy), launcher)
-        outcome = job.run(rank=combination.rank, kind=combination.kind, deadline_s=options.deadline_s)
+        # After a control, the whole training is still to come.
+        more_s = CONTROL_S + 60 if combination.kind in CONTROLS else 0
+        outcome = job.run(rank=combination.rank, kind=combination.kind, deadline_s=options.deadline_s + more_s)
         if resume_to is None or outcome.is_control:
             return outcome
         again = replace(combination, kind="nothing").arguments(options.strategy)

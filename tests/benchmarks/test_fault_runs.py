@@ -47,7 +47,7 @@ def test_only() -> None:
 def test_a_good_end() -> None:
     assert GOOD.is_right()
     assert GOOD.verdict() == "ended (1,-9)"
-    assert replace(GOOD, kind="terminate", statuses=(0, 0)).is_right()
+    assert replace(GOOD, kind="terminate", statuses=(143, 143)).is_right()
     survived = replace(GOOD, kind="pause", statuses=(0, 0), weights=3.5, names_rank=False)
     assert survived.is_right(3.5)
     assert not survived.is_right(3.6)
@@ -62,6 +62,7 @@ def test_a_good_end() -> None:
     [
         replace(GOOD, struck=False),
         replace(GOOD, statuses=(1, 0)),
+        replace(GOOD, kind="terminate", statuses=(0, 0)),
         replace(GOOD, statuses=(1, None), survivors=("pid 7, stopped",), ended_after_s=None),
         replace(GOOD, leaks=("/dev/shm/ring",)),
         replace(GOOD, names_rank=False),

@@ -25,10 +25,18 @@ class Job:
     """Ranks that each run some statements. What is left is killed at the end of the ``with`` block."""
 
     def __init__(
-        self, *statements: str, first_rank: int = 0, failure_timeout_s: float = 4.0, directory: Path | None = None
+        self,
+        *statements: str,
+        first_rank: int = 0,
+        failure_timeout_s: float = 4.0,
+        hang_report_s: float | None = None,
+        directory: Path | None = None,
     ) -> None:
         self.guardian = Guardian.start(
-            num_ranks=len(statements), failure_timeout_s=failure_timeout_s, directory=directory
+            num_ranks=len(statements),
+            failure_timeout_s=failure_timeout_s,
+            hang_report_s=hang_report_s,
+            directory=directory,
         )
         environment = self.guardian.environment
         self.ranks = [start_rank(rank, text, environment) for rank, text in enumerate(statements, first_rank)]

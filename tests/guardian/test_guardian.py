@@ -42,7 +42,11 @@ def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(
     err = message(capfd)
     assert err == f"The job failed: {what} was ended by SIGKILL\n", "once, and as the last thing"
     (file,) = tmp_path.iterdir()
-    assert file.read_text() == err
+    assert file.name == f"failure-{os.uname().nodename}.txt"
+    heading, _, text = file.read_text().partition("\n")
+    assert text == err
+    assert heading.startswith(time.strftime("%Y-%m-%d ")), "a later run may find it"
+    assert f"1 (pid {job.ranks[1].pid})" in heading
 
 
 @pytest.mark.parametrize("how", ["sys.exit(3)", "os._exit(3)"])
@@ -170,9 +174,9 @@ def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
 
 def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(1); client.goodbye()") as job:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert os.getpgid(job.guardian.pid) == os.getpgid(0), "it sees Ctrl-C"
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1):
             os.kill(job.guardian.pid, number)
-        assert os.getsid(job.guardian.pid) != os.getsid(0)
         assert job.outcome()[0] == [0]
         assert job.guardian_ends()
     assert message(capfd) == ""

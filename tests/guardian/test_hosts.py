@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,13 +22,15 @@ GOODBYE = "client.goodbye()"
 
 
 @contextmanager
-def two_hosts(first: str, second: str, *, failure_timeout_s: float = 6.0) -> Iterator[tuple[Job, Job]]:
+def two_hosts(
+    first: str, second: str, *, failure_timeout_s: float = 6.0, hang_report_s: float | None = None
+) -> Iterator[tuple[Job, Job]]:
     """A rank on each of two hosts; the second is rank 1. Yields once they have met."""
-    with Job(LISTEN + first, failure_timeout_s=failure_timeout_s) as one:
+    with Job(LISTEN + first, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as one:
         assert one.ranks[0].stdout is not None
         port = one.ranks[0].stdout.readline().strip()
         join = JOIN.format(port=port, secret=SECRET)
-        with Job(join + second, first_rank=1, failure_timeout_s=failure_timeout_s) as two:
+        with Job(join + second, first_rank=1, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as two:
             assert two.ranks[0].stdout is not None
             assert two.ranks[0].stdout.readline() == "None\n"
             yield one, two
@@ -89,6 +92,35 @@ def test_hosts_that_finish_at_different_times(first: str, second: str, capfd: py
         assert one.guardian_ends()
         assert two.guardian_ends()
     assert capfd.readouterr().err == ""
+
+
+FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.goodbye()"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_host_leaves_before_all_have_come_to_the_end(late: int) -> None:
+    statements = [FINISH, FINISH]
+    statements[late] = f"sys.stdin.readline(); {FINISH}"
+    with two_hosts(*statements) as jobs:
+        with pytest.raises(subprocess.TimeoutExpired):
+            jobs[1 - late].ranks[0].wait(1.5)
+        pipe = jobs[late].ranks[0].stdin
+        assert pipe is not None
+        pipe.write("\n")
+        pipe.flush()
+        for job in jobs:
+            assert job.outcome() == ([0], ["finished True\n"])
+            assert job.guardian_ends()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_second_interrupt_ends_all_hosts_at_once(node: int) -> None:
+    statements = ["time.sleep(60)", "time.sleep(60)"]
+    statements[node] = "time.sleep(2); client.counts_interrupts(); client.interrupted(2); time.sleep(60)"
+    with two_hosts(*statements, failure_timeout_s=50.0) as jobs:
+        for job in jobs:
+            assert job.outcome()[0] == [130]
+            assert job.guardian_ends()
 
 
 def test_a_host_that_is_stopped_as_a_whole_is_a_failure_because_others_wait() -> None:

@@ -34,6 +34,7 @@ class Node:
             join_timeout_s=JOIN_TIMEOUT_S,
             watch=self.readers.__setitem__,
             forget=lambda sock: self.readers.pop(sock, None),
+            heard=lambda host, message: None,
         )
 
     def connection_to(self, node_rank: int) -> Connection:
@@ -47,12 +48,12 @@ class Node:
 class Network:
     """Nodes that have met; ``go_on`` lets time pass for all of them, ``cut`` separates two of them silently."""
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, *, order: int = 1) -> None:
         self.now_s = 1000.0
         self.nodes = [Node(node_rank) for node_rank in range(num_nodes)]
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.nodes[0].hosts.listen(self.listener, num_nodes=num_nodes, secret=SECRET, now_s=self.now_s)
-        for node in self.nodes[1:]:
+        for node in self.nodes[1:][::order]:
             self.join(node)
 
     def join(self, node: Node, secret: bytes = SECRET) -> None:
@@ -116,9 +117,10 @@ def test_all_know_each_other_and_are_well(three: Network) -> None:
     assert [node.found for node in three.nodes] == [[], [], []]
 
 
-def test_many_know_node_0_and_their_neighbours_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "the last one first"])
+def test_many_know_node_0_and_their_neighbours_in_the_ring(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts_module, "_MAX_MESH", 4)
-    with Network(5) as network:
+    with Network(5, order=order) as network:
         assert [node.neighbours() for node in network.nodes] == [[1, 2, 3, 4], [0, 2], [0, 1, 3], [0, 2, 4], [0, 3]]
         network.go_on(30)
         assert [node.found for node in network.nodes] == [[]] * 5

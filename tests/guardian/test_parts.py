@@ -285,8 +285,10 @@ def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: R
     for rank in range(2):
         _set(ranks, rank, STOPPED)
     assert [ranks.observe(now) for now in (10.0, 60.0)] == [None, None]
+    assert ranks.all_stopped, "which the other hosts are told"
     _set(ranks, 0, RUNNING)
     assert [ranks.observe(now) for now in (61.0, 66.0)] == [None, None]
+    assert not ranks.all_stopped
     assert ranks.observe(66.1) is not None
     _set(ranks, 0, STOPPED)
     ranks.others_wait = True

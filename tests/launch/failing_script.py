@@ -52,7 +52,9 @@ def main() -> None:
     chosen: Any = strategy
     if how == "stop":
         chosen = RingDDPStrategy(failure_timeout_s=6.0)  # a stopped rank has failed after half of that
-    trainer = make_trainer(Case(num_samples=48, max_epochs=epochs), chosen, devices, callbacks=[Saves()])
+    place = os.environ["SAVE_TO"]
+    case = Case(num_samples=48, max_epochs=epochs)
+    trainer = make_trainer(case, chosen, devices, callbacks=[Saves()], default_root_dir=place)
     module = Breaks(rank, how)
     trainer.fit(module, train_loader(Case(num_samples=48), devices))
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())

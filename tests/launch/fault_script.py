@@ -24,6 +24,8 @@ from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, 
 RANKS = int(os.environ.get("RANKS", "2"))
 STACKS_SIGNAL = signal.SIGUSR2
 FAILURE_TIMEOUT_S = float(os.environ.get("FAILURE_TIMEOUT_S", "5"))
+HANG_REPORT_S = float(os.environ.get("HANG_REPORT_S", "8"))
+JOIN_TIMEOUT_S = 25.0  # from the start of a rank: on a busy machine they import Lightning at different speeds
 
 KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "kill": faults.Spot.kill,
@@ -54,7 +56,12 @@ CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
     "suspend": lambda spot: spot.call(outside_faults.suspend),
 }
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
-    "ring_ddp": lambda method: RingDDPStrategy(start_method=method, failure_timeout_s=FAILURE_TIMEOUT_S),
+    "ring_ddp": lambda method: RingDDPStrategy(
+        start_method=method,
+        failure_timeout_s=FAILURE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        hang_report_s=HANG_REPORT_S,
+    ),
     "ddp": lambda method: DDPStrategy(start_method=method),
 }
 
@@ -88,6 +95,7 @@ def main() -> None:
         RANKS // num_nodes,
         num_nodes=num_nodes,
         callbacks=callbacks,
+        default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
         num_sanity_val_steps=0,

@@ -45,7 +45,7 @@ class NoWatching:
 def watch(monkeypatch: pytest.MonkeyPatch) -> FailureWatch:
     monkeypatch.setattr("lightning_multigpu.strategies.failure_watch._limit_exit", lambda timeout_s: None)
     watch = FailureWatch(5.0)
-    watch._watching = NoWatching()  # type: ignore[assignment]
+    watch.watching = NoWatching()  # type: ignore[assignment]
     return watch
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.notes import ranks_text
 from lightning_multigpu.communication.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler
@@ -61,6 +62,7 @@ class Announcer:
     def __init__(self, group: dist.ProcessGroup, meter: Meter) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
+        self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._meter = meter
         self._pending: tuple[dist.Work, Tensor, Transfer] | None = None
 
@@ -74,19 +76,27 @@ class Announcer:
         mine = torch.tensor([samples, weight, flags], dtype=torch.float64)
         everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
         size_bytes = everyone.numel() * everyone.element_size()
-        transfer = self._meter.begin("all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes)
+        transfer = self._meter.begin(
+            "all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes, ranks=self._ranks,
+            awaited=False,
+        )  # fmt: skip
         work = dist.all_gather_single(everyone, mine, group=self._group, async_op=True)
         assert work is not None
-        work.get_future().add_done_callback(lambda _: transfer.finish())
+        work.get_future().add_done_callback(lambda future: _end(transfer, future))
         self._pending = (work, everyone, transfer)
 
     def collect(self) -> Announcement:
         """What all ranks said; waits for the slowest."""
         assert self._pending is not None
-        work, everyone, _ = self._pending
+        work, everyone, transfer = self._pending
         self._pending = None
         start_s = self._meter.now()
-        work.wait()
+        transfer.awaited()
+        try:
+            work.wait()
+        except BaseException:
+            transfer.broke()
+            raise
         self._meter.waited(start_s, self._meter.now())
         rows = everyone.view(self._world_size, 3).tolist()
         return Announcement(
@@ -98,8 +108,18 @@ class Announcer:
     def drop(self) -> None:
         """Forgets an announcement that nobody is going to use: the epoch was ended before its data."""
         if self._pending is not None:
+            self._pending[2].awaited()
             self._pending[0].wait()
             self._pending = None
+
+
+def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
+    try:
+        future.value()
+    except BaseException:
+        transfer.broke()
+    else:
+        transfer.finish()
 
 
 class AgreedLoader:

@@ -12,7 +12,8 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,38 +23,55 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_multigpu.communication.compression import Piece
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.notes import ranks_text
 from lightning_multigpu.communication.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
-_Job = tuple[Tensor, Future[Tensor]]
+_UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
+_Job = tuple[Tensor, Sequence[Piece], Future[Tensor]]
 
 
 class GradientReducer:
     """The communication hook behind a DistributedDataParallel module.
 
-    CPU tensors travel through :class:`~lightning_multigpu.communication.ring.RingAllReduce`, CUDA tensors through
-    NCCL, or staged through the host where the group's back end is not NCCL. Whatever a hook raises is kept and raised
-    again by :meth:`finish`: torch would turn it into a cast error.
+    Tensors travel through ``all_reduce``, those of CUDA devices staged through the host; without it, and with a group
+    over NCCL, through NCCL. Whatever a hook raises is kept and raised again by :meth:`finish`: torch would turn it into
+    a cast error.
 
     Args:
         group: the ranks to average over; used by nothing else.
         meter: told of every bucket.
         axis: the name under which the meter files the traffic.
-        hook: a user's own communication hook and its state, used in place of the ring.
+        hook: a user's own communication hook and its state, used in place of ``all_reduce``.
+        all_reduce: over the same ranks; by default NCCL or, with another back end, a ring.
+        pieces: what ``all_reduce`` has to know of each parameter, if it compresses.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, meter: Meter, *, axis: str = "data", hook: tuple[Any, CommHook] | None = None
+        self,
+        group: dist.ProcessGroup,
+        meter: Meter,
+        *,
+        axis: str = "data",
+        hook: tuple[Any, CommHook] | None = None,
+        all_reduce: HierarchicalAllReduce | None = None,
+        pieces: Mapping[Tensor, Piece] | None = None,
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
+        self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._meter = meter
         self._axis = axis
         self._hook = hook
-        self._nccl = dist.get_backend(group) == "nccl"
-        self._ring = None if self._nccl else RingAllReduce(group)
+        self._nccl = dist.get_backend(group) == "nccl" and all_reduce is None
+        if all_reduce is None and not self._nccl:
+            all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
+        self.all_reduce = all_reduce
+        self._pieces = pieces
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -83,15 +101,11 @@ class GradientReducer:
 
     def average(self, tensor: Tensor) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
-        transfer = self._begin(tensor, None if self._ring is None else self._ring.sent_bytes(tensor), blocking=True)
-        if self._ring is None:
+        if self.all_reduce is not None:
+            self._move(tensor, (), blocking=True)
+            return
+        with self._moving(tensor, None, blocking=True):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
-        else:
-            staged = tensor.cpu()
-            self._ring(staged, average=True)
-            if staged is not tensor:
-                tensor.copy_(staged)
-        transfer.finish()
 
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
@@ -99,6 +113,8 @@ class GradientReducer:
             self._jobs.put(None)
             self._thread.join(timeout=5)
             self._thread = None
+        if self.all_reduce is not None:
+            self.all_reduce.close()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
@@ -107,7 +123,7 @@ class GradientReducer:
                 return self._reduce_by_user_hook(*self._hook, bucket)
             if self._nccl:
                 return self._reduce_by_nccl(bucket.buffer())
-            return self._reduce_by_ring(bucket.buffer())
+            return self._reduce_in_thread(bucket)
         except BaseException as error:
             return self._failed(error, bucket.buffer())
         finally:
@@ -116,39 +132,96 @@ class GradientReducer:
             else:
                 self._last_bucket_s = self._meter.now()
 
-    def _reduce_by_ring(self, buffer: Tensor) -> Future[Tensor]:
+    def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        pieces = () if self._pieces is None else tuple(self._pieces[parameter] for parameter in bucket.parameters())
         future: Future[Tensor] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
             self._thread.start()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()
-        self._jobs.put((buffer, future))
+        self._jobs.put((buffer, pieces, future))
         return future
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            buffer, future = job
-            if self._error is None:
-                try:
-                    self._move(buffer)
-                except BaseException as error:
-                    self._error = error
-            future.set_result(buffer)
+        """Begins with a bucket before it finishes the one before, if the next is there already."""
+        under_way: _UnderWay | None = None
+        closing = False
+        while not closing:
+            begun: _UnderWay | None = None
+            with suppress(queue.Empty):
+                job = self._jobs.get(block=under_way is None)
+                closing = job is None
+                begun = None if job is None else self._begin_job(*job)
+            if under_way is not None:
+                self._finish_job(*under_way)
+            under_way = begun
 
-    def _move(self, buffer: Tensor) -> None:
-        assert self._ring is not None
+    def _begin_job(self, buffer: Tensor, pieces: Sequence[Piece], future: Future[Tensor]) -> "_UnderWay":
+        finish = _nothing
+        if self._error is None:
+            try:
+                finish = self._begin_move(buffer, pieces)
+            except BaseException as error:
+                self._error = error
+        return finish, buffer, future
+
+    def _finish_job(self, finish: Callable[[], None], buffer: Tensor, future: Future[Tensor]) -> None:
+        if self._error is None:
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+        future.set_result(buffer)
+
+    def _begin_move(self, buffer: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
+        assert self.all_reduce is not None
+        if buffer.is_sparse:
+            self._move(buffer, pieces)
+            return _nothing
+        staged = buffer.cpu()
+        transfer = self._begin(buffer, self.all_reduce.sent_bytes(staged, pieces))
+        try:
+            pending = self.all_reduce.begin(staged, pieces, average=True)
+        except BaseException:
+            transfer.broke()
+            raise
+
+        def finish() -> None:
+            try:
+                pending.finish()
+                if staged is not buffer:
+                    buffer.copy_(staged)
+            except BaseException:
+                transfer.broke()
+                raise
+            transfer.finish()
+
+        return finish
+
+    def _move(self, buffer: Tensor, pieces: Sequence[Piece], *, blocking: bool = False) -> None:
+        assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            transfer = self._begin(buffer, _sparse_bytes(buffer))
-            dist.all_reduce(buffer, group=self._group)
-            buffer.div_(self._world_size)
+            with self._moving(buffer, SentBytes(_sparse_bytes(buffer), 0)):
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self._world_size)
         else:
             staged = buffer.cpu()
-            transfer = self._begin(buffer, self._ring.sent_bytes(staged))
-            self._ring(staged, average=True)
-            if staged is not buffer:
-                buffer.copy_(staged)
+            with self._moving(buffer, self.all_reduce.sent_bytes(staged, pieces), blocking=blocking):
+                self.all_reduce(staged, pieces, average=True)
+                if staged is not buffer:
+                    buffer.copy_(staged)
+
+    @contextmanager
+    def _moving(self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False) -> Iterator[None]:
+        transfer = self._begin(buffer, sent, blocking=blocking)
+        try:
+            yield
+        except BaseException:
+            transfer.broke()
+            raise
         transfer.finish()
 
     def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
@@ -179,7 +252,11 @@ class GradientReducer:
                 self._error = self._error or error
                 checked.set_result(buffer)
 
-        future = hook(state, bucket)
+        try:
+            future = hook(state, bucket)
+        except BaseException:
+            transfer.broke()
+            raise
         if buffer.is_cuda:
             # The values of a CUDA future are ordered by its streams, which a future of our own would lose.
             future.add_done_callback(lambda _: transfer.finish())
@@ -187,14 +264,16 @@ class GradientReducer:
         future.add_done_callback(ended)
         return checked
 
-    def _begin(self, buffer: Tensor, sent_bytes: int | None, *, blocking: bool = False) -> Transfer:
+    def _begin(self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False) -> Transfer:
         return self._meter.begin(
             "all_reduce",
             group=self._axis,
             group_size=self._world_size,
             size_bytes=_size_bytes(buffer),
-            sent_bytes=sent_bytes,
+            sent_bytes=None if sent is None else sent.network + sent.memory,
+            memory_bytes=0 if sent is None else sent.memory,
             blocking=blocking,
+            ranks=self._ranks,
         )
 
     def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
@@ -202,6 +281,10 @@ class GradientReducer:
         future: Future[Tensor] = Future()
         future.set_result(buffer)
         return future
+
+
+def _nothing() -> None:
+    pass
 
 
 def _run_hook(reducer: GradientReducer, bucket: GradBucket) -> Future[Tensor]:

@@ -246,6 +246,7 @@ class Stage(_PipelineStageBase):
                     group_size=self._line.num_ranks,
                     size_bytes=tensor.numel() * tensor.element_size(),
                     blocking=receives,
+                    awaited=receives,
                 )
             )
         return [

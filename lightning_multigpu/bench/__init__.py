@@ -1,0 +1,1 @@
+"""Collectives and strategies, timed: the work of ``lightning-multigpu bench``."""

@@ -1,0 +1,1 @@
+"""Collectives, timed and checked, on every implementation that is there."""

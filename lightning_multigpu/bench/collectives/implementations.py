@@ -1,0 +1,114 @@
+"""Who moves the bytes, one row each: the back ends of this build of torch, and this pack's own algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_multigpu.bench.collectives.operations import Buffers
+from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+
+Call = Callable[[Buffers], object]
+"""Does one operation on prepared tensors; on return (on a GPU: when the current stream gets there) it is done."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to do collectives.
+
+    Args:
+        name: on the command line and in results.
+        backend: the back end of torch.distributed whose process group it gets.
+        make: from that group to the operations that it has, by name; called once on every rank. A function of a
+            module, since it is sent to ranks by its name.
+        summary: in one line of the help.
+        operations: those that it has; empty for whatever the back end turns out to have.
+        devices: whose tensors it takes; empty for those that the back end is meant for.
+    """
+
+    name: str
+    backend: str
+    make: Callable[[dist.ProcessGroup], Mapping[str, Call]]
+    summary: str
+    operations: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def is_for(self, device_type: str) -> bool:
+        """Whether it is there and meant for "cpu" or "cuda" tensors; what is true, trying shows."""
+        meant = self.devices or dist.Backend.backend_capability.get(self.backend, ())
+        return self.is_built and device_type in meant
+
+    def has(self, operation: str) -> bool:
+        """Whether it may have the operation; a back end is asked by trying."""
+        return not self.operations or operation in self.operations
+
+    @property
+    def is_built(self) -> bool:
+        """Whether this build of torch has the back end."""
+        return dist.is_backend_available(self.backend)
+
+
+def torch_collectives(group: dist.ProcessGroup) -> dict[str, Call]:
+    """Everything, as ``torch.distributed`` does it."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def send_recv(b: Buffers) -> None:
+        neighbours = [
+            dist.P2POp(dist.isend, b.input, (rank + 1) % size, group=group),
+            dist.P2POp(dist.irecv, b.output, (rank - 1) % size, group=group),
+        ]
+        for work in dist.batch_isend_irecv(neighbours):
+            work.wait()
+
+    def at_root(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        return tensors if rank == 0 else None
+
+    return {
+        "all_reduce": lambda b: dist.all_reduce(b.output, group=group),
+        "reduce_scatter": lambda b: dist.reduce_scatter_tensor(b.output, b.input, group=group),
+        "all_gather": lambda b: dist.all_gather_into_tensor(b.output, b.input, group=group),
+        "broadcast": lambda b: dist.broadcast(b.output, 0, group=group),
+        "reduce": lambda b: dist.reduce(b.output, 0, group=group),
+        "gather": lambda b: dist.gather(b.input, at_root(list(b.parts(b.output))), 0, group=group),
+        "scatter": lambda b: dist.scatter(b.output, at_root(list(b.parts(b.input))), 0, group=group),
+        "all_to_all": lambda b: dist.all_to_all_single(b.output, b.input, group=group),
+        "send_recv": send_recv,
+        "barrier": lambda b: dist.barrier(group=group),
+    }
+
+
+def ring(group: dist.ProcessGroup) -> dict[str, Call]:
+    """The ring all-reduce of ``ring_ddp`` on CPUs."""
+    all_reduce = RingAllReduce(group)
+    return {"all_reduce": lambda b: all_reduce(b.output)}
+
+
+def shared_memory(group: dist.ProcessGroup) -> dict[str, Call]:
+    """What ``ring_ddp`` does between the ranks of one host; where they are on several, it cannot be had."""
+    collectives = SharedMemoryAllReduce(group)
+    return {
+        "all_reduce": lambda b: collectives(b.output),
+        "broadcast": lambda b: collectives.broadcast(b.output, 0),
+        "barrier": lambda b: collectives.barrier(),
+    }
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        "shared_memory",
+        "gloo",
+        shared_memory,
+        "this pack's shared memory, for the ranks of one host",
+        ("all_reduce", "broadcast", "barrier"),
+        ("cpu",),
+    ),
+    Implementation("ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)),
+    Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
+    Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
+    Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
+    Implementation("ucc", "ucc", torch_collectives, "UCC, where torch was built with it"),
+)

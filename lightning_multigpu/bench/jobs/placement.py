@@ -1,0 +1,130 @@
+"""Which ranks this process has to start, and where those of all hosts meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+DEFAULT_DEVICES = 2
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One *agent* is one process of the command line: it starts ranks of its host. The first agent leads.
+
+    Args:
+        agent: which of the agents this is, from 0.
+        num_agents: as many as the command line was started times: one a host, or one a rank under torchrun and SLURM.
+        node_rank: this host.
+        num_nodes: hosts.
+        devices: ranks a host.
+        local_ranks: those of this host that this agent starts.
+        main_address: the first host, as the others reach it.
+        main_port: where the agents meet; 0 for any free port, where there is one agent only.
+        has_store: the launcher has put up torch's store there already.
+    """
+
+    agent: int = 0
+    num_agents: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    devices: int
+    local_ranks: tuple[int, ...]
+    main_address: str = "127.0.0.1"
+    main_port: int = 0
+    has_store: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.num_nodes * self.devices
+
+    def rank(self, local_rank: int) -> int:
+        """The number of a rank of this host among all ranks."""
+        return self.node_rank * self.devices + local_rank
+
+
+def placement(
+    devices: int | None, num_nodes: int | None = None, environment: Mapping[str, str] = os.environ
+) -> Placement:
+    """What torchrun, SLURM or the user has said in the environment; without a word of theirs, one host.
+
+    Args:
+        devices: ranks a host; None for what the launcher has started, or :data:`DEFAULT_DEVICES`.
+        num_nodes: hosts; None for what the launcher has started, or 1.
+        environment: the variables: those of torchrun or SLURM, or MASTER_ADDR, MASTER_PORT and NODE_RANK.
+
+    Raises:
+        ValueError: a number is out of range, differs from the launcher's, or is missing.
+    """
+    for name, value in (("devices", devices), ("num-nodes", num_nodes)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}={value} is out of range; pass 1 or more")
+    found = _of_torchrun(environment) or _of_slurm(environment) or _of_user(devices, num_nodes, environment)
+    for name, value, started in (("devices", devices, found.devices), ("num-nodes", num_nodes, found.num_nodes)):
+        if value is not None and value != started:
+            raise ValueError(f"--{name}={value}, and the launcher has started {started}; leave the option out")
+    return found
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Placement | None:
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    world_size, devices = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+    return Placement(
+        agent=int(environment["RANK"]),
+        num_agents=world_size,
+        node_rank=int(environment["GROUP_RANK"]),
+        num_nodes=world_size // devices,
+        devices=devices,
+        local_ranks=(int(environment["LOCAL_RANK"]),),
+        main_address=environment["MASTER_ADDR"],
+        main_port=int(environment["MASTER_PORT"]),
+        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Placement | None:
+    if "SLURM_PROCID" not in environment or not SLURMEnvironment.detect():
+        return None
+    try:
+        slurm = SLURMEnvironment()
+    except RuntimeError as error:  # options of srun that Lightning refuses
+        raise ValueError(str(error)) from error
+    num_nodes = int(environment.get("SLURM_NNODES", "1"))
+    return Placement(
+        agent=slurm.global_rank(),
+        num_agents=slurm.world_size(),
+        node_rank=slurm.node_rank(),
+        num_nodes=num_nodes,
+        devices=slurm.world_size() // num_nodes,
+        local_ranks=(slurm.local_rank(),),
+        main_address=slurm.main_address,
+        main_port=slurm.main_port,
+    )
+
+
+def _of_user(devices: int | None, num_nodes: int | None, environment: Mapping[str, str]) -> Placement:
+    devices, num_nodes = devices or DEFAULT_DEVICES, num_nodes or 1
+    if num_nodes == 1:
+        return Placement(devices=devices, local_ranks=tuple(range(devices)))
+    node_rank = environment.get("NODE_RANK", "")
+    if "MASTER_ADDR" not in environment or not node_rank.isdigit() or int(node_rank) >= num_nodes:
+        raise ValueError(
+            f"--num-nodes={num_nodes}: run the same command on each host, with the first one's address in MASTER_ADDR "
+            f"and the host's number, 0 to {num_nodes - 1}, in NODE_RANK"
+        )
+    return Placement(
+        agent=int(node_rank),
+        num_agents=num_nodes,
+        node_rank=int(node_rank),
+        num_nodes=num_nodes,
+        devices=devices,
+        local_ranks=tuple(range(devices)),
+        main_address=environment["MASTER_ADDR"],
+        main_port=int(environment.get("MASTER_PORT", _DEFAULT_PORT)),
+    )

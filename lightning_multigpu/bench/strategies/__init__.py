@@ -1,0 +1,1 @@
+"""Training steps of one model under several strategies, timed in turn."""

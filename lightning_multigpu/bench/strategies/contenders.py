@@ -1,0 +1,111 @@
+"""Strategies as the command line names them: ``ddp``, ``ring_ddp:bucket_cap_mb=4``, ``package.Class:option=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu.commands.classes import ClassNotFoundError, arguments_of, find_class, refusal
+from lightning_multigpu.commands.settings import check_strategy_name
+
+NO_COMMUNICATION = "no communication"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One strategy with its options.
+
+    Args:
+        label: as it was written; :data:`NO_COMMUNICATION` for each rank training by itself.
+        strategy: the class; None for no communication.
+        options: its arguments.
+    """
+
+    label: str
+    strategy: type[Strategy] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Strategy:
+        """A new strategy."""
+        assert self.strategy is not None
+        return self.strategy(**self.options)
+
+
+def contender(text: str) -> Contender:
+    """Reads ``name``, ``name:option=value`` or ``name:option=value,other=value``; values are YAML.
+
+    The strategy is made once, so that it refuses wrong values here and not in a rank.
+
+    Raises:
+        ValueError: no such strategy or option, a value that it refuses, or a name that starts processes of its own.
+    """
+    name, _, rest = text.partition(":")
+    cls, options = _registered_or_class(name.strip())
+    given = _options(text, rest)
+    known = arguments_of(cls)
+    for option, value in given.items():
+        if option not in known:
+            raise ValueError(f"{text}: {cls.__name__} has no option {option!r}. {did_you_mean(option, known)}".rstrip())
+        objection = refusal(cls, option, value)
+        if objection is not None:
+            raise ValueError(f"{text}: {option}={value!r}: {objection}")
+    found = Contender(text, cls, {**options, **given})
+    if found.options.get("start_method", "popen") != "popen":
+        raise ValueError(
+            f"{text} starts its processes in another way, and the bench starts them all itself, which changes nothing "
+            f"about a step; pass the name without it, such as {_without_start_method(name)!r}"
+        )
+    try:
+        found.make()
+    except (ValueError, TypeError, ImportError) as error:
+        raise ValueError(f"{text}: {error}") from error
+    return found
+
+
+def contenders(texts: list[str]) -> list[Contender]:
+    """One each, in order.
+
+    Raises:
+        ValueError: one is wrong, or named twice.
+    """
+    for text in texts:
+        if texts.count(text) > 1:
+            raise ValueError(f"{text} is named {texts.count(text)} times; once is enough")
+    return [contender(text) for text in texts]
+
+
+def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
+    if "." in name:
+        try:
+            cls = find_class(name)
+        except ClassNotFoundError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if cls is None or not issubclass(cls, Strategy):
+            raise ValueError(f"{name} is no Strategy of Lightning; pass a class that is, or a strategy's name")
+        return cls, {}
+    check_strategy_name(name)
+    if name.lower() == "auto":
+        raise ValueError("strategy='auto' is one device; the row 'no communication' is what that takes")
+    entry = StrategyRegistry[name.lower()]
+    return entry["strategy"], dict(entry["init_params"])
+
+
+def _options(text: str, rest: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for part in rest.split(",") if rest else []:
+        option, equals, value = part.partition("=")
+        if not equals or not option.strip():
+            raise ValueError(f"{text}: {part!r} is no option=value; write {text.partition(':')[0]}:bucket_cap_mb=4")
+        options[option.strip()] = yaml.safe_load(value)
+    return options
+
+
+def _without_start_method(name: str) -> str:
+    for ending in ("_spawn", "_fork", "_notebook", "_forkserver"):
+        name = name.replace(ending, "")
+    return name

@@ -1,0 +1,133 @@
+"""Models to train in a bench, and the data that costs no time: the same batch again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+
+class BenchMLP(LightningModule):
+    """Six Linear(1024, 1024) with ReLU and Linear(1024, 10): 6.3 M parameters; SGD.
+
+    Inputs (batch, 1024), classes (batch,).
+    """
+
+    default_batch_size = 64
+
+    def __init__(self, width: int = 1024, num_layers: int = 6) -> None:
+        super().__init__()
+        self.width = width
+        layers = [layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.layers = nn.Sequential(*layers, nn.Linear(width, 10))
+
+    def example_batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(batch_size, self.width), torch.randint(10, (batch_size,))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, classes = batch
+        return F.cross_entropy(self.layers(inputs), classes)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class BenchGPT(LightningModule):
+    """A GPT over bytes, 8 blocks of width 256 and 4 heads: 6.5 M parameters; SGD.
+
+    Bytes (batch, 65), each but the first to be told from those before it.
+    """
+
+    default_batch_size = 4
+
+    def __init__(self, width: int = 256, num_layers: int = 8, num_heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.context = context
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        block = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+
+    def example_batch(self, batch_size: int) -> Tensor:
+        return torch.randint(256, (batch_size, self.context + 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        text, length = batch, self.context
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        features = self.bytes(text[:, :-1]) + self.positions(torch.arange(length, device=text.device))
+        logits = self.head(self.blocks(features, mask=mask, is_causal=True))
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+MODELS: dict[str, type[LightningModule]] = {"mlp": BenchMLP, "gpt": BenchGPT}
+
+
+class SameBatch(Dataset[Any]):
+    """``length`` samples of which any ``batch_size`` are the same batch, so that loading takes no time.
+
+    Args:
+        batch: what ``training_step`` gets.
+        length: of the data set.
+    """
+
+    def __init__(self, batch: Any, length: int) -> None:
+        self._batch = batch
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self._batch
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
+def repeated(batch: Any, batch_size: int, num_batches: int, num_ranks: int) -> DataLoader[Any]:
+    """A loader that gives every one of ``num_ranks`` ranks ``num_batches`` times ``batch``."""
+    data = SameBatch(batch, batch_size * num_batches * num_ranks)
+    return DataLoader(data, batch_size=batch_size, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def check_model(cls: type) -> None:
+    """The class is a model that can be benched: a LightningModule without required arguments that brings its data.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not issubclass(cls, LightningModule):
+        raise ValueError(f"--model: {cls.__name__} is no LightningModule; pass the class of one")
+    try:
+        cls()
+    except TypeError as error:
+        raise ValueError(f"--model: {cls.__name__}() raised {error}; give its arguments defaults") from error
+    if not brings_batch(cls) and not brings_loader(cls):
+        raise ValueError(
+            f"--model: {cls.__name__} has neither example_batch(batch_size), which returns the batch of one rank, nor "
+            "train_dataloader(); add one of them"
+        )
+
+
+def brings_batch(cls: type[LightningModule]) -> bool:
+    """Whether the model has an ``example_batch(batch_size)``."""
+    return callable(getattr(cls, "example_batch", None))
+
+
+def brings_loader(cls: type[LightningModule]) -> bool:
+    """Whether the model has a ``train_dataloader()`` of its own."""
+    return cls.train_dataloader is not LightningModule.train_dataloader

@@ -1,0 +1,232 @@
+"""``lightning-multigpu bench collectives``: what every collective costs, on every implementation that is there.
+
+Under torchrun or SLURM the ranks are those that it has started. On several hosts without them, the same command runs on
+each host, with ``--num-nodes``, and MASTER_ADDR and NODE_RANK in the environment. Only the first process prints.
+
+``--json PATH`` writes one object. Its keys are stable: a change of their meaning raises ``schema_version``; new keys do
+not. ::
+
+    {
+      "schema_version": 1,
+      "date": "2026-11-21T12:00:00Z", "command": "lightning-multigpu bench collectives ...",
+      "machine": {"processor": str, "cores": int, "usable_cores": int, "memory_bytes": int, "gpus": [str],
+                  "system": str},                           of the first host
+      "versions": {software: str},
+      "ranks": int, "nodes": int, "ranks_per_node": int, "threads_per_rank": int, "device": "cpu" or "cuda",
+      "settings": {"dtype": str, "repetitions": int, "warm_up": int, "timeout_s": number, "link_gbit": number or null},
+      "results": [
+        {
+          "operation": "all_reduce", "implementation": "ring",
+          "size_bytes": int, "elements": int, "dtype": str,  S as nccl-tests counts it: the whole where ranks hold parts
+          "status": "ok", "not supported", "failed", "crashed" or "timed out",
+          "reason": str or null,                             why, where the status is not "ok"
+          "time_us": {"median", "p25", "p75", "min", "max": number, "count": int} or null,
+                                                             of one call, on the slowest rank
+          "algbw_gb_per_sec": number or null,                size over median time, in 10^9 bytes
+          "busbw_gb_per_sec": number or null,                algbw times nccl-tests' factor of the operation
+          "share_of_peak": number or null,                   busbw over --link-gbit
+          "wrong": int or null                               elements of the results on all ranks that are wrong
+        }
+      ]
+    }
+
+With ``--support`` there is, in place of ``results``, ::
+
+      "support": [{"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
+                   "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}]
+
+and ``settings`` has ``timeout_s`` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lightning_multigpu.bench.collectives import implementations as table_of_implementations
+from lightning_multigpu.bench.collectives import support
+from lightning_multigpu.bench.collectives.implementations import Implementation
+from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
+from lightning_multigpu.bench.collectives.plot import check_plot, draw
+from lightning_multigpu.bench.collectives.run import Plan, Result, measure
+from lightning_multigpu.bench.collectives.table import CollectivesTable, document
+from lightning_multigpu.bench.jobs.hosts import Hosts
+from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement, placement
+from lightning_multigpu.bench.machine import header, header_lines
+from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
+from lightning_multigpu.commands.options import OptionParser, names_of, number
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+_TENSORS_A_RANK = 2  # one goes in, one comes out
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Prints the table row by row, and writes what was asked for.
+
+    Returns:
+        0; 1 where a result was wrong.
+
+    Raises:
+        UsageError: an option is wrong; no process has been started.
+        SystemExit: for ``--help``.
+    """
+    options = _parser().parse(arguments)
+    try:
+        place = placement(options.devices, options.num_nodes)
+        operations, implementations = _operations(options), _implementations(options)
+        plan = _plan(options, operations, implementations)
+        _check(options, plan, place)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
+        if not hosts.leads:
+            hosts.follow()
+            return 0
+        head = header(
+            place,
+            threads=options.threads,
+            device_type=options.device,
+            command=["bench", "collectives", *arguments],
+        )
+        print("\n".join(header_lines(head)), flush=True)
+        return (_support if options.support else _table)(hosts, plan, options, head)
+
+
+def _table(hosts: Hosts, plan: Plan, options: argparse.Namespace, head: dict[str, Any]) -> int:
+    world_size = hosts.placement.world_size
+    table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
+    print("\n".join(table.head()), flush=True)
+    results: list[Result] = []
+    for result in measure(hosts, plan):
+        results.append(result)
+        print(table.row(result), flush=True)
+    print("\n".join(table.summary(results)), flush=True)
+    settings = {
+        "dtype": options.dtype,
+        "repetitions": plan.repetitions,
+        "warm_up": plan.warm_up,
+        "timeout_s": plan.timeout_s,
+        "link_gbit": options.link_gbit,
+    }
+    _write(options.json, document(head, settings, "results", [table.as_json(result) for result in results]))
+    if options.plot is not None:
+        draw(results, options.plot, world_size=world_size, link_gbit=options.link_gbit)
+    return int(any(result.wrong for result in results))
+
+
+def _support(hosts: Hosts, plan: Plan, options: argparse.Namespace, head: dict[str, Any]) -> int:
+    cells = list(support.try_all(hosts, plan.implementations, plan.operations, timeout_s=plan.timeout_s))
+    print("\n".join(support.lines(cells)), flush=True)
+    settings = {"timeout_s": plan.timeout_s}
+    _write(options.json, document(head, settings, "support", [support.as_json(cell) for cell in cells]))
+    return int(any(cell.status == support.WRONG for cell in cells))
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _operations(options: argparse.Namespace) -> list[Operation]:
+    names = names_of("operations", [value.replace("/", "_") for value in options.operations], BY_NAME)
+    return [BY_NAME[name] for name in names or BY_NAME]
+
+
+def _implementations(options: argparse.Namespace) -> list[Implementation]:
+    rows = {row.name: row for row in table_of_implementations.IMPLEMENTATIONS}
+    names = names_of("backends", options.backends, rows)
+    if options.support:
+        return [rows[name] for name in names] or [row for row in rows.values() if not row.operations]
+    for name in names:
+        if not rows[name].is_built:
+            built = ", ".join(row.name for row in rows.values() if row.is_built)
+            raise UsageError(
+                f"--backends={name}: {rows[name].backend} is not part of this build of torch; pass some of {built}"
+            )
+    return [rows[name] for name in names] or [row for row in rows.values() if row.is_for(options.device)]
+
+
+def _plan(options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]) -> Plan:
+    return Plan(
+        operations=operations,
+        implementations=implementations,
+        sizes=geometric_sizes(options.min_size, options.max_size, options.step_factor),
+        device_type=options.device,
+        dtype=getattr(torch, options.dtype),
+        repetitions=options.repetitions,
+        warm_up=options.warm_up,
+        timeout_s=options.timeout,
+    )
+
+
+def _check(options: argparse.Namespace, plan: Plan, place: Placement) -> None:
+    if place.world_size < 2:
+        raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
+    if options.device == "cuda" and not torch.cuda.device_count():
+        raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
+    if options.support and options.plot is not None:
+        raise UsageError("--plot draws times, and --support takes none; leave one of them out")
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{name}={path}: there is no directory {path.parent}; make it first")
+    if options.plot is not None:
+        check_plot(options.plot)
+    if options.device == "cpu" and not options.support:
+        jobs = len(plan.implementations) * place.devices
+        needed, free = _TENSORS_A_RANK * plan.sizes[-1] * jobs, psutil.virtual_memory().available
+        if needed > free:
+            raise UsageError(
+                f"--max-size={size_text(plan.sizes[-1])} takes up to {needed / 2**30:.1f} GiB of memory for {jobs} "
+                f"processes on this host, and {free / 2**30:.1f} GiB are free; pass less"
+            )
+
+
+def _parser() -> OptionParser:
+    rows = table_of_implementations.IMPLEMENTATIONS
+    parser = OptionParser(
+        prog=f"{PROGRAM} bench collectives",
+        description="Time every collective on every implementation that is there, in turn, and check the results.\n"
+        "Columns as nccl-tests prints them; times are medians over all calls, on the slowest rank.",
+        epilog="back ends:\n" + "\n".join(f"  {row.name:<8} {row.summary}" for row in rows),
+    )
+    add = parser.add_argument
+    add("--operations", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(BY_NAME)}; by default all")
+    add(
+        "--backends",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="some of those below; by default all that fit",
+    )
+    add("--min-size", type=_size, default=2**10, metavar="SIZE", help="smallest size, such as 64k (default: 1KiB)")
+    add("--max-size", type=_size, default=2**28, metavar="SIZE", help="largest size, such as 1MiB (default: 256MiB)")
+    add("--step-factor", type=number(int, 2), default=4, metavar="N", help="from one size to the next (default: 4)")
+    add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
+    add("--device", choices=support.DEVICE_TYPES, default="cpu", help="where the tensors are (default: cpu)")
+    add("--devices", type=number(int, 1), metavar="N", help=f"ranks on each host (default: {DEFAULT_DEVICES})")
+    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts; run the command on each of them (default: 1)")
+    add("--threads", type=number(int, 1), default=1, metavar="N", help="intra-op threads a rank (default: 1)")
+    add("--repetitions", type=number(int, 1), default=10, metavar="N", help="turns each (default: 10)")
+    add("--warm-up", type=number(int, 0), default=2, metavar="N", help="untimed calls in each turn (default: 2)")
+    add("--timeout", type=number(float, 0, above=True), default=60.0, metavar="S", help="of a turn (default: 60)")
+    add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
+    add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
+    add("--verbose", action="store_true", help="show what the ranks print, such as the tracebacks of failures")
+    add("--json", type=Path, metavar="PATH", help="write the results there too")
+    add("--plot", type=Path, metavar="PATH", help="draw them there: a png, svg or pdf (needs the extra 'plot')")
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return size_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,75 @@
+"""Options of subcommands that have their own parser, and the one way in which they refuse a wrong one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
+
+from typing_extensions import override
+
+from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu.commands.usage import UsageError
+
+
+class OptionParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that raises :class:`UsageError` in place of printing its usage, and names what is near."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The options.
+
+        Raises:
+            UsageError: one is unknown or has a wrong value.
+            SystemExit: for ``--help``.
+        """
+        options, unknown = self.parse_known_args(arguments)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise UsageError(f"{name!r} is no option here. {did_you_mean(name, self._option_string_actions)}".rstrip())
+        return options
+
+
+def names_of(name: str, given: Sequence[str], known: Collection[str]) -> list[str]:
+    """Names that were given with spaces or commas between them, in their order, without repetitions.
+
+    Args:
+        name: of the option.
+        given: its values.
+        known: the names that there are.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    names = [part.strip().lower().replace("-", "_") for value in given for part in value.split(",") if part.strip()]
+    for wrong in (candidate for candidate in names if candidate not in known):
+        raise UsageError(f"--{name}: {wrong!r} is unknown. {did_you_mean(wrong, known)} Known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def number(kind: Callable[[str], float], at_least: float, *, above: bool = False) -> Callable[[str], float]:
+    """The ``type=`` of an option that is a number of at least ``at_least``, or above it."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if value < at_least or (above and value == at_least) or value != value or value == float("inf"):
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r}: pass {what} {'above' if above else 'of at least'} {at_least}")
+        return value
+
+    return parse

@@ -1,0 +1,146 @@
+"""A barrier between processes, made of POSIX semaphores in memory that they share.
+
+Each rank owns one semaphore for every other rank. To arrive is to post the semaphore that each of the others has for
+this rank; to wait is to wait for one's own, one after the other::
+
+    rank 0          rank 1          rank 2
+    arrive --post-> [0]             [0]
+    [1]   <-post--- arrive --post-> [1]
+    ...
+    wait [1] [2]    wait [0] [2]    wait [0] [1]
+
+A waiting rank sleeps in the kernel, so that ranks may share a core, and other threads of its process run on. It looks
+up several times a second: for a rank that is gone, for :meth:`Barrier.abort`, and for signals, whose Python handlers
+run then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+_CELL_BYTES = 64  # a cache line: a sem_t takes 32 bytes, and the flag must not share its line with one
+_LOOK_UP_S = 0.25
+_ABORTED = -1
+_EXPECTED_ERRORS = (errno.EINTR, errno.ETIMEDOUT)
+
+
+class ConnectionLostError(RuntimeError):
+    """Another rank does not come: it is gone, the job was aborted, or the time is up."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Barrier:
+    """Where ``world_size`` ranks wait for one another; each makes an object of its own over the same memory.
+
+    Args:
+        memory: zeros at first, writable, at least :meth:`size_bytes`; shared by all ranks.
+        rank: this one, of 0 to ``world_size - 1``.
+        world_size: number of ranks.
+        names: what each rank is called in messages.
+        is_gone: tells whether the process of a rank has ended or has left.
+        timeout_s: how long :meth:`wait` waits.
+
+    Raises:
+        OSError: the system has no semaphores with a monotonic clock (glibc has them from 2.30 on).
+    """
+
+    def __init__(
+        self,
+        memory: Any,
+        *,
+        rank: int,
+        world_size: int,
+        names: list[int],
+        is_gone: Callable[[int], bool],
+        timeout_s: float,
+    ) -> None:
+        self._rank = rank
+        self._names = names
+        self._is_gone = is_gone
+        self._timeout_s = timeout_s
+        try:
+            blocking, short = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
+            self._wait = blocking.sem_clockwait
+            # These never block: holding the interpreter lock meanwhile is cheaper than giving it away.
+            self._post, self._try, self._initialise = short.sem_post, short.sem_trywait, short.sem_init
+        except AttributeError as error:
+            raise OSError(errno.ENOSYS, f"semaphores: {error}") from error
+        self._memory = (ctypes.c_char * self.size_bytes(world_size)).from_buffer(memory)  # keeps it mapped
+        start = ctypes.addressof(self._memory)
+        self._flag = ctypes.c_int32.from_address(start)
+        self._cells = [
+            [ctypes.c_void_p(start + _CELL_BYTES * (1 + owner * world_size + poster)) for poster in range(world_size)]
+            for owner in range(world_size)
+        ]
+        peers = [(rank + distance) % world_size for distance in range(1, world_size)]
+        self._theirs = [self._cells[peer][rank] for peer in peers]
+        self._own = [(peer, self._cells[rank][peer]) for peer in peers]
+
+    @staticmethod
+    def size_bytes(world_size: int) -> int:
+        """Memory that the barrier of ``world_size`` ranks needs."""
+        return _CELL_BYTES * (1 + world_size * world_size)
+
+    def initialise(self) -> None:
+        """Makes the semaphores; called by one rank, before any other uses them."""
+        for cells in self._cells:
+            for cell in cells:
+                self._initialise(cell, 1, 0)
+
+    def arrive(self) -> None:
+        """Tells the others that this rank is here; what it has written before, they see after their wait."""
+        for cell in self._theirs:
+            self._post(cell)
+
+    def wait(self) -> None:
+        """Waits until all others have arrived; each wait belongs to one arrival of this rank.
+
+        Raises:
+            ConnectionLostError: a rank is gone, the barrier was aborted, or the time is up. It says which.
+        """
+        for peer, cell in self._own:
+            if self._try(cell) != 0:
+                self._wait_for(peer, cell)
+        if self._flag.value != 0:
+            raise self._lost()
+
+    def abort(self) -> None:
+        """Lets all ranks raise that wait or will wait, here and in other processes; those that sleep within 0.25 s."""
+        self._flag.value = self._flag.value or _ABORTED
+
+    def _wait_for(self, peer: int, cell: ctypes.c_void_p) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            until_s = min(time.monotonic() + _LOOK_UP_S, deadline)
+            until = _Timespec(int(until_s), int(until_s % 1 * 1e9))
+            if self._wait(cell, time.CLOCK_MONOTONIC, ctypes.byref(until)) == 0:
+                return
+            number = ctypes.get_errno()
+            if number not in _EXPECTED_ERRORS:
+                raise OSError(number, f"sem_clockwait: {os.strerror(number)}")
+            if self._flag.value != 0:
+                raise self._lost()
+            # A rank that is gone may have arrived before it left.
+            if self._is_gone(peer) and self._try(cell) != 0:
+                self._flag.value = self._flag.value or 1 + peer
+                raise self._lost()
+            if time.monotonic() >= deadline:
+                raise ConnectionLostError(
+                    f"shared memory of rank {self._names[self._rank]}: timed out after {self._timeout_s:g} s of "
+                    f"waiting for rank {self._names[peer]}"
+                )
+
+    def _lost(self) -> ConnectionLostError:
+        reason = self._flag.value
+        what = (
+            "aborted" if reason == _ABORTED else f"connection closed by rank {self._names[reason - 1]}, which is gone"
+        )
+        return ConnectionLostError(f"shared memory of rank {self._names[self._rank]}: {what}")

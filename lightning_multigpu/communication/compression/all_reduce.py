@@ -1,0 +1,241 @@
+"""All-reduce of gradients that are compressed where they leave this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.compression.compressor import Compressor, ElementwiseCompressor
+from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
+from lightning_multigpu.communication.compression.low_rank import LowRank
+from lightning_multigpu.communication.compression.messages import Messages
+from lightning_multigpu.communication.compression.owner_summed import (
+    DEFAULT_SEGMENT_ELEMENTS,
+    Buffers,
+    OwnerSummed,
+    Segment,
+    segments_by_owner,
+    sent_bytes,
+)
+from lightning_multigpu.communication.compression.owners import Owners
+from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
+from lightning_multigpu.communication.compression.powersgd import PowerSGD
+from lightning_multigpu.communication.compression.statistics import CompressionStatistics
+from lightning_multigpu.communication.compression.warm_starts import WarmStarts
+from lightning_multigpu.communication.ring import RingAllReduce
+
+
+class CompressedAllReduce:
+    """Sums or averages CPU tensors of gradients over the ranks of a group, all of which end with the same bits.
+
+    All ranks of the group must make the same calls in the same order; which thread calls does not matter, but only one
+    at a time. Sums are made in float32 whatever the tensors are.
+
+    With error feedback, what a step's tensors could not be sent of is added to them in the next step:
+    :meth:`end_step` ends a step. If anything in it was not finite, on any rank, the state stays as it was before the
+    step on all ranks: a loss scaler drops such a step.
+
+    Args:
+        group: a process group whose back end sends CPU tensors point to point (gloo, mpi); nothing else may use it
+            for messages while a call is under way.
+        compressor: what travels in place of the tensors.
+        segment_elements: elements that are encoded, sent and decoded at a time.
+
+    Attributes:
+        ring: what reduces tensors that are no gradients and are to lose nothing.
+        step_is_finite: whether all sums of the step under way have been finite so far.
+
+    Raises:
+        ValueError: ``segment_elements`` is below 1.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, compressor: Compressor, *, segment_elements: int = DEFAULT_SEGMENT_ELEMENTS
+    ) -> None:
+        if segment_elements < 1:
+            raise ValueError(f"segment_elements={segment_elements}: a message must hold at least 1 element")
+        self.group = group
+        self.compressor = compressor
+        self.statistics = CompressionStatistics()
+        self.step = 0
+        self._segment_elements = segment_elements
+        self._messages = Messages(group)
+        self.rank, self.world_size = self._messages.rank, self._messages.world_size
+        self.ring = RingAllReduce(group)
+        self._errors = ErrorFeedback() if compressor.has_error_feedback else None
+        self.step_is_finite = True
+        self._segments: dict[int, list[list[Segment]]] = {}
+        self._free_buffers: dict[int, list[Buffers]] = {}
+        if isinstance(compressor, PowerSGD):
+            self._owners = Owners(compressor, self.world_size)
+            self._warm_starts = WarmStarts(compressor.rank)
+
+    def __call__(self, tensor: Tensor, pieces: Sequence[Piece], *, average: bool = False) -> Tensor:
+        """Reduces ``tensor`` in place and returns it.
+
+        Args:
+            tensor: any shape, contiguous, on the CPU, floating-point; the same shape and dtype on every rank.
+            pieces: the parameters of which ``tensor`` holds the gradients, in order; the same on every rank.
+            average: divide the sums by the number of ranks.
+
+        Raises:
+            ValueError: the tensor is not on the CPU, not contiguous or not floating-point, or ``pieces`` are not it.
+            RuntimeError: another rank is gone, or the group's timeout has passed.
+        """
+        return self.begin(tensor, pieces, average=average).finish()
+
+    def begin(self, tensor: Tensor, pieces: Sequence[Piece], *, average: bool = False) -> PendingAllReduce:
+        """As a call, but returns when this rank's parts are on their way; ``finish()`` of the result does the rest.
+
+        While one tensor is under way, the next may begin: the wire then need not wait for decoding and encoding.
+        They must be finished in the order in which they began, and before :meth:`end_step`.
+        """
+        pieces = tuple(pieces)
+        _check(tensor, pieces)
+        self.statistics.uncompressed_bytes += self.ring.sent_bytes(tensor)
+        self.statistics.sent_bytes += self.sent_bytes(tensor, pieces)
+        if self.world_size == 1 or self._is_warming_up():
+            return PendingAllReduce(self, tensor, tensor, None, average)
+        flat = tensor.detach().view(-1)
+        values = flat if flat.dtype == torch.float32 else flat.float()
+        exchange = self._exchange(values, pieces, average)
+        exchange.send_parts()
+        return PendingAllReduce(self, tensor, values, exchange, average)
+
+    def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece]) -> int:
+        """Payload in bytes that this rank sends when ``tensor`` is reduced in the step under way."""
+        if self._is_warming_up():
+            return self.ring.sent_bytes(tensor)
+        if isinstance(self.compressor, PowerSGD):
+            return self._owners.plan(tuple(pieces)).sent_bytes(self.rank)
+        return sent_bytes(self._segments_of(tensor.numel()), self.rank)
+
+    def end_step(self) -> None:
+        """Ends a step: its errors are kept if all of its sums were finite, else the state stays as it was before it."""
+        if self._errors is not None:
+            self._errors.end_step(accept=self.step_is_finite)
+        if isinstance(self.compressor, PowerSGD):
+            self._warm_starts.end_step(accept=self.step_is_finite)
+        self.step += self.step_is_finite
+        self.step_is_finite = True
+
+    def scale_errors(self, factor: float) -> None:
+        """To be told between steps when gradients come in another unit: the new scale of the loss over the old one."""
+        if self._errors is not None:
+            self._errors.scale(factor)
+
+    def share_errors(self, pieces: Sequence[Piece], own: Sequence[Piece], host: dist.ProcessGroup) -> None:
+        """Moves errors to the ranks of a host that go on with them, where each of these reduces a part of a tensor.
+
+        To be called by all of them, between steps, for each tensor that is composed anew: at first, when a checkpoint
+        was loaded (by one rank of each host, the others load ``{}``), and when parameters were dealt to other tensors.
+
+        Args:
+            pieces: of the whole tensor.
+            own: of the part that this rank reduces, as :func:`~.pieces.cut` gives them.
+            host: the ranks that have a part each; any back end that sums CPU tensors.
+        """
+        if self._errors is None:
+            return
+        total = self._errors.take(tuple(pieces))
+        dist.all_reduce(total, group=host)
+        self._errors.give(tuple(pieces), total)
+        kept = self._errors.take(tuple(own))
+        self._errors.take(tuple(pieces))  # the others keep these
+        self._errors.give(tuple(own), kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold; the same on all ranks, which must all call it, between steps.
+
+        ``errors`` are averaged over the ranks: the average is what the average of the gradients still lacks. Each
+        rank of a later run, however many there are, starts with this average, so that its average is the same. Ranks
+        of one host that each reduce a part of every tensor have errors of their parts: those of the host are the sum.
+        """
+        state: dict[str, Any] = {"step": self.step}
+        if self._errors is not None:
+            errors = self._errors.state()
+            for error in errors.values():
+                self.ring(error, average=True)
+            state["errors"] = errors
+        if isinstance(self.compressor, PowerSGD):
+            state["warm_starts"] = self._warm_starts.state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from ``state``, whatever the world size and the compressor were; what this one lacks is zero."""
+        self.step = int(state.get("step", 0))
+        self.step_is_finite = True
+        if self._errors is not None:
+            self._errors.load(state.get("errors", {}))
+        if isinstance(self.compressor, PowerSGD):
+            self._warm_starts.load(state.get("warm_starts", {}))
+
+    def _is_warming_up(self) -> bool:
+        return isinstance(self.compressor, PowerSGD) and self.step < self.compressor.start_step
+
+    def _exchange(self, values: Tensor, pieces: Pieces, average: bool) -> OwnerSummed | LowRank:
+        errors = None if self._errors is None else self._errors.begin(pieces)
+        if isinstance(self.compressor, PowerSGD):
+            assert errors is not None
+            plan = self._owners.plan(pieces)
+            return LowRank(self._messages, plan, self._warm_starts, self.statistics, values, errors, average)
+        assert isinstance(self.compressor, ElementwiseCompressor)
+        segments = self._segments_of(values.numel())
+        free = self._free_buffers.setdefault(values.numel(), [])
+        buffers = free.pop() if free else Buffers(segments, self.rank)
+        return OwnerSummed(self.compressor, self._messages, segments, buffers, self.statistics, values, errors, average)
+
+    def _segments_of(self, numel: int) -> list[list[Segment]]:
+        if numel not in self._segments:
+            assert isinstance(self.compressor, ElementwiseCompressor)
+            self._segments[numel] = segments_by_owner(self.compressor, numel, self.world_size, self._segment_elements)
+        return self._segments[numel]
+
+    def _finish(self, tensor: Tensor, values: Tensor, exchange: OwnerSummed | LowRank | None, average: bool) -> None:
+        if exchange is None:
+            self.ring(tensor, average=average)
+            return
+        self.step_is_finite &= exchange.finish()
+        if isinstance(exchange, OwnerSummed):
+            self._free_buffers[values.numel()].append(exchange.buffers)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().view(-1).copy_(values)
+
+
+class PendingAllReduce:
+    """A tensor that is being reduced."""
+
+    def __init__(
+        self,
+        engine: CompressedAllReduce,
+        tensor: Tensor,
+        values: Tensor,
+        exchange: OwnerSummed | LowRank | None,
+        average: bool,
+    ) -> None:
+        self._engine = engine
+        self._tensor = tensor
+        self._rest = (values, exchange, average)
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, which is then the sum or the average. To be called once."""
+        self._engine._finish(self._tensor, *self._rest)
+        return self._tensor
+
+
+def _check(tensor: Tensor, pieces: Pieces) -> None:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(f"compression takes dense CPU tensors, not {tensor.layout} on {tensor.device}: move it first")
+    if not tensor.is_contiguous():
+        raise ValueError(f"compression needs a contiguous tensor, strides are {tensor.stride()}: call .contiguous()")
+    if not tensor.is_floating_point():
+        raise ValueError(f"compression takes real floating-point tensors, not {tensor.dtype}: reduce it by the ring")
+    if offsets(pieces)[-1] != tensor.numel():
+        raise ValueError(
+            f"the pieces have {offsets(pieces)[-1]} elements, the tensor has {tensor.numel()}: "
+            "name every parameter that it holds, in order"
+        )

@@ -1,0 +1,125 @@
+"""What could not be sent is kept, and added to the gradients of the next step.
+
+Without it, a gradient that is always too small to be sent would be lost for ever; with it, the sum of what was sent
+follows the sum of what was given.
+
+Sources: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient
+compression schemes", ICML 2019, algorithm 2; H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel
+stochastic gradient descent with double-pass error-compensated compression", ICML 2019, where the owner of a sum keeps
+its error too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_multigpu.communication.compression.pieces import Pieces, offsets
+
+
+class _Errors:
+    """The errors of one flat tensor: those of the last good step, and those of the step under way."""
+
+    def __init__(self, before: Tensor) -> None:
+        self.before = before
+        self.after = torch.empty_like(before)
+        self.written = False
+
+    def accept(self) -> None:
+        if self.written:
+            self.before, self.after = self.after, self.before
+        self.written = False
+
+
+class ErrorFeedback:
+    """The errors of one rank, float32, by parameter name.
+
+    They lie in memory as the flat tensors do that come along, so that a step touches them as a whole. When tensors are
+    composed anew (other buckets), the errors follow their parameters.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[Pieces, _Errors] = {}
+        # Flattened parameters whose errors belong to no known tensor: those of a checkpoint, and of former buckets.
+        self._others: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def begin(self, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        """The errors to add to the flat tensor of these pieces, and where those of this step belong, all of them.
+
+        A tensor that comes twice within a step accepts what its first time has left.
+        """
+        errors = self._tensors.get(pieces)
+        if errors is None:
+            errors = self._tensors[pieces] = _Errors(self.take(pieces))
+        errors.accept()
+        errors.written = True
+        return errors.before, errors.after
+
+    def end_step(self, *, accept: bool) -> None:
+        """Keeps the errors of the step; or forgets them, so that those before it stay as they were."""
+        for errors in self._tensors.values():
+            if accept:
+                errors.accept()
+            errors.written = False
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all errors, when the unit of the gradients has changed (the scale of the loss, for example)."""
+        for tensor in [*self._others.values(), *(errors.before for errors in self._tensors.values())]:
+            tensor.mul_(factor)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the errors before the step under way, by name, in the parameters' shapes; in order of the names."""
+        found = {name: tensor.clone() for name, tensor in self._others.items()}
+        for pieces, errors in self._tensors.items():
+            _add(found, pieces, errors.before)
+        return {name: found[name].view(self._shapes[name]) for name in sorted(found)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the place of all errors; ``state`` is copied."""
+        self._tensors.clear()
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        self._others = {name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(-1)
+                        for name, tensor in state.items()}  # fmt: skip
+
+    def give(self, pieces: Pieces, errors: Tensor) -> None:
+        """Adds ``errors`` (flat) to those of these pieces, between steps."""
+        _add(self._others, pieces, errors)
+        self._shapes.update({piece.name: piece.shape for piece in pieces})
+
+    def take(self, pieces: Pieces) -> Tensor:
+        """The errors of these pieces, flat, between steps; they are moved out from wherever they were."""
+        for known in [known for known in self._tensors if _share_elements(known, pieces)]:
+            _add(self._others, known, self._tensors.pop(known).before)
+        collected = torch.zeros(offsets(pieces)[-1])
+        for piece, (a, b) in zip(pieces, pairwise(offsets(pieces)), strict=True):
+            known_shape = self._shapes.setdefault(piece.name, piece.shape)
+            if known_shape != piece.shape:
+                raise ValueError(
+                    f"the compression's error feedback of {piece.name!r} has shape {known_shape}, the parameter has "
+                    f"{piece.shape}: it belongs to another model; start without it"
+                )
+            other = self._others.get(piece.name)
+            if other is not None:
+                collected[a:b] = other[piece.start : piece.stop]
+                other[piece.start : piece.stop] = 0
+                if piece.is_whole:
+                    del self._others[piece.name]
+        return collected
+
+
+def _add(by_name: dict[str, Tensor], pieces: Pieces, flat: Tensor) -> None:
+    for piece, (a, b) in zip(pieces, pairwise(offsets(pieces)), strict=True):
+        if piece.name not in by_name:
+            by_name[piece.name] = torch.zeros(piece.parameter_numel)
+        by_name[piece.name][piece.start : piece.stop] += flat[a:b]
+
+
+def _share_elements(known: Pieces, new: Pieces) -> bool:
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for piece in known:
+        ranges.setdefault(piece.name, []).append((piece.start, piece.stop))
+    return any(a < piece.stop and piece.start < b for piece in new for a, b in ranges.get(piece.name, ()))

@@ -1,0 +1,62 @@
+"""Compressors by the names that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from lightning_multigpu.communication.compression.cast import Bf16, Fp16
+from lightning_multigpu.communication.compression.compressor import Compressor
+from lightning_multigpu.communication.compression.int8 import Int8
+from lightning_multigpu.communication.compression.powersgd import PowerSGD
+from lightning_multigpu.communication.compression.topk import TopK
+
+COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, Bf16, Int8, PowerSGD, TopK)}
+"""Every compressor by its name."""
+
+
+def make_compressor(compression: str | Mapping[str, Any] | Compressor, **options: Any) -> Compressor:
+    """The compressor of a setting: ``"int8"``, ``{"name": "powersgd", "rank": 4}``, or a compressor itself.
+
+    Args:
+        compression: a name, or a mapping with ``name`` and options; a compressor is returned as it is.
+        options: further options of the named compressor.
+
+    Raises:
+        ValueError: the name or an option is unknown, ``name`` is missing, or an option's value is out of range.
+        TypeError: it is none of these kinds.
+    """
+    if isinstance(compression, Compressor):
+        if options:
+            raise ValueError(f"{', '.join(options)}: options of {compression!r} are set where it is made")
+        return compression
+    if isinstance(compression, Mapping):
+        if "name" not in compression:
+            raise ValueError(f"compression={dict(compression)!r} lacks 'name': use one of {_listed(COMPRESSORS)}")
+        options = {**{str(key): value for key, value in compression.items() if key != "name"}, **options}
+        compression = compression["name"]
+    if not isinstance(compression, str):
+        raise TypeError(f"compression={compression!r} is a {type(compression).__name__}: use a name or a mapping")
+    if compression not in COMPRESSORS:
+        raise ValueError(
+            f"compression={compression!r} is unknown: use one of {_listed(COMPRESSORS)}."
+            f"{_hint(compression, COMPRESSORS)}"
+        )
+    kind = COMPRESSORS[compression]
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            has = f"has {_listed(known)}" if known else "has no options"
+            raise ValueError(f"compression {compression!r} has no option {option!r}: it {has}.{_hint(option, known)}")
+    return kind(**options)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _hint(name: str, known: Any) -> str:
+    matches = get_close_matches(name.lower().replace("-", "_"), known, n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

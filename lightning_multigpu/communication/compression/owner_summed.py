@@ -1,0 +1,179 @@
+"""The all-reduce of compressors that write each run of elements by itself.
+
+The tensor is cut into a shard a rank, and a shard into segments. A rank encodes its part of each segment for the owner
+of the segment; the owner decodes and sums in float32, encodes the sum once, and every rank, the owner included, goes on
+with what this encoded sum decodes to: so all hold the same bits. While a segment is encoded or decoded, which
+happens within the cache, others are on their way::
+
+    encode  s0 s1 s2                   sum, encode  t0 t1 t2      decode  u0 u1 u2
+    wire     [- s0 -][- s1 -][- s2 -]                [- t0 -][- t1 -][- t2 -]
+
+With error feedback each rank keeps what encoding lost: of its parts, and of the sums that it owns. Both are added to
+the next step's gradients, so that in the sum over ranks nothing is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
+from lightning_multigpu.communication.compression.messages import FROM_OWNER, TO_OWNER, Messages, wait_all
+from lightning_multigpu.communication.compression.statistics import CompressionStatistics, square
+from lightning_multigpu.communication.ring import chunk_bounds
+
+DEFAULT_SEGMENT_ELEMENTS = 1 << 18
+"""One MiB of float32: a segment stays in a core's cache, and a message costs little against what it holds."""
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of the tensor, and where they lie, encoded, among those of the same owner."""
+
+    start: int
+    stop: int
+    offset_bytes: int
+    num_bytes: int
+
+    def encoded(self, wire: Tensor) -> Tensor:
+        """The segment's part of its owner's wire."""
+        return wire[self.offset_bytes : self.offset_bytes + self.num_bytes]
+
+
+def segments_by_owner(
+    compressor: ElementwiseCompressor, numel: int, world_size: int, segment_elements: int
+) -> list[list[Segment]]:
+    """The segments of each rank's shard, in order; none for a rank whose shard is empty."""
+    owners = []
+    for first, last in chunk_bounds(numel, world_size):
+        segments: list[Segment] = []
+        offset_bytes = 0
+        for start in range(first, last, segment_elements):
+            stop = min(start + segment_elements, last)
+            num_bytes = compressor.encoded_bytes(stop - start)
+            segments.append(Segment(start, stop, offset_bytes, num_bytes))
+            offset_bytes += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        owners.append(segments)
+    return owners
+
+
+def sent_bytes(segments: list[list[Segment]], rank: int) -> int:
+    """What ``rank`` sends: every other shard once, its own to every other rank."""
+    totals = [sum(segment.num_bytes for segment in shard) for shard in segments]
+    return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
+
+
+class Buffers:
+    """Encoded shards: those that leave (my parts, my sums) and those that arrive (others' parts, others' sums)."""
+
+    def __init__(self, segments: list[list[Segment]], rank: int) -> None:
+        ends = [-(-(s[-1].offset_bytes + s[-1].num_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if s else 0
+                for s in segments]  # fmt: skip
+        peers = [peer for peer in range(len(segments)) if peer != rank]
+        self.parts_out = {peer: torch.empty(ends[peer], dtype=torch.uint8) for peer in peers}
+        self.parts_in = {peer: torch.empty(ends[rank], dtype=torch.uint8) for peer in peers}
+        self.sums_out = torch.empty(ends[rank], dtype=torch.uint8)
+        self.sums_in = {peer: torch.empty(ends[peer], dtype=torch.uint8) for peer in peers}
+
+
+class OwnerSummed:
+    """One all-reduce under way: :meth:`send_parts` has started it, :meth:`finish` ends it.
+
+    Args:
+        values: flat float32; becomes the sum or the average.
+        errors: with error feedback, flat float32: those to add, and where those of this step go.
+    """
+
+    def __init__(
+        self,
+        compressor: ElementwiseCompressor,
+        messages: Messages,
+        segments: list[list[Segment]],
+        buffers: Buffers,
+        statistics: CompressionStatistics,
+        values: Tensor,
+        errors: tuple[Tensor, Tensor] | None,
+        average: bool,
+    ) -> None:
+        self._compressor = compressor
+        self._messages = messages
+        self._segments = segments
+        self.buffers = buffers
+        self._statistics = statistics
+        self._values = values
+        self._errors = errors
+        self._average = average
+        self._sends: list[dist.Work] = []
+        self._parts: dict[int, list[dist.Work]] = {}
+        self._sums: dict[int, list[dist.Work]] = {}
+
+    def send_parts(self) -> None:
+        """Encodes what other ranks own and starts to send it."""
+        messages, buffers = self._messages, self.buffers
+        for peer in messages.peers:
+            self._parts[peer] = [
+                messages.receive(segment.encoded(buffers.parts_in[peer]), peer, TO_OWNER)
+                for segment in self._segments[messages.rank]
+            ]
+            self._sums[peer] = [
+                messages.receive(segment.encoded(buffers.sums_in[peer]), peer, FROM_OWNER)
+                for segment in self._segments[peer]
+            ]
+        for index in range(max(map(len, self._segments))):
+            for peer in messages.peers:
+                if index < len(self._segments[peer]):
+                    segment = self._segments[peer][index]
+                    part = segment.encoded(buffers.parts_out[peer])
+                    self._encode(self._with_error(segment), part)
+                    self._sends.append(messages.send(part, peer, TO_OWNER))
+
+    def finish(self) -> bool:
+        """Sums what this rank owns, sends the sums, and decodes all sums; returns whether all of them are finite."""
+        all_finite = True
+        for index, segment in enumerate(self._segments[self._messages.rank]):
+            self._sum_and_send(index, segment)
+            all_finite &= self._decode(segment, self.buffers.sums_out)
+        for peer in self._messages.peers:
+            for segment, work in zip(self._segments[peer], self._sums[peer], strict=True):
+                work.wait()
+                all_finite &= self._decode(segment, self.buffers.sums_in[peer])
+        wait_all(self._sends)
+        return all_finite
+
+    def _sum_and_send(self, index: int, segment: Segment) -> None:
+        messages, buffers = self._messages, self.buffers
+        total = self._with_error(segment)
+        for peer in sorted(self._parts):  # always in the same order, so that runs repeat
+            self._parts[peer][index].wait()
+            self._compressor.add_decoded(segment.encoded(buffers.parts_in[peer]), total)
+        if self._average:
+            total.div_(messages.world_size)
+        encoded = segment.encoded(buffers.sums_out)
+        self._encode(total, encoded)
+        self._sends += [messages.send(encoded, peer, FROM_OWNER) for peer in messages.peers]
+        if self._average and self._errors is not None:
+            total.mul_(messages.world_size)  # the error of an average, which this rank's next gradient makes good alone
+
+    def _with_error(self, segment: Segment) -> Tensor:
+        """What this rank has of a segment, in memory that may be written to, and keeps the error where there is one."""
+        given = self._values[segment.start : segment.stop]
+        if self._errors is None:
+            return given
+        before, after = (errors[segment.start : segment.stop] for errors in self._errors)
+        return torch.add(given, before, out=after)
+
+    def _encode(self, values: Tensor, wire: Tensor) -> None:
+        had_square = square(values)
+        self._compressor.encode(values, wire)
+        self._statistics.add_loss(had_square, values)
+
+    def _decode(self, segment: Segment, wire: Tensor) -> bool:
+        encoded = segment.encoded(wire)
+        self._compressor.decode(encoded, self._values[segment.start : segment.stop])
+        # Without error feedback nobody asks.
+        return self._errors is None or self._compressor.is_finite(encoded, segment.stop - segment.start)

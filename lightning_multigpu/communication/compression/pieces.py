@@ -1,0 +1,82 @@
+"""Which parameters a flat tensor of gradients is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter's gradient, or a part of it, within a flat tensor.
+
+    Args:
+        name: the parameter's name; the same on every rank, whatever the buckets are.
+        shape: of the whole parameter.
+        start: first element of the flattened parameter that the piece holds.
+        stop: one past its last element; by default the parameter's end.
+
+    Raises:
+        ValueError: ``start`` and ``stop`` are no range within the parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int = 0
+    stop: int = -1
+
+    def __post_init__(self) -> None:
+        if self.stop == -1:
+            object.__setattr__(self, "stop", self.parameter_numel)
+        if not 0 <= self.start <= self.stop <= self.parameter_numel:
+            raise ValueError(
+                f"elements {self.start} to {self.stop} of {self.name!r}: "
+                f"a piece lies within its parameter's {self.parameter_numel} elements"
+            )
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements of this piece."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole parameter."""
+        return self.numel == self.parameter_numel
+
+
+Pieces = tuple[Piece, ...]
+"""The parts of a flat tensor, one behind the other."""
+
+
+def offsets(pieces: Iterable[Piece]) -> list[int]:
+    """Where each piece starts in the flat tensor, and where the last one ends."""
+    return list(accumulate((piece.numel for piece in pieces), initial=0))
+
+
+def cut(pieces: Sequence[Piece], start: int, stop: int) -> Pieces:
+    """The pieces of ``tensor[start:stop]``, where ``pieces`` are those of the flat ``tensor``."""
+    found = []
+    for piece, (a, b) in zip(pieces, pairwise(offsets(pieces)), strict=True):
+        first, last = max(a, start), min(b, stop)
+        if first < last:
+            found.append(Piece(piece.name, piece.shape, piece.start + first - a, piece.start + last - a))
+    return tuple(found)
+
+
+def whole_bounds(pieces: Sequence[Piece], num_shards: int) -> list[tuple[int, int]]:
+    """Cuts the flat tensor between pieces only: first and one-past-last element of each of ``num_shards`` shards.
+
+    The shards are as even as that allows: each border is the one between two pieces that lies nearest to where an even
+    cut would be. Some shards are empty where there are few pieces.
+    """
+    borders = offsets(pieces)
+    cuts = [min(borders, key=lambda border: abs(border * num_shards - borders[-1] * i)) for i in range(num_shards)]
+    return list(pairwise([*cuts, borders[-1]]))

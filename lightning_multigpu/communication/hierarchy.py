@@ -1,0 +1,232 @@
+"""All-reduce over the ranks of several hosts that sends each byte over the network as seldom as can be.
+
+The ranks of a host first reduce among themselves, each its own shard; then the owners of the same shard on all hosts
+reduce it among themselves; then each host gathers the shards. With two hosts of two ranks each (a0 is rank 0's part of
+shard a; capitals are complete sums)::
+
+                 host 0: rank 0   rank 1        host 1: rank 2   rank 3
+    start                a0 b0    a1 b1                 a2 b2    a3 b3
+    inside               a0+a1    b0+b1                 a2+a3    b2+b3       shared memory
+    between              A        B                     A        B           network: 0 with 2, 1 with 3
+    inside               A B      A B                   A B      A B         shared memory
+
+Per host 2(n-1)/n of the tensor leave it, for n hosts, whatever the number of ranks on each, and all of its ranks send
+their share of that at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, cut, whole_bounds
+from lightning_multigpu.communication.compression.pieces import Pieces
+from lightning_multigpu.communication.compression.powersgd import PowerSGD
+from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+
+
+class SentBytes(NamedTuple):
+    """Payload in bytes that one rank hands to others, by way."""
+
+    network: int
+    memory: int
+
+
+class Pending(Protocol):
+    """A tensor that is being reduced."""
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, reduced."""
+
+
+class _Done(NamedTuple):
+    tensor: Tensor
+
+    def finish(self) -> Tensor:
+        return self.tensor
+
+
+class HierarchicalAllReduce:
+    """Sums or averages CPU tensors over all ranks, which end with the same bits.
+
+    All ranks must make the same calls in the same order, one at a time; which thread calls does not matter.
+
+    Args:
+        inside: over the ranks of this host; None where each host has one rank.
+        between: over the ranks that hold the same shard on every host; None where there is one host. Without
+            ``inside`` it is over all ranks.
+        inside_group: the ranks of ``inside``; needed where ``between`` compresses.
+    """
+
+    def __init__(
+        self,
+        inside: SharedMemoryAllReduce | None,
+        between: RingAllReduce | CompressedAllReduce | None,
+        *,
+        inside_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.inside = inside
+        self.between = between
+        self._inside_group = inside_group
+        self._parts: dict[Pieces, Pieces] = {}  # of each tensor, the part that this rank reduces
+
+    @property
+    def compressed(self) -> CompressedAllReduce | None:
+        """What compresses, if anything does."""
+        return self.between if isinstance(self.between, CompressedAllReduce) else None
+
+    def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> SentBytes:
+        """Payload that this rank sends when ``tensor`` is reduced."""
+        if self.between is None:
+            return SentBytes(0, 0 if self.inside is None else self.inside.sent_bytes(tensor))
+        flat = tensor.detach().view(-1)
+        if self.inside is None:
+            return SentBytes(self._sent_between(flat, pieces), 0)
+        bounds = self._bounds(flat, pieces)
+        start, end = bounds[self.inside.rank]
+        memory = flat.numel() * flat.element_size()  # others' shards of what it has, and the sums of its own
+        return SentBytes(self._sent_between(flat[start:end], cut(pieces, start, end)), memory)
+
+    def __call__(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Tensor:
+        """Reduces ``tensor`` in place and returns it.
+
+        Args:
+            tensor: any shape, contiguous, on the CPU; the same shape and dtype on every rank.
+            pieces: the parameters whose gradients it holds, in order; only compression asks for them.
+            average: divide the sums by the number of ranks; needs a floating-point dtype.
+
+        Raises:
+            ValueError: the tensor is not on the CPU, not contiguous, or has a dtype that cannot be had.
+            RuntimeError: another rank is gone, or the time is up.
+        """
+        if self.between is None:
+            return tensor if self.inside is None else self.inside(tensor, average=average)
+        flat = tensor.detach().view(-1)
+        if self.inside is None:
+            self._reduce_between(flat, pieces, average)
+            return tensor
+        bounds = self._bounds(flat, pieces)
+        start, end = bounds[self.inside.rank]
+        own = cut(pieces, start, end)
+        if pieces:
+            self._share_errors(tuple(pieces), own)
+        shard = self.inside.reduce_scatter(flat, average=average, bounds=bounds)
+        self._reduce_between(shard, own, average)
+        self.inside.all_gather(flat, bounds=bounds)
+        return tensor
+
+    def begin(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Pending:
+        """As a call, but may return while this rank's parts are still on their way; ``finish()`` does the rest.
+
+        Compressed tensors then travel while the next one is encoded. Ranks need not begin and finish in the same order
+        as others do, but each finishes in the order in which it began.
+        """
+        if self.inside is None and self.compressed is not None and pieces:
+            return self.compressed.begin(tensor, pieces, average=average)
+        # Within a host all ranks take the same steps in the same order, so that there is nothing to begin early.
+        self(tensor, pieces, average=average)
+        return _Done(tensor)
+
+    def end_step(self) -> None:
+        """To be told after each optimizer step: compression then keeps the errors of the step; a collective."""
+        compressed = self.compressed
+        if compressed is None:
+            return
+        if self.inside is not None and compressed.compressor.has_error_feedback:
+            # The other shards may have had what is not finite, and the step is one.
+            finite = torch.tensor([float(compressed.step_is_finite)])
+            compressed.step_is_finite = bool(self.inside(finite) == self.inside.world_size)
+        compressed.end_step()
+
+    def state_dict(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """What a checkpoint must hold: empty without compression; the same on all ranks, a collective, between steps.
+
+        Args:
+            shapes: of all parameters, by name, in the same order on all ranks.
+        """
+        compressed = self.compressed
+        if compressed is None:
+            return {}
+        state = compressed.state_dict()
+        if self.inside is None:
+            return state
+        if "errors" in state:
+            errors = state["errors"]
+            for name, shape in shapes.items():  # each rank of the host has errors of its own parts
+                error = self.inside(errors.pop(name, torch.zeros(shape)))
+                if error.any():
+                    errors[name] = error
+        if "warm_starts" in state:
+            names = {piece.name for own in self._parts.values() for piece in own}
+            mine = {name: factor for name, factor in state["warm_starts"].items() if name in names}
+            everybodys: list[dict[str, Tensor]] = [{} for _ in range(self.inside.world_size)]
+            dist.all_gather_object(everybodys, mine, group=self._inside_group)
+            for factors in everybodys:
+                state["warm_starts"].update(factors)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` has returned, whatever the ranks and the compression were."""
+        if self.compressed is None:
+            return
+        first = self.inside is None or self.inside.rank == 0  # which hands errors on, see share_errors
+        self.compressed.load_state_dict(state if first else {**state, "errors": {}})
+        self._parts = {}
+
+    def scale_errors(self, factor: float) -> None:
+        """To be told between steps when gradients come in another unit: the new scale of the loss over the old one."""
+        if self.compressed is not None:
+            self.compressed.scale_errors(factor)
+
+    def close(self) -> None:
+        """Gives shared memory back; a second call does nothing."""
+        if self.inside is not None:
+            self.inside.close()
+
+    def abort(self) -> None:
+        """Lets ranks that wait in shared memory raise. Any thread may call it."""
+        if self.inside is not None:
+            self.inside.abort()
+
+    def _bounds(self, flat: Tensor, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+        """The shards of this host's ranks; a compressor of matrices gets whole ones."""
+        assert self.inside is not None
+        if self.compressed is not None and isinstance(self.compressed.compressor, PowerSGD):
+            return whole_bounds(pieces, self.inside.world_size)
+        return chunk_bounds(flat.numel(), self.inside.world_size)
+
+    def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
+        """Hands errors on to the ranks of this host that now reduce them, when a tensor is composed anew."""
+        if self.compressed is None or pieces in self._parts:
+            return
+        assert self._inside_group is not None
+        self.compressed.share_errors(pieces, own, self._inside_group)
+        names = {piece.name for piece in pieces}
+        self._parts = {
+            known: part for known, part in self._parts.items() if names.isdisjoint(piece.name for piece in known)
+        }
+        self._parts[pieces] = own
+
+    def _reduce_between(self, shard: Tensor, pieces: Sequence[Piece], average: bool) -> None:
+        if shard.numel() == 0 or self.between is None:
+            return
+        if isinstance(self.between, CompressedAllReduce) and pieces:
+            self.between(shard, pieces, average=average)
+        else:
+            self._ring(shard, average=average)
+
+    def _sent_between(self, shard: Tensor, pieces: Sequence[Piece]) -> int:
+        if isinstance(self.between, CompressedAllReduce) and pieces:
+            return self.between.sent_bytes(shard, pieces)
+        return self._ring.sent_bytes(shard)
+
+    @property
+    def _ring(self) -> RingAllReduce:
+        """For tensors that are no gradients, and are to lose nothing."""
+        assert self.between is not None
+        return self.between.ring if isinstance(self.between, CompressedAllReduce) else self.between

@@ -1,0 +1,162 @@
+"""The store through which ranks join: kept by rank 0 at the job's main address, or by torchrun."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.communication.rendezvous import RendezvousError, own_host
+
+_POLL_S = 0.2
+_PROBE_S = 2.0
+_HANDSHAKE_S = 10.0
+_LONGEST_PORT = 65_535
+_LOOPBACK = "127.0.0.1"
+
+
+class MainStore:
+    """Opens the store. Nothing here waits longer than a few seconds without asking whether it still should.
+
+    Args:
+        address, port: where rank 0 is reached.
+        rank: of this process.
+        is_kept: another process, torchrun's agent, keeps the store there; else rank 0 does.
+        connections: notes the connections that are made, so that they can be cut.
+        deadline_s: when the store has to be open, on the monotonic clock.
+        timeout_s: what the user allowed for that, for the message.
+        check: called between two tries; raises when the job is known to have failed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        is_kept: bool,
+        connections: Connections,
+        deadline_s: float,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        if not 0 < port <= _LONGEST_PORT:
+            raise ValueError(f"MASTER_PORT={port} is out of range; a port is a number from 1 to {_LONGEST_PORT}")
+        self._address, self._port = address, port
+        self._rank = rank
+        self._is_kept = is_kept
+        self._connections = connections
+        self._deadline_s, self._timeout_s = deadline_s, timeout_s
+        self._check = check
+
+    def open(self) -> TCPStore:
+        """Rank 0 listens, unless the address is another host's and rank 0 is there; the others connect.
+
+        Raises:
+            RendezvousError: the port is taken, the address is wrong, or nobody listens there in time.
+        """
+        if self._rank != 0 or self._is_kept:
+            return self._connect()
+        if self._is_local():
+            return self._listen(self._address)
+        if self._problem() is None:  # so that both who say that they are rank 0 learn of each other
+            return self._connect()
+        store = self._listen(_LOOPBACK)
+        if (problem := self._problem()) is not None:
+            raise RendezvousError(
+                f"MASTER_ADDR={self._address} is no address of {own_host()}, where rank 0 runs, and does not lead here "
+                f"either ({problem}). Set it on all hosts to an address of {own_host()}, or start rank 0 on the host "
+                "that it names"
+            )
+        return store
+
+    def _listen(self, address: str) -> TCPStore:
+        try:
+            return self._tcp_store(address, is_master=True)
+        except RuntimeError as error:
+            if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
+                raise RendezvousError(
+                    f"rank 0 cannot listen at port {self._port} of {own_host()}: another program, or another job, has "
+                    "it. End that, or set MASTER_PORT to a free port on all hosts"
+                ) from None
+            what = str(error).partition("\n")[0]
+            raise RendezvousError(
+                f"rank 0 cannot listen at port {self._port} of {own_host()}: {what}; set MASTER_PORT to another port "
+                "on all hosts"
+            ) from error
+
+    def _connect(self) -> TCPStore:
+        handshakes = 0
+        while True:
+            self._check()
+            problem = self._problem()
+            if problem is None:
+                try:
+                    return self._tcp_store(self._address, is_master=False)
+                except RuntimeError as error:
+                    self._check()
+                    handshakes += 1
+                    problem = f"what listens there is not rank 0 of a job ({str(error).partition(chr(10))[0]})"
+            if handshakes > 1 or time.monotonic() > self._deadline_s:
+                raise RendezvousError(
+                    f"rank {self._rank} on {own_host()} cannot reach rank 0 at {self._address} port {self._port}"
+                    f"{'' if handshakes > 1 else f' within {self._timeout_s:g} s (join_timeout_s)'}: {problem}. Check "
+                    "that MASTER_ADDR and MASTER_PORT are the same on all hosts and name the host of rank 0, that rank "
+                    "0 runs, and that the port is open between the hosts"
+                )
+            time.sleep(_POLL_S)
+
+    def _tcp_store(self, address: str, *, is_master: bool) -> TCPStore:
+        # Its timeout does not hold for whoever is silent at the other end.
+        patience_s = min(_HANDSHAKE_S, max(1.0, self._deadline_s - time.monotonic()))
+        with self._connections.cut_after(patience_s):
+            return TCPStore(
+                address,
+                self._port,
+                is_master=is_master,
+                timeout=timedelta(seconds=patience_s),
+                wait_for_workers=False,
+                multi_tenant=True,  # this process may still have that of an earlier run, which has failed
+            )
+
+    def _is_local(self) -> bool:
+        """Whether the address is one of this host's; waits for names that are not known yet."""
+        while True:
+            try:
+                candidates = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)
+                break
+            except OSError as error:
+                if time.monotonic() > self._deadline_s:
+                    raise RendezvousError(
+                        f"rank 0 on {own_host()} does not know the host MASTER_ADDR={self._address}: {error}; set it "
+                        f"to a name or an address of {own_host()} that all hosts know"
+                    ) from None
+            self._check()
+            time.sleep(_POLL_S)
+        for family, kind, protocol, _, address in candidates:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.bind(address)
+                    return True
+            except OSError:
+                continue
+        return False
+
+    def _problem(self) -> str | None:
+        """Why nobody can be reached there, or None if somebody listens."""
+        try:
+            with socket.create_connection((self._address, self._port), timeout=_PROBE_S):
+                return None
+        except OSError as error:
+            return str(error) or type(error).__name__
+
+
+def kept_by_torchrun(variables: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent keeps a store at the main address, as its variables say."""
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,220 @@
+"""How ranks find each other before there is a process group, without ever waiting for long.
+
+Every rank leaves a note in the store of rank 0, and reads those of the others until all have come. Whatever keeps them
+from joining is then known by rank and host, where a back end would only wait::
+
+    rank 0               rank 1               rank 2
+    opens the store
+    checks in      --->  checks in      --->  checks in         "rank 1, host b, pid 4, this is what I have"
+    reads all            reads all            reads all         again and again, until there are as many as ranks
+       |                    |                    |
+       +------- all agree: init_process_group ---+              or: the first who sees why not leaves the verdict
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lightning_multigpu.communication.digest import disagreement, rank_list
+
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 0.5
+_SETTLE_S = 3.0
+_TICKETS, _VERDICT, _READ = "tickets", "verdict", "read"
+
+
+class RendezvousError(RuntimeError):
+    """The ranks cannot join; the message says who came, who did not, and what to check."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One rank's note.
+
+    Attributes:
+        rank: the global rank that it says it is.
+        host, node_rank, pid: where it runs. Hosts may share a name; the node rank tells them apart.
+        world_size: how many ranks it expects.
+        table: name -> value of what must be equal on all ranks.
+    """
+
+    rank: int
+    host: str
+    node_rank: int
+    pid: int
+    world_size: int
+    table: dict[str, str] = field(default_factory=dict)
+
+    def name(self) -> str:
+        return f"rank {self.rank} (host {self.host}, node {self.node_rank}, pid {self.pid})"
+
+
+class Rendezvous:
+    """The notes of one attempt to join.
+
+    Args:
+        store: reached by every rank; rank 0's process may keep it.
+        own: this rank's note.
+        attempt: a name that all ranks have in common and that no earlier attempt in the store had.
+        deadline_s: when all have to be there, on the monotonic clock.
+        timeout_s: what the user allowed for that, for the message.
+        check: called between two looks; raises when the job is known to have failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        own: Arrival,
+        *,
+        attempt: str,
+        deadline_s: float,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        self._store = PrefixStore(f"lightning-multigpu/{attempt}", store)
+        self._own = own
+        self._deadline_s, self._timeout_s = deadline_s, timeout_s
+        self._check = check
+        self._arrivals: dict[int, Arrival] = {}
+
+    @property
+    def group_store(self) -> Store:
+        """For the process group; no other attempt's keys are in it."""
+        return PrefixStore("group", self._store)
+
+    def offer(self, name: str, value: Any) -> None:
+        """Leaves a JSON value for :meth:`wait_for` of other ranks."""
+        self._guard(lambda: self._store.set(f"offer/{name}", json.dumps(value)))
+
+    def check_in(self) -> None:
+        """Leaves this rank's note."""
+
+        def leave() -> None:
+            ticket = self._store.add(_TICKETS, 1) - 1
+            self._store.set(_note(ticket), json.dumps(asdict(self._own)))
+
+        self._guard(leave)
+
+    def wait_for_all(self) -> list[Arrival]:
+        """Waits until every rank has checked in; returns their notes in the order of ranks.
+
+        Raises:
+            RendezvousError: not all come in time, two claim to be the same rank, tables differ, or the store is gone.
+        """
+        self._wait(lambda: not self._missing(), self._who_is_missing)
+        return sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
+
+    def wait_for(self, name: str) -> Any:
+        """Waits for what another rank offers; meanwhile the same may be raised as by :meth:`wait_for_all`."""
+        key = f"offer/{name}"
+        self._wait(
+            lambda: self._store.check([key]),
+            lambda: f"within {self._timeout_s:g} s {self._own.name()} was not given the {name} that rank 0 offers",
+        )
+        return self._guard(lambda: json.loads(self._store.get(key)))
+
+    def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
+        pause_s = _SHORTEST_POLL_S
+        while True:
+            problem = self._guard(self._look)  # raises the verdict of another rank
+            self._check()
+            if problem is None and self._guard(over):
+                return
+            if problem is None and time.monotonic() > self._deadline_s:
+                problem = lateness()
+            if problem is not None:
+                self._conclude(problem)
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
+
+    def _look(self) -> str | None:
+        """Reads new notes; returns what keeps the ranks from joining, if anything does."""
+        self._raise_verdict()
+        for ticket in range(self._store.add(_TICKETS, 0)):
+            if ticket not in self._arrivals and self._store.check([_note(ticket)]):
+                self._arrivals[ticket] = Arrival(**json.loads(self._store.get(_note(ticket))))
+        return conflict(list(self._arrivals.values()))
+
+    def _conclude(self, problem: str) -> None:
+        """Raises for all ranks what the first of them found."""
+
+        def settle() -> None:
+            self._store.compare_set(_VERDICT, "", problem)
+            self._raise_verdict()
+
+        self._guard(settle)
+
+    def _raise_verdict(self) -> None:
+        """Raises the verdict if there is one, once all have read it: then no rank hears of another's error instead."""
+        if not self._store.check([_VERDICT]):
+            return
+        verdict = self._store.get(_VERDICT).decode()
+        self._store.add(_READ, 1)
+        deadline_s = time.monotonic() + _SETTLE_S
+        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone already
+            while time.monotonic() < deadline_s and self._store.add(_READ, 0) < self._store.add(_TICKETS, 0):
+                time.sleep(_SHORTEST_POLL_S)
+        raise RendezvousError(verdict)
+
+    def _guard(self, work: Callable[[], Any]) -> Any:
+        """Runs what uses the store. If that is gone, somebody who knows more may say so within seconds."""
+        try:
+            return work()
+        except RendezvousError:
+            raise
+        except RuntimeError as error:
+            deadline_s = time.monotonic() + _SETTLE_S
+            while time.monotonic() < deadline_s:
+                self._check()
+                time.sleep(_SHORTEST_POLL_S)
+            if self._missing() and time.monotonic() > self._deadline_s:
+                raise RendezvousError(self._who_is_missing()) from error
+            raise RendezvousError(
+                f"{self._own.name()} has lost the connection to the store of rank 0 while joining; rank 0 has ended, "
+                "or the network to its host is down. Its own output says more"
+            ) from error
+
+    def _missing(self) -> set[int]:
+        return set(range(self._own.world_size)) - {arrival.rank for arrival in self._arrivals.values()}
+
+    def _who_is_missing(self) -> str:
+        arrivals = sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
+        came = ", ".join(arrival.name() for arrival in arrivals) or "nobody"
+        return (
+            f"{rank_list(self._missing())} of {self._own.world_size} did not come within {self._timeout_s:g} s "
+            f"(join_timeout_s). There are: {came}. See what the missing ranks say, whether they were started at all, "
+            "and whether MASTER_ADDR and MASTER_PORT are the same for all"
+        )
+
+
+def conflict(arrivals: list[Arrival]) -> str | None:
+    """What keeps ranks that have come from joining, or None: two that claim one rank, or tables that differ."""
+    by_rank: dict[int, Arrival] = {}
+    for arrival in arrivals:
+        other = by_rank.setdefault(arrival.rank, arrival)
+        if other is not arrival:
+            return (
+                f"two processes claim to be rank {arrival.rank}: {other.name()} and {arrival.name()}; give each host a "
+                "NODE_RANK of its own, and each of its processes a LOCAL_RANK (or each process a RANK)"
+            )
+    tables = {rank: {"world size": str(a.world_size), **a.table} for rank, a in by_rank.items()}
+    found = disagreement(tables, "are not set up alike")
+    if found is None:
+        return None
+    return f"{found}\nGive all of them the same script, arguments, configuration and versions"
+
+
+def own_host() -> str:
+    """The name of this host."""
+    return socket.gethostname()
+
+
+def _note(ticket: int) -> str:
+    return f"note/{ticket}"

@@ -1,0 +1,67 @@
+"""Ctrl-C, which a terminal sends to all processes of a job: once ends it in order, twice at once."""
+
+from __future__ import annotations
+
+import select
+import signal
+import sys
+import time
+from types import FrameType
+
+# What comes sooner is one and the same: `timeout` and many a wrapper signal the process and its group.
+SAME_INTERRUPT_S = 0.3
+INTERRUPTED_STATUS = 130
+
+# What a rank says of itself when a signal has ended its run and there was no time to agree on it.
+WAS_INTERRUPTED = "was interrupted (SIGINT)"
+WAS_TERMINATED = "was told to end (SIGTERM)"
+
+_LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C ends it at once.\n"
+
+
+class Interrupts:
+    """Counts the interrupts of a job from a process that stands in the ranks' process group.
+
+    Lightning ignores SIGINT once it has seen the first one, so that no rank can see the second. Ranks tell of those
+    that reach one of them only.
+
+    Attributes:
+        counts: whether a second one ends the job; not where the user's program handles SIGINT by itself.
+    """
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._received = 0
+        self._last_s = float("-inf")
+        self._told = 0
+        self._shown = False
+
+    def install(self) -> None:
+        """Takes SIGINT over; called in the main thread."""
+        signal.signal(signal.SIGINT, self._note)
+
+    def told(self, number: int) -> None:
+        """A rank has received its first or second one."""
+        self._told = max(self._told, number)
+
+    @property
+    def number(self) -> int:
+        """How many there have been, as far as anybody knows."""
+        return max(self._received, self._told) if self.counts else 0
+
+    def show_first(self) -> None:
+        """Says in the terminal what the first one does; unless nobody reads there."""
+        if self.number and not self._shown and sys.stderr is not None:
+            self._shown = True
+            try:
+                if select.select([], [sys.stderr], [], 0)[1]:
+                    sys.stderr.write(_LINE)
+                    sys.stderr.flush()
+            except (OSError, ValueError):
+                return
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s > SAME_INTERRUPT_S:
+            self._received += 1
+        self._last_s = now_s

@@ -1,0 +1,122 @@
+"""Where ranks that nobody of this pack has started find the guardian of their host.
+
+torchrun, srun or a shell start every rank by itself, so that none of them can inherit what another one knows. They
+meet at a UNIX address that follows from the job. Whoever listens there and whoever comes there is asked for by the
+kernel: only processes of the same user trust each other, and only to them the guardian tells the job's secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+
+from lightning_multigpu.guardian.client import GuardianClient, NoGuardianError, OnFailure
+from lightning_multigpu.guardian.failure import host_name
+from lightning_multigpu.guardian.proc import read_stat
+from lightning_multigpu.guardian.start import AddressTakenError, Guardian, GuardianError
+
+# What tells one job of a scheduler, or one restart of it, from the next at the same address and port.
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+_POLL_S = 0.1
+
+
+def address_of_job(
+    main_address: str, main_port: int, *, node_rank: int, attempt: int, variables: Mapping[str, str]
+) -> str:
+    """The name that the guardian of a host listens at; equal for the ranks of the job on one host, and only for them.
+
+    Args:
+        main_address, main_port: where rank 0 is reached.
+        node_rank: of the host; hosts on one machine are told apart by it.
+        attempt: how often the processes have joined there before.
+        variables: the environment: torchrun and SLURM name the job, and count its restarts.
+    """
+    job = [variables.get(name, "") for name in _JOB_VARIABLES]
+    parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
+    return f"lightning-multigpu-job-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}"
+
+
+def start_at(
+    address: str, *, num_ranks: int, failure_timeout_s: float, join_timeout_s: float, hang_report_s: float | None = None
+) -> Guardian | None:
+    """Starts the guardian at the job's address; None if a living process has done so already.
+
+    The guardian of a job that has just failed may still be there: it gets time to end.
+
+    Raises:
+        GuardianError: the guardian does not start, or that of an earlier job does not leave.
+    """
+    deadline_s = time.monotonic() + failure_timeout_s + 1
+    while True:
+        try:
+            return Guardian.start(
+                num_ranks=num_ranks,
+                failure_timeout_s=failure_timeout_s,
+                join_timeout_s=join_timeout_s,
+                hang_report_s=hang_report_s,
+                address=address,
+            )
+        except AddressTakenError:
+            owner_pid = _owner(address)
+            stat = None if owner_pid is None else read_stat(owner_pid)
+            if stat is not None and stat.state not in "ZX":
+                return None
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_POLL_S)
+
+
+def find(
+    address: str,
+    *,
+    rank: int,
+    on_failure: OnFailure,
+    timeout_s: float,
+    waiting: Callable[[], None] = lambda: None,
+) -> GuardianClient:
+    """Waits for the guardian at the job's address and connects to it.
+
+    Args:
+        address: of the job.
+        rank: the global rank of this process.
+        on_failure: see :class:`GuardianClient`.
+        timeout_s: how long the guardian may take to come.
+        waiting: called again and again meanwhile; may raise.
+
+    Raises:
+        GuardianError: it does not come in time, refuses this rank, or is another user's.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return GuardianClient(address, None, rank=rank, on_failure=on_failure)
+        except NoGuardianError as error:
+            if time.monotonic() > deadline_s:
+                raise GuardianError(
+                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
+                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for "
+                    "all ranks of the host, and has one of them LOCAL_RANK=0?"
+                ) from error
+        waiting()
+        time.sleep(_POLL_S)
+
+
+def _owner(address: str) -> int | None:
+    """The process that began to listen there, as the kernel knows it; None if nobody does."""
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+        sock.settimeout(1)
+        sock.connect("\0" + address)
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return int(pid)
+    return None

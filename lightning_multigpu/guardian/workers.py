@@ -1,0 +1,106 @@
+"""Processes that a rank has forked or spawned, workers of data loaders above all: they must not outlive it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterator
+
+from lightning_multigpu.guardian.proc import read_stat
+
+# What runs the rank's own code in another process. The tracker of multiprocessing is not among them: it removes what
+# the others have left, and then ends by itself.
+_SPAWNED = (b"multiprocessing.spawn", b"multiprocessing.forkserver")
+_TEMPORARY = "pymp-"
+
+
+class Workers:
+    """The descendants of ranks. They are noted while the rank lives: afterwards the kernel says they are nobody's."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, dict[int, int]] = {}
+
+    def note(self, rank: int, ranks: Collection[int]) -> None:
+        """Looks which workers the process ``rank`` has; ``ranks`` are those that are no workers themselves."""
+        command = _command(rank)
+        noted = self._noted.setdefault(rank, {})
+        for pid in _descendants(rank, ranks):
+            stat = read_stat(pid)
+            if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(pid, command):
+                noted[pid] = stat.start_ticks
+
+    def end(self, rank: int, ranks: Collection[int]) -> bool:
+        """Ends the workers of ``rank``, which has ended; True once none is left."""
+        noted = self._noted.get(rank, {})
+        left = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
+        for pid in left:
+            directories = temporary_directories(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            for directory in directories:
+                remove_temporary(directory)
+        return not left
+
+
+def temporary_directories(pid: int) -> set[str]:
+    """Directories in which a process of multiprocessing listens: a killed one cannot remove its own."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        sockets = {os.readlink(f"/proc/{pid}/fd/{entry}") for entry in os.listdir(f"/proc/{pid}/fd")}
+        with open(f"/proc/{pid}/net/unix", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                fields = line.rstrip("\n").split(maxsplit=7)
+                if len(fields) == 8 and f"socket:[{fields[6]}]" in sockets:
+                    directory = os.path.dirname(fields[7])
+                    if os.path.basename(directory).startswith(_TEMPORARY):
+                        found.add(directory)
+    return found
+
+
+def remove_temporary(directory: str) -> None:
+    """Removes such a directory; one with another name is left alone."""
+    if not os.path.basename(directory).startswith(_TEMPORARY):
+        return
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            os.unlink(os.path.join(directory, name))
+        os.rmdir(directory)
+
+
+def _descendants(pid: int, without: Collection[int]) -> Iterator[int]:
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        for child in _children(parent):
+            if child not in without:
+                pending.append(child)
+                yield child
+
+
+def _children(pid: int) -> list[int]:
+    """Children of all threads; none where the kernel does not list them (CONFIG_PROC_CHILDREN)."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _is_worker(pid: int, command_of_rank: bytes) -> bool:
+    command = _command(pid)
+    return bool(command) and (command == command_of_rank or any(name in command for name in _SPAWNED))
+
+
+def _is_alive(pid: int, start_ticks: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+
+def _command(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,66 @@
+"""Checkpoints that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from typing_extensions import override
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's format; a process that dies while it saves leaves the former file as it was, and nothing beside it.
+
+    Lightning writes to the directory for temporary files and moves the result: to another file system, that is a copy,
+    which can end half-way, and a killed process leaves the temporary file. Here the data goes to a file without a name
+    in the directory of the checkpoint, which the kernel forgets with the process, and gets its name when it is
+    complete and on the disk. Where the file system knows no such files, a hidden one has a name from the beginning.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        directory, name = os.path.split(os.path.abspath(path))
+        os.makedirs(directory, exist_ok=True)
+        partial = os.path.join(directory, f".{name}.{os.getpid()}")
+        try:
+            if not _write_unnamed(checkpoint, directory, partial):
+                with open(partial, "wb") as file:
+                    _write(checkpoint, file)
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+            raise
+
+
+def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> bool:
+    """False where the system does not know files without a name."""
+    if not hasattr(os, "O_TMPFILE"):
+        return False
+    try:
+        descriptor = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    except OSError:
+        return False
+    with open(descriptor, "wb") as file:
+        _write(checkpoint, file)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        folder = os.open("/proc/self/fd", os.O_RDONLY)
+        try:
+            # Given a directory, os.link follows the link in /proc to the file itself.
+            os.link(str(descriptor), name, src_dir_fd=folder, follow_symlinks=True)
+        finally:
+            os.close(folder)
+    return True
+
+
+def _write(checkpoint: dict[str, Any], file: Any) -> None:
+    torch.save(checkpoint, file)
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,128 @@
+"""Implementations, strategies and models with a fault each; ranks import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_multigpu.bench.collectives.implementations import Call, Implementation, torch_collectives
+from lightning_multigpu.bench.collectives.operations import OPERATIONS, Buffers
+from lightning_multigpu.bench.jobs.rank import Requests, Seat
+
+
+def liar(group: dist.ProcessGroup) -> dict[str, Call]:
+    """One element on the last rank, or everything where ``barrier`` is concerned, is not what it should be."""
+    right = torch_collectives(group)
+
+    def wrongly(call: Call) -> Call:
+        def lie(b: Buffers) -> None:
+            if not b.operation.has_size:
+                return
+            call(b)
+            if dist.get_rank() == dist.get_world_size() - 1 or b.operation.name in ("reduce", "gather"):
+                b.output[b.output.numel() // 2] += 1
+
+        return lie
+
+    return {operation.name: wrongly(right[operation.name]) for operation in OPERATIONS}
+
+
+def forgetful(group: dist.ProcessGroup) -> dict[str, Call]:
+    """Right at first, then it does nothing any more."""
+    right = torch_collectives(group)["all_reduce"]
+    calls = iter([True])
+    return {"all_reduce": lambda b: right(b) if next(calls, False) else None}
+
+
+def faulty(group: dist.ProcessGroup) -> dict[str, Call]:
+    """A different fault in each operation, on rank 1 unless all ranks refuse."""
+
+    def on_rank_one(fault: Callable[[], None]) -> Call:
+        return lambda b: fault() if dist.get_rank() == 1 else dist.barrier(group=group)
+
+    def raise_it() -> None:
+        raise RuntimeError(f"no route from {os.uname().nodename} 10.1.2.3:4567 in /usr/lib/secret/file.so")
+
+    def refuse(b: Buffers) -> None:
+        raise NotImplementedError("not on this back end")
+
+    return {
+        **torch_collectives(group),
+        "reduce": on_rank_one(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "broadcast": on_rank_one(lambda: threading.Event().wait()),  # type: ignore[arg-type,return-value]
+        "gather": on_rank_one(raise_it),
+        "scatter": refuse,
+    }
+
+
+LIAR = Implementation("liar", "gloo", liar, "tells lies")
+FORGETFUL = Implementation("forgetful", "gloo", forgetful, "does it once", ("all_reduce",))
+FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
+
+
+def obey(settings: Any, seat: Seat, requests: Requests) -> None:
+    """A job that does what it is told: answers, or ends in one of several ways on one rank."""
+    for word, rank in requests:
+        if seat.rank != rank:
+            requests.answer(
+                (settings, seat.rank, seat.local_rank, os.environ.get("WORLD_SIZE"), torch.get_num_threads())
+            )
+        elif word == "raise":
+            raise ValueError("as told")
+        elif word == "exit":
+            os._exit(3)
+        elif word == "return":
+            return
+        elif word == "hang":
+            threading.Event().wait()
+
+
+class Tiny(LightningModule):
+    """One weight; ``example_batch`` where it is asked for."""
+
+    default_batch_size = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1, bias=False)
+
+    def example_batch(self, batch_size: int) -> Tensor:
+        return torch.ones(batch_size, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithLoader(Tiny):
+    """Brings its own loader, whose epoch is shorter than a turn."""
+
+    example_batch = None  # type: ignore[assignment]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.ones(8, 2), batch_size=2)  # type: ignore[arg-type]
+
+
+class NoData(LightningModule):
+    """Brings nothing."""
+
+
+class BreaksOnRankOne(DDPStrategy):
+    """Raises on rank 1 when training starts."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.global_rank == 1:
+            raise RuntimeError("planted")

@@ -1,0 +1,163 @@
+"""``bench collectives`` as a user runs it, on real ranks; what it writes; what becomes of faulty back ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_multigpu.bench.collectives import implementations
+from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS
+from lightning_multigpu.bench.collectives.run import Result
+from lightning_multigpu.bench.collectives.table import CollectivesTable
+from lightning_multigpu.bench.spread import Spread
+from lightning_multigpu.cli import main
+from tests.bench.planted import FAULTY, FORGETFUL, LIAR
+
+QUICK = ("--repetitions=2", "--warm-up=1", "--min-size=1k", "--max-size=16k", "--step-factor=16")
+
+
+def bench(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    path = tmp_path / "results.json"
+    assert main(["bench", "collectives", *arguments, f"--json={path}"]) == status
+    document = json.loads(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (*implementations.IMPLEMENTATIONS, LIAR, FORGETFUL, FAULTY)
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", rows)
+
+
+def test_every_operation_on_every_implementation_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = bench(tmp_path, *QUICK, "--link-gbit=400", f"--plot={tmp_path}/times.svg")
+    assert list(document) == [
+        *("schema_version", "date", "command", "machine", "versions", "ranks", "nodes", "ranks_per_node"),
+        *("threads_per_rank", "device", "settings", "results"),
+    ]
+    assert (document["ranks"], document["nodes"], document["threads_per_rank"]) == (2, 1, 1)
+    results = document["results"]
+    moving = [operation.name for operation in OPERATIONS if operation.has_size]
+    expected = [("all_reduce", name, size) for size in (1024, 16384) for name in ("ring", "gloo")]
+    expected += [(operation, "gloo", size) for operation in moving[1:] for size in (1024, 16384)]
+    expected += [("barrier", "gloo", 0)]
+    assert [(r["operation"], r["implementation"], r["size_bytes"]) for r in results] == expected
+    for result in results:
+        assert (result["status"], result["reason"], result["wrong"]) == ("ok", None, 0)
+        assert (result["dtype"], result["elements"]) == ("float32", result["size_bytes"] // 4)
+        time = result["time_us"]
+        assert 0 < time["min"] <= time["p25"] <= time["median"] <= time["p75"] <= time["max"]
+        assert time["count"] >= 2
+        if result["operation"] == "barrier":
+            assert result["algbw_gb_per_sec"] is result["busbw_gb_per_sec"] is result["share_of_peak"] is None
+            continue
+        assert result["algbw_gb_per_sec"] == pytest.approx(result["size_bytes"] / time["median"] / 1e3)
+        factor = BY_NAME[result["operation"]].bus_factor(2)
+        assert result["busbw_gb_per_sec"] == pytest.approx(factor * result["algbw_gb_per_sec"])
+        assert result["share_of_peak"] == pytest.approx(result["busbw_gb_per_sec"] / 50)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert [(row[3], row[4], int(row[0])) for row in rows] == expected
+    assert "<svg" in (tmp_path / "times.svg").read_text()
+
+
+def test_wrong_results_are_counted_and_end_with_status_one(tmp_path: Path, planted: None) -> None:
+    document = bench(tmp_path, *QUICK, "--max-size=1k", "--backends=liar", status=1)
+    assert {result["operation"]: result["wrong"] for result in document["results"]} == {
+        **{operation.name: 1 for operation in OPERATIONS},
+        "barrier": 1,  # rank 0 was let go before rank 1 had come
+    }
+
+
+def test_what_goes_wrong_later_is_seen_too(tmp_path: Path, planted: None) -> None:
+    document = bench(tmp_path, *QUICK, "--max-size=1k", "--backends=forgetful", "--devices=3", status=1)
+    [result] = document["results"]
+    assert result["wrong"] == 3 * result["elements"]
+
+
+def test_a_fault_takes_one_row_and_the_others_go_on(
+    tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["all_reduce", "reduce", "broadcast", "gather", "scatter", "barrier"]
+    document = bench(tmp_path, *QUICK, "--backends", "faulty,gloo", "--operations", *names, "--timeout=3")
+    by_place = {(r["operation"], r["implementation"], r["size_bytes"]): r for r in document["results"]}
+    ended = {
+        "reduce": ("crashed", "rank 1: its process was ended by SIGKILL"),
+        "broadcast": ("timed out", "no answer within 3 s"),
+        "gather": ("failed", "rank 1: RuntimeError: no route from <host> <address> in file.so"),
+        "scatter": ("not supported", "rank 0: NotImplementedError: not on this back end"),
+    }
+    for name in names:
+        for size in (0,) if name == "barrier" else (1024, 16384):
+            assert by_place[name, "gloo", size]["status"] == "ok"
+        if name in ended:
+            row = by_place[name, "faulty", 1024]
+            assert (row["status"], row["reason"]) == ended[name]
+            assert row["time_us"] is row["wrong"] is row["busbw_gb_per_sec"] is None
+            assert (name, "faulty", 16384) not in by_place, "a larger size was tried after all"
+    assert by_place["all_reduce", "faulty", 16384]["status"] == by_place["barrier", "faulty", 0]["status"] == "ok"
+    assert "not supported: rank 0: NotImplementedError: not on this back end" in capsys.readouterr().out
+
+
+def test_support_is_found_by_trying(tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["reduce", "broadcast", "gather", "scatter", "barrier", "all_to_all"]
+    arguments = ("--support", "--timeout=3", "--backends", "gloo", "faulty", "ring", "mpi", "--operations", *names)
+    document = bench(tmp_path, *arguments)
+    found = {(c["implementation"], c["device"], c["operation"]): c["status"] for c in document["support"]}
+    assert len(found) == 4 * 2 * len(names)
+    faulty = dict.fromkeys(names, "ok")
+    faulty |= {"reduce": "crashed", "broadcast": "timed out", "gather": "failed", "scatter": "not supported"}
+    for name in names:
+        assert found["gloo", "cpu", name] == "ok"
+        assert found["faulty", "cpu", name] == faulty[name]
+        assert found["ring", "cpu", name] == "not supported"
+        if not torch.distributed.is_mpi_available():
+            assert found["mpi", "cpu", name] == "not built"
+        if not torch.cuda.device_count():
+            assert found["gloo", "cuda", name] == "no GPU"
+    assert all(cell["supported"] == (cell["status"] == "ok") for cell in document["support"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["reduce", "yes", "-", "crash", "-", "no", "-", "-", "-"] for line in lines)
+    assert any(line.split() == ["broadcast", "yes", "-", "hang", "-", "no", "-", "-", "-"] for line in lines)
+
+
+def test_support_counts_a_wrong_result_as_none(tmp_path: Path, planted: None) -> None:
+    document = bench(tmp_path, "--support", "--backends=liar", "--operations=all_reduce", status=1)
+    cell = document["support"][0]
+    assert (cell["status"], cell["supported"], cell["reason"]) == ("wrong", False, "1 wrong elements")
+
+
+class TestTable:
+    TABLE = CollectivesTable(world_size=4, dtype=torch.bfloat16, link_gbit=400)
+    ROW = Result(
+        operation=BY_NAME["all_reduce"],
+        implementation="ring",
+        size_bytes=28 * 10**6,
+        numel=14 * 10**6,
+        seconds=Spread(1e-3, 0.5e-3, 1.5e-3, 0.1e-3, 2e-3, 9),
+    )
+
+    def test_row_and_share_of_the_peak(self) -> None:
+        """28 MB in 1 ms are a bus bandwidth of 28 x 6/4 = 42 GB/s; four adapters of 100 Gbit/s are 50 GB/s."""
+        assert self.TABLE.row(self.ROW).split() == [
+            *("28000000", "14000000", "bfloat16", "all_reduce", "ring"),
+            *("1000.0", "500.0", "1500.0", "28.000", "42.000", "84.0", "%", "0"),
+        ]
+        [line] = self.TABLE.summary([self.ROW])
+        assert line.startswith("# all_reduce, ring: busbw 42 of 50 GB/s = 84 % (at ")
+
+    def test_columns_stand_below_their_names(self) -> None:
+        head, row = self.TABLE.head()[0], self.TABLE.row(self.ROW)
+        assert head.index("wrong") + len("wrong") == len(row)
+        assert head.index("implementation") == row.index("ring")
+
+    def test_summary_takes_the_fastest_size(self) -> None:
+        slower = Result(**{**vars(self.ROW), "size_bytes": 10})
+        failed = Result(**{**vars(self.ROW), "seconds": None, "status": "failed", "reason": "why"})
+        assert self.TABLE.summary([slower, self.ROW, failed]) == self.TABLE.summary([self.ROW])

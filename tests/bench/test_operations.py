@@ -1,0 +1,144 @@
+"""What every collective has to give, by the definition of each, and that the check sees every mistake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS, Buffers, Operation
+from lightning_multigpu.bench.collectives.pattern import Pattern
+
+CPU = torch.device("cpu")
+MOVING = [operation for operation in OPERATIONS if operation.has_size]
+
+
+def filled(
+    operation: Operation, world_size: int, dtype: torch.dtype, size: int = 1200
+) -> tuple[list[Buffers], Pattern]:
+    pattern = Pattern(world_size, dtype, CPU, summed=operation.is_sum)
+    ranks = [
+        Buffers.make(operation, size, rank=rank, world_size=world_size, dtype=dtype, device=CPU)
+        for rank in range(world_size)
+    ]
+    for buffers in ranks:
+        buffers.fill(pattern)
+    return ranks, pattern
+
+
+def perform(name: str, inputs: list[Tensor]) -> list[Tensor | None]:
+    """The collective over the ranks' inputs, as its definition says; None where nothing has to come out."""
+    world_size = len(inputs)
+    parts = [tensor.chunk(world_size) for tensor in inputs]
+    total = torch.stack(inputs).sum(0)
+    at_root = [0] + [None] * (world_size - 1)  # type: ignore[list-item]
+    results: dict[str, list[Tensor | None]] = {
+        "all_reduce": [total] * world_size,
+        "reduce_scatter": list(total.chunk(world_size)),
+        "all_gather": [torch.cat(inputs)] * world_size,
+        "broadcast": [inputs[0]] * world_size,
+        "reduce": [None if here is None else total for here in at_root],
+        "gather": [None if here is None else torch.cat(inputs) for here in at_root],
+        "scatter": list(parts[0]),
+        "all_to_all": [torch.cat([row[rank] for row in parts]) for rank in range(world_size)],
+        "send_recv": [inputs[rank - 1] for rank in range(world_size)],
+    }
+    return results[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("operation", MOVING, ids=lambda operation: operation.name)
+def test_right_results_are_right_and_a_wrong_element_is_counted(
+    operation: Operation, world_size: int, dtype: torch.dtype
+) -> None:
+    ranks, pattern = filled(operation, world_size, dtype)
+    results = perform(operation.name, [buffers.input.clone() for buffers in ranks])
+    for buffers, result in zip(ranks, results, strict=True):
+        if result is None:
+            assert buffers.wrong(pattern) == 0, "nothing is expected of this rank"
+            continue
+        buffers.output.copy_(result)
+        assert buffers.wrong(pattern) == 0
+        buffers.output[-1] += 1
+        buffers.output[0] += 1
+        assert buffers.wrong(pattern) == 2
+
+
+@pytest.mark.parametrize("operation", MOVING, ids=lambda operation: operation.name)
+def test_doing_nothing_is_noticed(operation: Operation) -> None:
+    ranks, pattern = filled(operation, 4, torch.float32)
+    assert sum(buffers.wrong(pattern) for buffers in ranks) > 0
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_ranks_and_chunks_do_not_look_alike(summed: bool) -> None:
+    """Sizes are powers of two: with a period that divides them, a chunk in the wrong place would pass."""
+    for world_size in (2, 4, 8) if summed else (2, 4, 8, 16, 64):
+        pattern = Pattern(world_size, torch.float32, CPU, summed=summed)
+        tensors = [torch.empty(1 << 12) for _ in range(world_size)]
+        for rank, tensor in enumerate(tensors):
+            pattern.fill(tensor, rank)
+            for chunk in range(1, world_size):
+                size = tensor.numel() // world_size
+                assert pattern.wrong(tensor[:size], rank, chunk * size) > 0
+            for other in range(rank):
+                assert pattern.wrong(tensor, other) > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 64, 100])
+def test_sums_are_exact_in_bfloat16(world_size: int) -> None:
+    pattern = Pattern(world_size, torch.bfloat16, CPU, summed=True)
+    tensor, total = torch.empty(300, dtype=torch.bfloat16), torch.zeros(300)
+    for rank in range(world_size):
+        pattern.fill(tensor, rank)
+        total += tensor.float()
+    assert total.max() <= 256
+    assert pattern.wrong(total.bfloat16(), None) == 0
+
+
+def test_parts_of_long_tensors_are_compared_in_place() -> None:
+    """Longer than a block of the pattern, and from the middle of a period on."""
+    pattern = Pattern(2, torch.float32, CPU, summed=True)
+    tensor = torch.empty((1 << 20) + 1000)
+    pattern.fill(tensor, 1, 17)
+    expected = (torch.arange(tensor.numel()) + 17 + 2) % 127
+    assert torch.equal(tensor, expected.float())
+    tensor[1 << 20] += 1
+    assert pattern.wrong(tensor, 1, 17) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "two", "four"),
+    [
+        ("all_reduce", 1.0, 1.5),
+        ("reduce_scatter", 0.5, 0.75),
+        ("all_gather", 0.5, 0.75),
+        ("gather", 0.5, 0.75),
+        ("scatter", 0.5, 0.75),
+        ("all_to_all", 0.5, 0.75),
+        ("broadcast", 1.0, 1.0),
+        ("reduce", 1.0, 1.0),
+        ("send_recv", 1.0, 1.0),
+    ],
+)
+def test_bus_factors_are_those_of_nccl_tests(name: str, two: float, four: float) -> None:
+    assert BY_NAME[name].bus_factor(2) == two
+    assert BY_NAME[name].bus_factor(4) == four
+
+
+def test_size_is_the_whole_where_ranks_hold_parts() -> None:
+    for operation in MOVING:
+        ranks, _ = filled(operation, 3, torch.float32, size=1000)
+        for buffers in ranks:
+            assert buffers.numel == 249, "1000 bytes are 250 elements, of which 249 can be divided by 3"
+            assert buffers.size_bytes == 996
+            whole_or_part = {"whole": 249, "part": 83}
+            assert buffers.input.numel() == whole_or_part[operation.given]
+            if operation.taken != "none":
+                assert buffers.output.numel() == whole_or_part[operation.taken]
+
+
+def test_every_rank_has_an_element_of_the_smallest_size() -> None:
+    buffers = Buffers.make(BY_NAME["all_gather"], 1, rank=0, world_size=4, dtype=torch.float64, device=CPU)
+    assert (buffers.numel, buffers.input.numel()) == (4, 1)

@@ -1,0 +1,253 @@
+"""``bench strategies`` as a user runs it, the turns of a rank, and the arithmetic of the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.bench.spread import Spread
+from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, contender, contenders
+from lightning_multigpu.bench.strategies.models import MODELS, check_model, repeated
+from lightning_multigpu.bench.strategies.rank import Taken, TakesTurns, Turn
+from lightning_multigpu.bench.strategies.run import Result
+from lightning_multigpu.bench.strategies.table import StrategiesTable
+from lightning_multigpu.cli import main
+from lightning_multigpu.communication.meter import Meter
+from tests.bench.planted import NoData, Tiny, WithLoader
+
+QUICK = ("--repetitions=3", "--steps=2", "--warm-up=1")
+
+
+def bench(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    path = tmp_path / "results.json"
+    assert main(["bench", "strategies", *QUICK, *arguments, f"--json={path}"]) == status
+    document = json.loads(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["ddp", "ring_ddp:bucket_cap_mb=1", "tests.bench.planted.BreaksOnRankOne"]
+    document = bench(tmp_path, "--model=tests.bench.planted.Tiny", "--strategies", *names, status=1)
+    assert document["settings"] == {
+        **{"model": "tests.bench.planted.Tiny", "parameters": 2, "batch_size": 3, "baseline": "ddp"},
+        **{"repetitions": 3, "steps": 2, "warm_up": 1, "timeout_s": 120.0},
+    }
+    rows = {row["strategy"]: row for row in document["results"]}
+    assert list(rows) == [NO_COMMUNICATION, *names]
+    broken = rows.pop(names[2])
+    assert (broken["status"], broken["step_ms"], broken["ratio"]) == ("failed", None, None)
+    assert broken["reason"] == "rank 1: RuntimeError: planted"
+    silent, base = rows[NO_COMMUNICATION]["step_ms"]["median"], rows["ddp"]["step_ms"]["median"]
+    for name, row in rows.items():
+        step = row["step_ms"]
+        assert (row["status"], step["count"]) == ("ok", 3 * 2), "repetitions times steps, on one rank"
+        assert 0 < step["min"] <= step["median"] <= step["max"]
+        assert step["median"] == max(row["rank_median_step_ms"])
+        assert len(row["rank_median_step_ms"]) == 2
+        assert row["ratio"] == pytest.approx(step["median"] / base)
+        if name != NO_COMMUNICATION:
+            assert row["communication_cost_ms"] == pytest.approx(step["median"] - silent)
+    assert rows["ddp"]["ratio"] == 1
+    assert rows["ddp"]["metered"] is rows[NO_COMMUNICATION]["metered"] is None
+    metered = rows["ring_ddp:bucket_cap_mb=1"]["metered"]
+    assert metered["sent_bytes"] == 2 * 4 + 24, "2(N-1)/N of two float32, and who still has data"
+    assert metered["total_ms"] > 0
+    assert "failed: rank 1: RuntimeError: planted" in capsys.readouterr().out
+
+
+def test_a_model_that_brings_its_own_loader(tmp_path: Path) -> None:
+    """Its epochs of 2 batches a rank end within the turns."""
+    document = bench(tmp_path, "--model=tests.bench.planted.WithLoader", "--strategies=ring_ddp")
+    assert (document["settings"]["batch_size"], document["settings"]["baseline"]) == (0, "ring_ddp")
+    assert [row["step_ms"]["count"] for row in document["results"]] == [6, 6]
+
+
+class FakeRequests:
+    """Turns from a list; notes how often the model had trained when each was asked for."""
+
+    def __init__(self, model: Counting, *turns: Turn) -> None:
+        self._model = model
+        self._turns = list(turns)
+        self.trained: list[int] = []
+        self.answers: list[Taken] = []
+
+    def next(self) -> Turn | None:
+        self.trained.append(self._model.steps)
+        return self._turns.pop(0) if self._turns else None
+
+    def answer(self, value: Taken) -> None:
+        self.answers.append(value)
+
+
+class Counting(Tiny):
+    """Counts its steps; every step takes one second more on a clock that nothing else moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.now_s = 0.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.now_s += self.steps
+        return super().training_step(batch, batch_idx)
+
+
+class TestTurns:
+    @pytest.fixture
+    def model(self, monkeypatch: pytest.MonkeyPatch) -> Counting:
+        model = Counting()
+        clock = "lightning_multigpu.callbacks.clock.HostTimeline.mark"
+        monkeypatch.setattr(clock, lambda timeline: model.now_s)
+        return model
+
+    def fit(self, tmp_path: Path, model: LightningModule, requests: Any) -> None:
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            callbacks=[TakesTurns(requests)],
+        )  # fmt: skip
+        trainer.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
+
+    def test_times_the_steps_after_the_warm_up_and_stands_still_in_between(
+        self, tmp_path: Path, model: Counting
+    ) -> None:
+        requests = FakeRequests(model, Turn(2, 3), Turn(0, 1), Turn(1, 2))
+        self.fit(tmp_path, model, requests)
+        assert requests.trained == [0, 5, 6, 9], "the fit went on while it was not its turn"
+        assert [taken.seconds for taken in requests.answers] == [[3.0, 4.0, 5.0], [6.0], [8.0, 9.0]]
+        assert requests.answers[0].parameters == 2
+        assert requests.answers[0].metered is None
+
+    def test_the_meter_tells_of_timed_steps_only(
+        self, tmp_path: Path, model: Counting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        meter = Meter(clock=lambda: model.now_s)
+
+        def step(self: Counting, batch: Tensor, batch_idx: int) -> Tensor:
+            with meter.blocking("all_reduce", group="data", group_size=2, size_bytes=1000 * (self.steps + 1)):
+                loss = Counting.training_step(self, batch, batch_idx)
+            meter.end_step()
+            return loss
+
+        monkeypatch.setattr("lightning_multigpu.bench.strategies.rank._meter_of", lambda trainer: meter)
+        measured = type("Measured", (Counting,), {"training_step": step})()
+        monkeypatch.setattr("lightning_multigpu.callbacks.clock.HostTimeline.mark", lambda timeline: measured.now_s)
+        monkeypatch.setattr(meter, "_clock", lambda: measured.now_s)
+        requests = FakeRequests(measured, Turn(1, 3), Turn(2, 1))
+        self.fit(tmp_path, measured, requests)
+        first, second = (taken.metered for taken in requests.answers)
+        assert first == {"total_ms": 3000.0, "hidden_ms": 0.0, "exposed_ms": 3000.0, "sent_bytes": 3000.0}
+        assert second == {"total_ms": 7000.0, "hidden_ms": 0.0, "exposed_ms": 7000.0, "sent_bytes": 7000.0}
+
+
+class TestNames:
+    def test_registered_names_and_classes_with_options(self) -> None:
+        plain, ours, path = contenders(
+            [
+                "ddp",
+                "ring_ddp:bucket_cap_mb=4,static_graph=true",
+                "lightning_multigpu.RingDDPStrategy:bucket_cap_mb=2.5",
+            ]
+        )
+        assert isinstance(plain.make(), DDPStrategy)
+        assert not isinstance(plain.make(), RingDDPStrategy)
+        made = ours.make()
+        assert isinstance(made, RingDDPStrategy)
+        assert (made.options["bucket_cap_mb"], made.options["static_graph"]) == (4, True)
+        assert path.make().options["bucket_cap_mb"] == 2.5  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("ring_dpd", "Did you mean 'ring_ddp'?"),
+            ("auto", "'no communication' is what that takes"),
+            ("ring_ddp:bucket_cap=4", "RingDDPStrategy has no option 'bucket_cap'. Did you mean 'bucket_cap_mb'?"),
+            ("ddp:bucket_cap=4", "DDPStrategy has no option 'bucket_cap'. Did you mean 'bucket_cap_mb'?"),
+            ("ring_ddp:bucket_cap_mb=-1", "bucket_cap_mb=-1"),
+            ("ring_ddp:bucket_cap_mb=much", "bucket_cap_mb='much'"),
+            ("ring_ddp:bucket_cap_mb", "'bucket_cap_mb' is no option=value; write ring_ddp:bucket_cap_mb=4"),
+            ("ring_ddp_spawn", "pass the name without it, such as 'ring_ddp'"),
+            ("lightning_multigpu.RingDPStrategy", "Did you mean 'RingDDPStrategy'?"),
+            ("tests.bench.planted.Tiny", "is no Strategy of Lightning"),
+        ],
+    )
+    def test_wrong_ones_are_refused(self, text: str, message: str) -> None:
+        with pytest.raises(ValueError, match=r".") as raised:
+            contender(text)
+        assert message in str(raised.value)
+
+    def test_each_once(self) -> None:
+        with pytest.raises(ValueError, match="ddp is named 2 times"):
+            contenders(["ddp", "ring_ddp", "ddp"])
+
+
+class TestModels:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_about_6_million_parameters_that_train(self, name: str) -> None:
+        model = MODELS[name]()
+        assert 6.2e6 < sum(parameter.numel() for parameter in model.parameters()) < 6.6e6
+        batch = model.example_batch(2)  # type: ignore[operator]
+        model.training_step(batch, 0).backward()  # type: ignore[union-attr]
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    def test_gpt_does_not_see_what_comes_after(self) -> None:
+        model = MODELS["gpt"](width=16, num_layers=2, num_heads=2, context=8)  # type: ignore[call-arg]
+        seen: list[Tensor] = []
+        model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))  # type: ignore[union-attr]
+        text = model.example_batch(1)  # type: ignore[operator]
+        for _ in range(2):
+            model.training_step(text, 0)
+            text[0, 5] = (text[0, 5] + 1) % 256
+        torch.testing.assert_close(seen[0][0, :5], seen[1][0, :5])
+        assert not torch.allclose(seen[0][0, 5], seen[1][0, 5])
+
+    def test_what_brings_no_data_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"NoData has neither example_batch\(batch_size\).* nor train_dataloader"):
+            check_model(NoData)
+        with pytest.raises(ValueError, match="DDPStrategy is no LightningModule"):
+            check_model(DDPStrategy)
+        check_model(Tiny)
+        check_model(WithLoader)
+
+
+class TestTable:
+    ROWS = (
+        Result(label=NO_COMMUNICATION, step_s=Spread(0.050, 0.04, 0.06, 0.03, 0.07, 6)),
+        Result(label="ddp", step_s=Spread(0.090, 0.08, 0.10, 0.07, 0.2, 6)),
+        Result(
+            label="ring_ddp",
+            step_s=Spread(0.060, 0.05, 0.07, 0.04, 0.1, 6),
+            metered={"total_ms": 12.0, "hidden_ms": 9.0, "exposed_ms": 3.0, "sent_bytes": 25.2e6},
+        ),
+        Result(label="fsdp", status="failed", reason="why"),
+    )
+
+    def test_ratios_are_to_the_baseline_and_costs_to_silence(self) -> None:
+        silent, ddp, ring, failed = StrategiesTable(self.ROWS, "ddp").as_json()
+        assert (silent["communication_cost_ms"], silent["communication_cost_ratio"]) == (None, None)
+        assert (ddp["ratio"], ddp["communication_cost_ratio"]) == (1.0, 1.0)
+        assert ring["ratio"] == pytest.approx(60 / 90)
+        assert ring["communication_cost_ms"] == pytest.approx(10)
+        assert ring["communication_cost_ratio"] == pytest.approx(10 / 40)
+        assert failed["ratio"] is failed["communication_cost_ms"] is None
+
+    def test_lines(self) -> None:
+        *_, silent, _, ring, failed = StrategiesTable(self.ROWS, "ddp").lines()
+        assert silent.split() == ["no", "communication", *"50.00 40.00 60.00 0.56 - - - - - -".split()]  # noqa: SIM905
+        assert ring.split() == "ring_ddp 60.00 50.00 70.00 0.67 10.00 0.25 12.00 9.00 3.00 25.20".split()  # noqa: SIM905
+        assert failed.split() == ["fsdp", "failed:", "why"]
+
+    def test_no_ratio_to_a_baseline_that_failed_or_costs_nothing(self) -> None:
+        assert StrategiesTable(self.ROWS, "fsdp").as_json()[2]["ratio"] is None
+        free = (self.ROWS[0], Result(label="ddp", step_s=self.ROWS[0].step_s), self.ROWS[2])
+        assert StrategiesTable(free, "ddp").as_json()[2]["communication_cost_ratio"] is None

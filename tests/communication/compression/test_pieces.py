@@ -1,0 +1,50 @@
+"""Pieces: which parameters a flat tensor is made of, and how it is cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from lightning_multigpu.communication.compression import Piece, cut, whole_bounds
+from lightning_multigpu.communication.compression.pieces import offsets
+
+PIECES = (Piece("a", (2, 3)), Piece("b", (4,)), Piece("c", ()), Piece("d", (0, 5)), Piece("e", (3, 3), 2, 7))
+
+
+def test_sizes() -> None:
+    assert [piece.numel for piece in PIECES] == [6, 4, 1, 0, 5]
+    assert [piece.is_whole for piece in PIECES] == [True, True, True, True, False]
+    assert offsets(PIECES) == [0, 6, 10, 11, 11, 16]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-2, 3), (4, 3), (0, 7)])
+def test_a_piece_lies_within_its_parameter(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=f"elements {start} to {stop} of 'a'.* 6 elements"):
+        Piece("a", (2, 3), start, stop)
+
+
+@pytest.mark.parametrize("border", range(17))
+def test_cutting_keeps_every_element_once(border: int) -> None:
+    def elements(pieces: tuple[Piece, ...]) -> list[tuple[str, int]]:
+        return [(piece.name, i) for piece in pieces for i in range(piece.start, piece.stop)]
+
+    first, second = cut(PIECES, 0, border), cut(PIECES, border, 16)
+    assert elements(first) + elements(second) == elements(PIECES)
+    assert offsets(first)[-1] == border
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 9])
+def test_whole_shards_are_cut_between_pieces(num_shards: int) -> None:
+    bounds = whole_bounds(PIECES, num_shards)
+    assert len(bounds) == num_shards
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == 16
+    assert all(first[1] == second[0] for first, second in pairwise(bounds))
+    assert all(border in offsets(PIECES) for pair in bounds for border in pair)
+
+
+def test_whole_shards_are_as_even_as_they_can_be() -> None:
+    pieces = tuple(Piece(str(i), (10, 10)) for i in range(8))
+    assert whole_bounds(pieces, 4) == [(0, 200), (200, 400), (400, 600), (600, 800)]
+    assert whole_bounds((), 2) == [(0, 0), (0, 0)]

@@ -1,0 +1,199 @@
+"""Two hosts of two ranks each, played by four processes: sums, bytes, and nothing lost by compression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from tests.world import World, init_group, rank
+
+SETTINGS: dict[str, Any] = {
+    "int8": {"name": "int8", "chunk_size": 32},
+    "powersgd": {"name": "powersgd", "rank": 2, "start_step": 0},
+    "topk": {"name": "topk", "ratio": 0.1},
+}
+PIECES = (Piece("wide", (16, 40)), Piece("bias", (16,)), Piece("tall", (50, 12)), Piece("number", ()))
+SHAPES = {piece.name: piece.shape for piece in PIECES}
+NUMEL = sum(piece.numel for piece in PIECES)
+HOSTS = [[0, 1], [2, 3]]
+CROSSES = [[0, 2], [1, 3]]
+BITS = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-15}
+
+
+def _own(lines: list[list[int]]) -> dist.ProcessGroup:
+    groups = [dist.new_group(line, backend="gloo") for line in lines]
+    return next(group for group, line in zip(groups, lines, strict=True) if rank() in line)
+
+
+@contextmanager
+def hierarchy(name: str | None = None, *, hosts: list[list[int]] = HOSTS) -> Iterator[HierarchicalAllReduce]:
+    """Over four ranks; one host of four, or four hosts of one, are hierarchies as well."""
+    init_group()
+    inside_group = _own(hosts) if len(hosts[0]) > 1 else None
+    crosses = [list(line) for line in zip(*hosts, strict=True)]
+    between_group = _own(crosses) if len(hosts) > 1 else None
+    between: RingAllReduce | CompressedAllReduce | None = None
+    if between_group is not None and name is not None:
+        between = CompressedAllReduce(between_group, make_compressor(SETTINGS[name]), segment_elements=100)
+    elif between_group is not None:
+        between = RingAllReduce(between_group)
+    inside = None if inside_group is None else SharedMemoryAllReduce(inside_group)
+    reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
+    try:
+        yield reduce
+    finally:
+        dist.barrier()
+        reduce.close()
+
+
+def given(step: int, of_rank: int, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + of_rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+SIZES = (0, 1, 2, 3, 4, 1000, 300_001)
+LAYOUTS = [HOSTS, [[0, 1, 2, 3]], [[0], [1], [2], [3]]]
+
+
+def _sums(hosts: list[list[int]], dtype: torch.dtype, average: bool) -> list[tuple[Tensor, int, int]]:
+    found = []
+    with hierarchy(hosts=hosts) as reduce:
+        for numel in SIZES:
+            tensor = given(0, rank(), numel, dtype)
+            sent = reduce.sent_bytes(tensor)
+            assert reduce(tensor, average=average) is tensor
+            found.append((tensor, *sent))
+    return found
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=["2x2", "1x4", "4x1"])
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_sums_are_those_of_all_ranks_to_the_same_bit(world4: World, hosts: list[list[int]], dtype: torch.dtype) -> None:
+    for average in (False, True):
+        results = world4.run(_sums, hosts, dtype, average)
+        for index, numel in enumerate(SIZES):
+            tensors = [result[index][0] for result in results]
+            assert all(torch.equal(tensors[0], other) for other in tensors)
+            expected = torch.stack([given(0, r, numel, dtype).double() for r in range(4)]).sum(0)
+            expected = expected / 4 if average else expected
+            torch.testing.assert_close(tensors[0].double(), expected, rtol=BITS[dtype], atol=4 * BITS[dtype])
+
+
+def test_each_host_sends_each_byte_once_whatever_its_ranks(world4: World) -> None:
+    """2(n-1)/n of the tensor per host; for n = 2 that is the tensor once."""
+    results = world4.run(_sums, HOSTS, torch.float32, False)
+    for index, numel in enumerate(SIZES):
+        for host in HOSTS:
+            assert sum(results[r][index][1] for r in host) == 4 * numel
+            assert sum(results[r][index][2] for r in host) == 4 * numel * len(host)
+
+
+def _train(name: str, steps: range, state: dict[str, Any] | None, hosts: list[list[int]], nan_at: int = -1) -> Any:
+    """The sum of the results of all steps, and the state behind the last one."""
+    with hierarchy(name, hosts=hosts) as reduce:
+        if state is not None:
+            reduce.load_state_dict(state)
+        total = torch.zeros(NUMEL)
+        results = []
+        for step in steps:
+            tensor = given(step, rank())
+            if step == nan_at and rank() == 3:
+                tensor[-1] = float("nan")  # in the shard of the second rank of each host
+            reduce(tensor, PIECES, average=True)
+            reduce.end_step()
+            results.append(tensor)
+            if step != nan_at:
+                total += tensor
+        return total, reduce.state_dict(SHAPES), results
+
+
+def _flat(errors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([errors.get(p.name, torch.zeros(p.shape)).reshape(-1) for p in PIECES])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_was_sent_and_what_is_kept_is_what_was_given(world4: World, name: str) -> None:
+    """Through a checkpoint and another arrangement of hosts as well; all ranks hold the same bits."""
+    first = world4.run(_train, name, range(6), None, HOSTS)
+    expected = torch.stack([given(step, r) for step in range(6) for r in range(4)]).sum(0) / 4
+    for total, state, results in first:
+        torch.testing.assert_close(total + _flat(state["errors"]), expected, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(a, b) for a, b in zip(results, first[0][2], strict=True))
+        assert torch.equal(_flat(state["errors"]), _flat(first[0][1]["errors"]))
+        assert state["step"] == 6
+    assert _flat(first[0][1]["errors"]).abs().max() > 1e-3, "else nothing was compressed"
+    for hosts in ([[0], [1], [2], [3]], HOSTS):
+        second = world4.run(_train, name, range(6, 9), first[0][1], hosts)
+        rest = torch.stack([given(step, r) for step in range(6, 9) for r in range(4)]).sum(0) / 4
+        for total, state, _ in second:
+            kept = _flat(state["errors"])
+            torch.testing.assert_close(first[0][0] + total + kept, expected + rest, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_that_is_not_finite_in_one_shard_leaves_the_errors_of_all(world4: World, name: str) -> None:
+    before = world4.run(_train, name, range(3), None, HOSTS)
+    after = world4.run(_train, name, range(4), None, HOSTS, nan_at=3)
+    for (_, state, _), (_, kept, results) in zip(before, after, strict=True):
+        assert not results[3].isfinite().all(), "loss scaling must see it"
+        assert torch.equal(_flat(state["errors"]), _flat(kept["errors"]))
+        assert kept["step"] == 3
+
+
+def _loaded_and_saved(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    with hierarchy(name) as reduce:
+        reduce.load_state_dict(state)
+        return reduce.state_dict(SHAPES)
+
+
+def test_a_state_that_is_saved_before_the_first_step_is_the_one_that_was_loaded(world4: World) -> None:
+    state = world4.run(_train, "powersgd", range(3), None, HOSTS)[0][1]
+    assert set(state["warm_starts"]) == {"wide", "tall"}, "matrices of both ranks of a host"
+    for saved in world4.run(_loaded_and_saved, "powersgd", state):
+        assert torch.equal(_flat(saved["errors"]), _flat(state["errors"]))
+        assert all(torch.equal(saved["warm_starts"][n], factor) for n, factor in state["warm_starts"].items())
+
+
+def _other_buckets(name: str) -> Any:
+    """Buckets change after the first step, and with them the owners of most elements."""
+    with hierarchy(name) as reduce:
+        total = torch.zeros(NUMEL)
+        for step in range(3):
+            tensor = given(step, rank())
+            if step == 0:
+                reduce(tensor, PIECES, average=True)
+            else:
+                parts = tensor.split([PIECES[0].numel, NUMEL - PIECES[0].numel])
+                reduce(parts[0], PIECES[:1], average=True)
+                reduce(parts[1], PIECES[1:], average=True)
+            reduce.end_step()
+            total += tensor
+        return total, reduce.state_dict(SHAPES)
+
+
+def test_errors_follow_their_parameters_when_buckets_change(world4: World) -> None:
+    results = world4.run(_other_buckets, "topk")
+    expected = torch.stack([given(step, r) for step in range(3) for r in range(4)]).sum(0) / 4
+    for total, state in results:
+        torch.testing.assert_close(total + _flat(state["errors"]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lossless_tensors_pass_a_compressing_hierarchy(world4: World) -> None:
+    for tensor in world4.run(_without_pieces):
+        expected = torch.stack([given(0, r) for r in range(4)]).mean(0)
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
+
+
+def _without_pieces() -> Tensor:
+    with hierarchy("topk") as reduce:
+        return reduce(given(0, rank()), average=True)

@@ -1,0 +1,216 @@
+"""Ranks that find each other, and every way in which they do not: as threads of this process on one store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
+from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict
+
+LONG_S = 60.0  # nobody waits so long unless something is broken
+
+
+def arrival(rank: int, world_size: int = 3, *, pid: int | None = None, **table: str) -> Arrival:
+    return Arrival(rank, f"host{rank}", rank, 100 + rank if pid is None else pid, world_size, table)
+
+
+def rendezvous(
+    store: Any, own: Arrival, timeout_s: float = LONG_S, attempt: str = "0", check: Callable[[], None] = lambda: None
+) -> Rendezvous:
+    deadline_s = time.monotonic() + timeout_s
+    return Rendezvous(store, own, attempt=attempt, deadline_s=deadline_s, timeout_s=timeout_s, check=check)
+
+
+def meet(*arrivals: Arrival, timeout_s: float = LONG_S) -> list[list[Arrival] | str]:
+    """What each rank gets: the notes of all, or the message of its error."""
+    store = HashStore()
+
+    def join(own: Arrival) -> list[Arrival] | str:
+        mine = rendezvous(store, own, timeout_s)
+        try:
+            mine.check_in()
+            return mine.wait_for_all()
+        except RendezvousError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(arrivals)) as pool:
+        return list(pool.map(join, arrivals))
+
+
+class TestRendezvous:
+    def test_all_come_and_know_each_other(self) -> None:
+        everybody = [arrival(rank) for rank in range(3)]
+        assert meet(*reversed(everybody)) == [everybody] * 3
+
+    def test_who_came_and_who_did_not(self) -> None:
+        first, second = meet(arrival(0, 5), arrival(2, 5), timeout_s=0.3)
+        for message in (first, second):
+            assert isinstance(message, str)
+            assert message.startswith("ranks 1, 3-4 of 5 did not come within 0.3 s (join_timeout_s)")
+            assert "rank 0 (host host0, node 0, pid 100), rank 2 (host host2, node 2, pid 102)" in message
+
+    def test_what_differs_is_said_at_once_and_to_all(self) -> None:
+        messages = meet(arrival(0, mode="sum"), arrival(1, mode="mean"))  # rank 2 has not come
+        assert len(set(map(str, messages))) == 1
+        assert "  mode: sum on rank 0; mean on rank 1\n" in str(messages[0])
+
+    def test_a_differing_world_size(self) -> None:
+        for message in meet(arrival(0, 2), arrival(1, 4)):
+            assert "  world size: 2 on rank 0; 4 on rank 1\n" in str(message)
+
+    def test_two_that_claim_one_rank(self) -> None:
+        for message in meet(arrival(1, pid=7), arrival(1, pid=8)):
+            assert "two processes claim to be rank 1: " in str(message)
+            assert "pid 7)" in str(message)
+            assert "pid 8)" in str(message)
+
+    def test_a_rank_more_than_there_are(self) -> None:
+        found = conflict([arrival(0, 1), arrival(1, 2)])
+        assert found is not None
+        assert "world size" in found
+
+    def test_an_earlier_attempt_in_the_same_store_does_not_count(self) -> None:
+        store = HashStore()
+        rendezvous(store, arrival(0, 2), attempt="0").check_in()
+        late = rendezvous(store, arrival(1, 2), timeout_s=0.2, attempt="1")
+        late.check_in()
+        with pytest.raises(RendezvousError, match="rank 0 of 2 did not come"):
+            late.wait_for_all()
+
+    def test_offers(self) -> None:
+        store = HashStore()
+        giving, taking = rendezvous(store, arrival(0)), rendezvous(store, arrival(1))
+        giving.offer("guardian", {"port": 5})
+        assert taking.wait_for("guardian") == {"port": 5}
+
+    def test_waiting_for_an_offer_sees_why_none_comes(self) -> None:
+        store = HashStore()
+        rendezvous(store, arrival(0, 2)).check_in()  # has one host only, and offers nothing
+        late = rendezvous(store, arrival(2, 4))
+        late.check_in()
+        with pytest.raises(RendezvousError, match="world size"):
+            late.wait_for("guardian")
+
+    def test_a_failure_elsewhere_ends_the_waiting(self) -> None:
+        told = threading.Event()
+
+        def check() -> None:
+            if told.is_set():
+                raise OSError("rank 2 was ended by SIGKILL")
+
+        mine = rendezvous(HashStore(), arrival(0), check=check)
+        mine.check_in()
+        threading.Timer(0.1, told.set).start()
+        with pytest.raises(OSError, match="rank 2"):
+            mine.wait_for_all()
+
+    def test_the_keeper_of_the_store_stays_until_the_others_have_read(self) -> None:
+        store = HashStore()
+        read_late = threading.Event()
+        first = rendezvous(store, arrival(0, 2, mode="sum"))
+        first.check_in()
+        other = rendezvous(store, arrival(1, 2, mode="mean"))
+        other.check_in()
+
+        def read() -> None:
+            read_late.set()
+            with pytest.raises(RendezvousError):
+                other.wait_for_all()
+
+        timer = threading.Timer(0.5, read)
+        timer.start()
+        with pytest.raises(RendezvousError):
+            first.wait_for_all()
+        assert read_late.is_set()
+        timer.join()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A program that listens and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
+
+
+def main_store(
+    rank: int, port: int, address: str = "127.0.0.1", timeout_s: float = LONG_S, **options: Any
+) -> MainStore:
+    values: dict[str, Any] = {
+        "is_kept": False,
+        "connections": Connections(),
+        "deadline_s": time.monotonic() + timeout_s,
+        "timeout_s": timeout_s,
+        "check": lambda: None,
+        **options,
+    }
+    return MainStore(address, port, rank=rank, **values)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return port_of(sock)
+
+
+class TestMainStore:
+    def test_rank_0_listens_and_the_others_find_it(self) -> None:
+        port = free_port()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(main_store(1, port).open)
+            time.sleep(0.3)  # it comes first, and tries until somebody is there
+            store = main_store(0, port).open()
+            store.set("key", "value")
+            assert waiting.result().get("key") == b"value"
+
+    def test_a_taken_port_is_named_at_once(self, listener: socket.socket) -> None:
+        with pytest.raises(RendezvousError, match=rf"port {port_of(listener)} .*MASTER_PORT to a free port"):
+            main_store(0, port_of(listener)).open()
+
+    def test_nobody_there(self) -> None:
+        port = free_port()
+        with pytest.raises(RendezvousError, match=rf"rank 3 .* at 127.0.0.1 port {port} within 0.3 s .*refused"):
+            main_store(3, port, timeout_s=0.3).open()
+
+    def test_somebody_else_there(self, listener: socket.socket) -> None:
+        with pytest.raises(RendezvousError, match=f"port {port_of(listener)}.* is not rank 0 of a job"):
+            main_store(1, port_of(listener), timeout_s=1.5).open()
+
+    def test_an_address_of_no_host_of_the_job(self) -> None:
+        with pytest.raises(RendezvousError, match=r"MASTER_ADDR=192\.0\.2\.1 is no address of .*where rank 0 runs"):
+            main_store(0, free_port(), "192.0.2.1").open()
+
+    def test_a_name_that_nobody_knows(self) -> None:
+        with pytest.raises(RendezvousError, match=r"does not know the host MASTER_ADDR=no-such-host\.invalid"):
+            main_store(0, free_port(), "no-such-host.invalid", timeout_s=0.3).open()
+
+    def test_a_store_that_torchrun_keeps(self) -> None:
+        assert kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        assert not kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "False"})
+        assert not kept_by_torchrun({})
+        kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        kept.set("key", "of the agent")
+        assert main_store(0, kept.port, is_kept=True).open().get("key") == b"of the agent"
+
+    def test_a_failure_elsewhere_ends_the_waiting(self) -> None:
+        def check() -> None:
+            raise OSError("rank 0 was ended by SIGKILL")
+
+        with pytest.raises(OSError, match="rank 0"):
+            main_store(1, free_port(), check=check).open()
+
+    @pytest.mark.parametrize("port", [0, -1, 65_536])
+    def test_no_port(self, port: int) -> None:
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is out of range"):
+            main_store(0, port)

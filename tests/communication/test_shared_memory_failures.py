@@ -1,0 +1,276 @@
+"""Shared memory that cannot be had, and ranks that do not come: nobody hangs, and nothing is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_multigpu.communication.barrier import ConnectionLostError
+from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.strategies.failure_watch import _is_connection_loss
+from tests.communication.shared import rank_of_a_job_with_a_killed_rank, shared_memory
+from tests.leaks import shared_memory_entries
+from tests.world import World, init_group
+
+
+def _descriptors() -> tuple[int, frozenset[str], int, int]:
+    init_group()
+    dist.barrier()
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)
+    before, names = len(os.listdir("/proc/self/fd")), shared_memory_entries()
+    shared = SharedMemoryAllReduce(group)
+    shared(torch.ones(10))
+    new_names = shared_memory_entries() - names
+    mapped = _mapped()
+    shared.close()
+    shared.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        shared(torch.ones(10))
+    shared.abort()
+    after = len(os.listdir("/proc/self/fd"))
+    dist.destroy_process_group(group)
+    return after - before, new_names, mapped, _mapped()
+
+
+def _mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("lightning_multigpu (deleted)")
+
+
+def test_leaves_neither_descriptors_nor_memory_nor_names(world2: World) -> None:
+    for descriptors, names, mapped, mapped_after in world2.run(_descriptors):
+        assert (descriptors, mapped, mapped_after) == (0, 1, 0)
+        assert not {name for name in names if "multigpu" in name}
+
+
+def _limit_file_size() -> Callable[[], object]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _forbid_open() -> Callable[[], object]:
+    original = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith("/proc/"):
+            raise PermissionError(13, "Permission denied", path)
+        return original(path, *args, **kwargs)
+
+    os.open = refuse
+    return lambda: setattr(os, "open", original)
+
+
+def _find_another_process() -> Callable[[], object]:
+    original = os.pread
+    os.pread = lambda *_: bytes(16)
+    return lambda: setattr(os, "pread", original)
+
+
+def _find_another_file() -> Callable[[], object]:
+    original = os.readlink
+    os.readlink = lambda *_, **__: "/dev/tty"
+    return lambda: setattr(os, "readlink", original)
+
+
+def _unavailable(spoil: Callable[[], Callable[[], object]], on_rank: int) -> tuple[str, float, int]:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    tensor = torch.ones(3)
+    RingAllReduce(group)(tensor)
+    before = len(os.listdir("/proc/self/fd"))
+    restore = spoil() if dist.get_rank() == on_rank else lambda: None
+    try:
+        with pytest.raises(SharedMemoryUnavailableError) as caught:
+            SharedMemoryAllReduce(group)
+    finally:
+        restore()
+    RingAllReduce(group)(tensor)
+    return str(caught.value), float(tensor[0]), len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "on_rank", "message"),
+    [
+        (_limit_file_size, 0, "rank 0 of 2 on this host: .*File too large"),
+        (_forbid_open, 1, "rank 1 of 2 on this host: .*Permission denied"),
+        (_find_another_process, 1, "rank 1 of 2 on this host: .*different containers"),
+        (_find_another_file, 1, "rank 1 of 2 on this host: .*different containers"),
+    ],
+)
+def test_all_ranks_do_without_if_one_cannot(
+    world2: World, spoil: Callable[[], Callable[[], object]], on_rank: int, message: str
+) -> None:
+    for reason, reduced, descriptors in world2.run(_unavailable, spoil, on_rank):
+        assert re.search(message, reason)
+        assert (reduced, descriptors) == (4.0, 0)
+
+
+def _aborted_by_a_thread() -> list[str]:
+    with shared_memory() as shared:
+        if shared.rank == 1:
+            time.sleep(0.3)  # rank 0 is waiting meanwhile
+            shared.abort()
+        messages = []
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError) as caught:
+                shared(torch.ones(5000))
+            assert _is_connection_loss(caught.value)
+            messages.append(str(caught.value))
+        return messages
+
+
+def test_abort_wakes_every_rank_for_good(world2: World) -> None:
+    for messages in world2.run(_aborted_by_a_thread, timeout_s=20):
+        assert all("aborted" in message for message in messages)
+
+
+def _aborted_by_another_thread_of_its_own() -> None:
+    with shared_memory() as shared:
+        if shared.rank == 0:
+            timer = threading.Timer(0.3, shared.abort)
+            timer.start()
+            with pytest.raises(ConnectionLostError, match="aborted"):
+                shared.barrier()
+            timer.join()
+        dist.barrier()
+
+
+def test_abort_by_a_thread_of_the_waiting_process(world2: World) -> None:
+    world2.run(_aborted_by_another_thread_of_its_own, timeout_s=20)
+
+
+def _one_leaves() -> str:
+    with shared_memory() as shared:
+        shared.barrier()
+        if shared.rank == 2:
+            return ""
+        with pytest.raises(ConnectionLostError) as caught:
+            shared(torch.ones(5000))
+        return str(caught.value)
+
+
+def test_a_rank_that_left_is_not_waited_for(world4: World) -> None:
+    messages = world4.run(_one_leaves, timeout_s=20)
+    assert all("connection closed by rank 2" in messages[rank] for rank in (0, 1, 3))
+
+
+def _one_raises() -> str:
+    with shared_memory() as shared:
+        failing = shared.rank == 1
+        if failing:
+            shared._sum = None  # type: ignore[assignment,method-assign]
+        with pytest.raises(TypeError if failing else ConnectionLostError) as caught:
+            shared(torch.ones(50_000))
+        dist.barrier()
+        return str(caught.value)
+
+
+def test_an_exception_in_the_middle_ends_it_for_all(world2: World) -> None:
+    messages = world2.run(_one_raises, timeout_s=20)
+    assert "aborted" in messages[0]
+
+
+def _one_is_late() -> None:
+    with shared_memory(timeout_s=0.4) as shared:
+        if shared.rank == 0:
+            with pytest.raises(ConnectionLostError, match=r"timed out after 0\.4 s of waiting for rank 1") as caught:
+                shared.barrier()
+            assert _is_connection_loss(caught.value)
+        dist.barrier()
+
+
+def test_waiting_has_an_end(world2: World) -> None:
+    world2.run(_one_is_late, timeout_s=20)
+
+
+def _signals_while_waiting() -> list[str]:
+    events = []
+    with shared_memory() as shared:
+        before = signal.signal(signal.SIGALRM, lambda *_: events.append("signal"))
+        try:
+            if shared.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            while shared.rank == 1 and not _is_waiting_file().exists():
+                time.sleep(0.01)
+            if shared.rank == 0:
+                threading.Thread(target=_tell_when_signalled, args=(events,)).start()
+            shared.barrier()
+            events.append("barrier")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        shared.barrier()
+        if shared.rank == 0:
+            _is_waiting_file().unlink()
+        return events
+
+
+def _is_waiting_file() -> Path:
+    return Path("signalled")
+
+
+def _tell_when_signalled(events: list[str]) -> None:
+    while not events:
+        time.sleep(0.01)
+    _is_waiting_file().touch()
+
+
+def test_signal_handlers_run_while_a_rank_waits(world2: World) -> None:
+    """Rank 1 comes only after rank 0's handler has run: if it could not run, this would hang."""
+    assert world2.run(_signals_while_waiting, timeout_s=20) == [["signal", "barrier"], ["barrier"]]
+
+
+def test_a_rank_killed_in_the_middle_ends_it_for_all(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=rank_of_a_job_with_a_killed_rank, args=(rank, tmp_path)) for rank in range(3)]
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks[:2]:  # the killed one stays a zombie meanwhile: its process id is still taken
+            process.join(timeout=180)
+            assert process.exitcode == 0
+        for rank in range(2):
+            assert "connection closed by rank 2" in (tmp_path / f"rank{rank}").read_text()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _bad_input() -> list[str]:
+    messages = []
+    with shared_memory() as shared:
+        for call in [
+            lambda: shared(torch.ones(4, 4).t()[1:]),
+            lambda: shared(torch.ones(4, dtype=torch.int32), average=True),
+            lambda: shared(torch.ones(3).to_sparse()),
+            lambda: shared.broadcast(torch.ones(3), 2),
+            lambda: SharedMemoryAllReduce(dist.group.WORLD, chunk_bytes=127),
+            lambda: SharedMemoryAllReduce(dist.group.WORLD, timeout_s=0),
+        ]:
+            with pytest.raises(ValueError, match=r".+") as caught:
+                call()
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_bad_input_is_named(world2: World) -> None:
+    for messages in world2.run(_bad_input):
+        for message, word in zip(
+            messages, ["contiguous", "torch.int32", "sparse", "src=2", "chunk_bytes=127", "timeout_s=0"], strict=True
+        ):
+            assert word in message

@@ -1,0 +1,97 @@
+"""The reducer on one host: the same gradients through shared memory as around the ring, and a way out of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_multigpu.communication.barrier import ConnectionLostError
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from tests.world import World, init_group
+
+
+@contextlib.contextmanager
+def reducer(meter: Meter, *, one_host: bool) -> Iterator[GradientReducer]:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None) if one_host else None
+    found = GradientReducer(group, meter, all_reduce=shared)
+    try:
+        yield found
+    finally:
+        found.close()
+        dist.destroy_process_group(group)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3)).double()
+
+
+def gradients(module: nn.Module, step: int, rank: int) -> list[Tensor]:
+    torch.manual_seed(10 * step + rank)
+    module.zero_grad()
+    module(torch.randn(7, 100, dtype=torch.float64)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+def averaged_gradients(one_host: bool) -> tuple[list[Tensor], list[int]]:
+    """Gradients of two backward passes, and the bytes that this rank sent in each."""
+    meter = Meter()
+    found: list[Tensor] = []
+    with reducer(meter, one_host=one_host) as reduce:
+        module = DistributedDataParallel(model(), bucket_cap_mb=0.01)
+        reduce.attach(module)
+        for step in range(2):
+            gradients(module, step, dist.get_rank())
+            reduce.finish()
+            meter.end_step()
+            found += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    return found, [step.sent_bytes for step in meter.steps]
+
+
+@pytest.mark.parametrize("one_host", [True, False], ids=["shared memory", "ring"])
+def test_gradients_are_averaged_and_their_bytes_counted(world: World, one_host: bool) -> None:
+    n = world.num_ranks
+    size_bytes = 8 * (100 * 100 + 100 + 100 * 3 + 3)
+    wanted = [
+        torch.stack(each).mean(0)
+        for step in range(2)
+        for each in zip(*(gradients(model(), step, rank) for rank in range(n)), strict=True)
+    ]
+    results = world.run(averaged_gradients, one_host)
+    for found, _ in results:
+        for gradient, average, first in zip(found, wanted, results[0][0], strict=True):
+            torch.testing.assert_close(gradient, average, rtol=1e-12, atol=1e-12)
+            assert torch.equal(gradient, first)
+    # Each rank writes its gradients once; around the ring all ranks together send 2(N-1) times their size.
+    per_step = n * size_bytes if one_host else 2 * (n - 1) * size_bytes
+    assert [sum(step) for step in zip(*(sent for _, sent in results), strict=True)] == [per_step, per_step]
+
+
+def aborted() -> None:
+    with reducer(Meter(), one_host=True) as reduce:
+        if dist.get_rank() == 0:
+            module = DistributedDataParallel(nn.Linear(3, 3), process_group=dist.new_group([0], backend="gloo"))
+            reduce.attach(module)
+            assert reduce.all_reduce is not None
+            reduce.all_reduce.abort()
+            module(torch.ones(2, 3)).sum().backward()
+            with pytest.raises(ConnectionLostError, match="aborted"):
+                reduce.finish()
+        else:
+            dist.new_group([0], backend="gloo")
+        dist.barrier()
+
+
+def test_abort_ends_a_reduction_that_another_rank_never_joins(world2: World) -> None:
+    world2.run(aborted, timeout_s=20)

@@ -1,0 +1,263 @@
+"""The guardian tells of a hang once, says when it is over, and ends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from lightning_multigpu.guardian.hang import View
+from lightning_multigpu.guardian.hang_reports import HangReports
+from tests.guardian.job import WORK, Job, eventually, is_alive
+from tests.guardian.test_hosts import GOODBYE, two_hosts
+
+pytestmark = pytest.mark.launch
+
+LIMIT_S = 1.0
+END = "The wait that was reported has ended"
+NOTE = "note = client.logbook.began('{operation}', group='data', ranks='0-1', group_size=2, size_bytes=8); "
+# A rank that waits until it is told by the test.
+UNTIL = "exec('''while not os.path.exists({file!r}): time.sleep(0.05)'''); "
+
+
+def waits_in(operation: str, file: Path) -> str:
+    return NOTE.format(operation=operation) + UNTIL.format(file=str(file)) + "note.ended(); "
+
+
+class Terminal:
+    """What the guardians print."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+        self.text = ""
+
+    def shows(self, text: str, *, times: int = 1) -> bool:
+        def found() -> bool:
+            self.text += self._capfd.readouterr().err
+            return self.text.count(text) >= times
+
+        return eventually(found)
+
+
+def test_one_report_and_one_line_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    with Job(
+        waits_in("all_reduce", go) + "time.sleep(1); " + GOODBYE,
+        UNTIL.format(file=str(go)) + "time.sleep(1); " + GOODBYE,
+        hang_report_s=LIMIT_S,
+        directory=tmp_path / "run",
+    ) as job:
+        assert terminal.shows("The stacks of all threads are in ")
+        time.sleep(1.5 * LIMIT_S)
+        go.touch()
+        assert terminal.shows(END)
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    text = terminal.text
+    assert text.count("No progress for") == 1, text
+    assert "Rank 0 waits in all_reduce #1 of group data" in text
+    assert "rank 1 has not come: it is at " in text
+    assert re.search(r"has ended after \d s, and the run goes on", text)
+    (file,) = (tmp_path / "run").iterdir()
+    written = file.read_text()
+    assert file.name == f"hang-{os.uname().nodename}.txt"
+    assert "--- rank 1" in written
+    assert written.count("guardian/client.py") >= 2, "all threads of both ranks"
+
+
+def test_another_wait_is_another_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, first, second = Terminal(capfd), tmp_path / "first", tmp_path / "second"
+    work = waits_in("all_reduce", first) + waits_in("barrier", second)
+    with Job(work + GOODBYE, UNTIL.format(file=str(second)) + GOODBYE, hang_report_s=LIMIT_S) as job:
+        assert terminal.shows("Rank 0 waits in all_reduce #1 of group data")
+        first.touch()
+        assert terminal.shows(END)
+        assert terminal.shows("Rank 0 waits in barrier #2 of group data")
+        second.touch()
+        assert job.outcome()[0] == [0, 0]
+    assert terminal.text.count("No progress for") == 2
+
+
+class Alone:
+    """What reports need of the hosts, where there is one."""
+
+    is_first = True
+
+    def say(self, kind: str, **fields: Any) -> list[Any]:
+        return []
+
+
+class Watched:
+    """Waits as a test says, in place of a host's ranks."""
+
+    waits: ClassVar[dict[str, float]] = {}
+
+    def observe(self, now_s: float) -> dict[str, float]:
+        return dict(self.waits)
+
+    def look(self, seen: Any) -> None:
+        seen([View(0, "host", 1, 2)])
+
+
+def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """After ten times the time, or when what was waited for has ended; other waits that join it change nothing."""
+    watch: Any = Watched()
+    reports = HangReports(10.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    ab = {"a": 0.0, "b": 2.0}
+    told = []
+    for now_s, waits in (
+        (9, {}), (10, {"a": 0.0}), (11, {"a": 0.0}), (12, ab), (109, ab), (110, ab), (111, ab), (112, {"a": 0.0}),
+        (113, {}), (114, {}), (115, {"c": 105.0}), (116, {"c": 105.0}), (117, {"d": 107.0}), (118, {"d": 107.0}),
+        (119, {"d": 107.0}),
+    ):  # fmt: skip
+        watch.waits = waits
+        reports.observe(float(now_s))
+        lines = capfd.readouterr().err.splitlines()
+        told += [(now_s, line.split(".")[0]) for line in lines if line.startswith(("No progress", "The wait"))]
+    assert told == [
+        (11, "No progress for 11 s (hang_report_s=10)"),
+        (111, "No progress for 111 s (hang_report_s=10)"),
+        (113, "The wait that was reported has ended after 113 s, and the run goes on"),
+        (116, "No progress for 11 s (hang_report_s=10)"),
+        (117, "The wait that was reported has ended after 12 s, and the run goes on"),
+        (119, "No progress for 12 s (hang_report_s=10)"),
+    ]
+
+
+def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    """One has an announcement under way that nobody waits for, the other computes."""
+    under_way = (
+        "client.logbook.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, awaited=False); "
+    )
+    busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
+    with Job(under_way + "time.sleep(3.5); " + GOODBYE, busy + GOODBYE, hang_report_s=LIMIT_S) as job:
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    assert capfd.readouterr().err == ""
+
+
+LIBRARY = """
+import os, time
+def all_reduce():
+    while not os.path.exists({file!r}):
+        time.sleep(0.05)
+"""
+
+
+def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No page has changed for the time, no processor is used, and a stack ends in torch's function twice."""
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    code = LIBRARY.format(file=str(go))
+    own = f"exec(compile({code!r}, '/x/torch/distributed/distributed_c10d.py', 'exec'), globals()); all_reduce(); "
+    with Job(own + "time.sleep(1); " + GOODBYE, UNTIL.format(file=str(go)) + GOODBYE, hang_report_s=LIMIT_S) as job:
+        assert terminal.shows("Only rank 0 is in all_reduce, called at ")
+        assert terminal.shows("rank 1 is not: it is at ")
+        go.touch()
+        assert job.outcome()[0] == [0, 0]
+    assert terminal.text.count("No progress for") == 1
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_ranks_of_two_hosts_in_one_report(waiting: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    work = [UNTIL.format(file=str(go)) + "time.sleep(1); " + GOODBYE] * 2
+    work[waiting] = waits_in("all_reduce", go) + work[waiting]
+    with two_hosts(*work, hang_report_s=LIMIT_S) as (one, two):
+        assert terminal.shows(f"Rank {waiting} waits in all_reduce #1 of group data")
+        assert terminal.shows(f"rank {1 - waiting} has not come: it is at ")
+        go.touch()
+        assert terminal.shows(END)
+        for job in (one, two):
+            assert job.outcome()[0] == [0]
+            assert job.guardian_ends()
+    assert terminal.text.count("No progress for") == 1, "on node 0 only"
+
+
+def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A laptop that slept: clocks have gone on, ranks have not."""
+    go = tmp_path / "go"
+    with Job(waits_in("barrier", go) + GOODBYE, UNTIL.format(file=str(go)) + GOODBYE, hang_report_s=3.0) as job:
+        pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
+        for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0.5)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(pause_s)
+        go.touch()
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(tmp_path: Path) -> None:
+    """Its standard error is a pipe that is full."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(write, b"x" * 4096):
+            pass
+    os.set_blocking(write, True)
+    go, saved = tmp_path / "go", os.dup(2)
+    os.dup2(write, 2)
+    try:
+        job = Job(
+            waits_in("barrier", go) + WORK, "time.sleep(3.5); os._exit(3)", hang_report_s=LIMIT_S, failure_timeout_s=4
+        )
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(write)
+    with job:
+        time.sleep(2.5 * LIMIT_S)
+        assert is_alive(job.guardian.pid)
+        go.touch()
+        assert job.outcome()[0] == [1, 3], "it still tells of a failure"
+        os.close(read)
+        assert job.guardian_ends()
+
+
+def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = "told.wait(60); print(client.waited); sys.exit(1)"
+    broken = NOTE.format(operation="broadcast") + "note.broke(); "
+    with Job(NOTE.format(operation="all_reduce") + told, broken + told, "time.sleep(1); os._exit(3)", WORK) as job:
+        printed = job.outcome()[1]
+        assert job.guardian_ends()
+    lines = capfd.readouterr().err.splitlines()
+    patterns = [
+        r"Meanwhile rank 0 waited in all_reduce #1 of group data for \d\.\d s, \S+:\d+ in <module>",
+        r"Meanwhile rank 1 waited in broadcast #1 of group data for \d\.\d s, \S+:\d+ in <module>",
+        r"The job failed: rank 2 .*",
+    ]
+    assert len(lines) == len(patterns), lines
+    for pattern, line in zip(patterns, lines, strict=True):
+        assert re.fullmatch(pattern, line), line
+    assert "rank 1 waited in broadcast" in printed[0]
+
+
+def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    waiting = [NOTE.format(operation="all_reduce") + WORK] * 10
+    fails = "time.sleep(1); client.failed('raised'); print(len(client.waited), flush=True); os._exit(1)"
+    with Job(*waiting, fails, failure_timeout_s=10) as job:
+        assert job.outcome()[1][-1] == "10\n"
+        assert job.guardian_ends()
+    err = capfd.readouterr().err
+    assert err.count("Meanwhile rank") == 8
+    assert "Meanwhile and 2 more ranks waited" not in err
+    assert "2 more ranks waited" in err
+
+
+def test_waits_of_the_other_host_are_in_the_message_of_node_0(capfd: pytest.CaptureFixture[str]) -> None:
+    waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
+    with two_hosts("time.sleep(1); os._exit(3)", waits) as (one, two):
+        assert one.outcome()[0] == [3]
+        assert two.outcome()[0] == [1]
+        assert two.guardian_ends()
+        assert one.guardian_ends()
+    assert "Meanwhile rank 1 waited in all_reduce #1 of group data" in capfd.readouterr().err

@@ -1,0 +1,86 @@
+"""A user's long run that is signalled: ``interrupted_script.py STRATEGY PHASE``; it saves into ``SAVE_TO``.
+
+PHASE is where the run stays until the signal comes: "training", "workers" (of a loader, in training), "validation",
+"sanity", "validate" (``Trainer.validate`` instead of ``fit``), "hang" (in a collective that the last rank never joins),
+or "save" (in training; on_exception takes ten minutes).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu import RingDDPStrategy
+from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
+
+STEP_S = 0.05
+PATIENCE_S = 6.0
+IN_VALIDATION = ("validation", "sanity", "validate")
+
+
+def say(text: str) -> None:
+    """A line of its own, whatever other ranks write."""
+    os.write(1, f"{text}\n".encode())
+
+
+class Long(Classifier):
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase = phase
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(STEP_S)
+        if self.trainer.global_step == 2 and self.phase not in IN_VALIDATION:
+            say(f"ready {self.trainer.global_rank} {os.getpid()}")
+            if self.phase == "hang" and self.trainer.global_rank == 0:
+                dist.barrier()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.phase in IN_VALIDATION:
+            say(f"ready {self.trainer.global_rank} {os.getpid()}")
+            for _ in range(round(600 / STEP_S)):
+                time.sleep(STEP_S)
+
+
+class Saves(L.Callback):
+    """Saving is a collective while the job is whole."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        say(f"saw {trainer.global_rank} {type(exception).__name__} {trainer.global_step}")
+        if trainer.state.fn == "fit":
+            trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
+        if getattr(pl_module, "phase", "") == "save":
+            time.sleep(600)
+
+
+def main() -> None:
+    method, phase = sys.argv[1:]
+    case = Case(num_samples=48, max_epochs=1000)
+    trainer = make_trainer(
+        case,
+        RingDDPStrategy(start_method=method, failure_timeout_s=PATIENCE_S),  # type: ignore[arg-type]
+        2,
+        callbacks=[Saves()],
+        default_root_dir=os.environ["SAVE_TO"],
+        num_sanity_val_steps=1 if phase == "sanity" else 0,
+        check_val_every_n_epoch=1,
+    )
+    module = Long(phase)
+    if phase == "validate":
+        trainer.validate(module, eval_loader())
+        return
+    workers: dict[str, Any] = {"num_workers": 1} if phase == "workers" else {}
+    validates = phase in ("validation", "sanity")
+    trainer.fit(module, train_loader(case, 2, **workers), eval_loader() if validates else None)
+
+
+if __name__ == "__main__":
+    main()

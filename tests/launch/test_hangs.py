@@ -1,0 +1,119 @@
+"""Ranks that wait for each other are told of through the real strategy, and a report ends nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.guardian.job import eventually
+from tests.launch import hang_script
+from tests.world import free_port
+
+pytestmark = pytest.mark.launch
+
+END = "The wait that was reported has ended"
+REPORT_END = "all threads"  # in the last line of a report
+DEADLINE_S = 150.0
+
+
+class HangingJob:
+    """A job of two ranks whose output is kept in a file."""
+
+    def __init__(self, directory: Path, method: str, how: str) -> None:
+        self.directory = directory
+        directory.mkdir()
+        command = [sys.executable, "-m", hang_script.__name__, "popen" if method == "external" else method, how]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GO_ON": str(directory)}
+        each: list[dict[str, str]] = [{}]
+        if method == "external":
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+            each = [{**meeting, "LOCAL_RANK": str(rank)} for rank in range(2)]
+        with (directory / "output").open("wb") as file:
+            self.processes = [
+                subprocess.Popen(command, env={**environment, **own}, stdout=file, stderr=file, start_new_session=True)
+                for own in each
+            ]
+
+    @property
+    def output(self) -> str:
+        return (self.directory / "output").read_text(errors="replace")
+
+    def reports(self, times: int = 1) -> list[str]:
+        """The reports so far, once there are so many; pid and all."""
+        eventually(lambda: self.output.count(REPORT_END) >= times or not self._is_running(), DEADLINE_S)
+        assert self.output.count(REPORT_END) >= times, self.output[-5000:]
+        return re.findall(r"No progress for.*?all threads", self.output, flags=re.DOTALL)
+
+    def ends_when_rank_1_is_killed(self) -> str:
+        """Kills the rank that the table names, and returns what is printed from there on."""
+        before = len(self.output)
+        pid = re.findall(r"^ +1 +\S+ +(\d+)", self.output, flags=re.MULTILINE)[-1]
+        os.kill(int(pid), signal.SIGKILL)
+        assert eventually(lambda: not self._is_running(), DEADLINE_S), self.output[-5000:]
+        eventually(lambda: "The job failed" in self.output or "Error" in self.output[before:], 10)
+        return self.output[before:]
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _is_running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HangingJob]:
+    started = HangingJob(tmp_path / "job", *request.param)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("job", [("popen", "in turn")], indirect=True)
+def test_waits_that_end_and_one_that_does_not(job: HangingJob) -> None:
+    """Code that holds the interpreter lock, a slow save, and a rank that never comes to a barrier in validation."""
+    (locked,) = job.reports()
+    assert re.search(r"Rank 0 waits in all_reduce #2 of group data for \d+ s; rank 1 has not come: it is at "
+                     r"launch/hang_script.py:\d+ in hold_interpreter_lock\.", locked), locked  # fmt: skip
+    (job.directory / "interpreter lock").touch()
+    saving = job.reports(2)[1]
+    assert re.search(r"Rank 1 waits in barrier #\d+ of group world \(launch/hang_script.py:\d+ in on_train_batch_end\)",
+                     saving), saving  # fmt: skip
+    assert re.search(r"rank 0 has not come: it is at launch/hang_script.py:\d+ in wait_for\.", saving), saving
+    assert job.output.count(END) == 1
+    (job.directory / "slow save").touch()
+    hanging = job.reports(3)[2]
+    where = r"launch/hang_script.py:\d+ in validation_step"
+    assert re.search(rf"Rank 0 waits in barrier #\d+ of group world \({where}\) for \d+ s; rank 1 has not come: it is "
+                     r"at lightning_multigpu/faults/fault.py:\d+ in hang\.", hanging), hanging  # fmt: skip
+    assert job.output.count(END) == 2
+    last = job.ends_when_rank_1_is_killed()
+    assert re.search(rf"Meanwhile rank 0 waited in barrier #\d+ of group world for \d+\.\d s, {where}", last), last
+    assert re.search(r"rank 1 \(host \S+, pid \d+, .*was ended by SIGKILL", last), last
+
+
+@pytest.mark.parametrize("job", [("spawn", "own")], indirect=True)
+def test_a_collective_of_the_users_that_one_rank_calls(job: HangingJob) -> None:
+    """Nothing passes the meter on that rank: its stack tells."""
+    report = job.reports()[0]
+    called = r"all_reduce, called at launch/hang_script.py:\d+ in wait"
+    assert re.search(rf"Only rank 0 is in {called}; rank 1 is not: it is in another collective, all_reduce #2 of group "
+                     r"data\.", report), report  # fmt: skip
+    assert re.search(rf"rank 0 has not come: it is in another collective, {called}\.", report), report
+    assert "was ended by SIGKILL" in job.ends_when_rank_1_is_killed()
+
+
+@pytest.mark.parametrize("job", [("external", "different")], indirect=True)
+def test_two_ranks_in_different_collectives(job: HangingJob) -> None:
+    report = job.reports()[0]
+    assert re.search(r"Mismatch: different collectives of group world at the same time: rank 0 in all_reduce #(\d+), "
+                     r"rank 1 in all_gather #\1, for", report), report  # fmt: skip
+    assert "Meanwhile rank 0 waited in all_reduce" in job.ends_when_rank_1_is_killed()

@@ -1,0 +1,168 @@
+"""Ctrl-C and other signals to a job as a whole, and to one of its ranks only."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.launch import interrupted_script
+
+pytestmark = pytest.mark.launch
+
+DEADLINE_S = 180.0
+CTRL_C = b"\x03"
+
+
+class Interrupted:
+    """The script, as the leader of a process group and the owner of a terminal."""
+
+    def __init__(self, method: str, phase: str, place: Path) -> None:
+        self._place = place
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(place), "JOB_MARK": str(place)}
+        command = [sys.executable, "-m", interrupted_script.__name__, method, phase]
+        self.terminal, end = pty.openpty()
+        with (place / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=end,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # so that the terminal is its own
+            )
+        os.close(end)
+
+    def ready(self) -> dict[int, int]:
+        """The process ids of the ranks, once all are where the signal is to find them."""
+        return {int(rank): int(pid) for rank, pid in self.lines(r"ready (\d) (\d+)", 2)}
+
+    def lines(self, pattern: str, number: int) -> list[tuple[str, ...]]:
+        """Waits for so many different lines."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(found := set(re.findall(f"^{pattern}$", self.output(), re.MULTILINE))) < number:
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.05)
+        return sorted(found)
+
+    def output(self) -> str:
+        return (self._place / "output").read_text(errors="replace")
+
+    def end(self) -> int:
+        """Waits until everything has ended; the exit status of what the user has started."""
+        status = self.process.wait(DEADLINE_S)
+        deadline = time.monotonic() + 20
+        while (left := self.left()) and time.monotonic() < deadline:  # the guardian ends after the first rank
+            time.sleep(0.05)
+        assert not left, f"still running: {left}\n{self.output()}"
+        return status
+
+    def saved(self) -> int:
+        """Steps that the weights in the checkpoint have seen, which is whole."""
+        return int(torch.load(self._place / "on_exception.ckpt", weights_only=True)["global_step"])
+
+    def left(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            marked = process.environ().get("JOB_MARK") == str(self._place)
+            return marked and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def close(self) -> None:
+        for process in self.left():
+            process.kill()
+        self.process.wait()
+        os.close(self.terminal)
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Interrupted]:
+    started = Interrupted(*request.param, tmp_path)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def seen(job: Interrupted, kind: str) -> set[int]:
+    """Steps at which both ranks have learnt of their end."""
+    ranks = job.lines(rf"saw (\d) {kind} (\d+)", 2)
+    assert {rank for rank, _ in ranks} == {"0", "1"}
+    return {int(step) for _, step in ranks}
+
+
+@pytest.mark.parametrize("job", [("popen", "workers")], indirect=True)
+def test_ctrl_c_in_a_terminal_ends_all_ranks_at_the_same_batch(job: Interrupted) -> None:
+    """The workers of the loaders get it too; they must go on until the ranks have agreed."""
+    job.ready()
+    os.write(job.terminal, CTRL_C)
+    assert job.end() == 1
+    (step,) = seen(job, "KeyboardInterrupt")
+    assert job.saved() == step > 2
+    assert job.output().count("Another Ctrl-C ends it at once.") == 1
+    assert "Error" not in job.output()
+
+
+@pytest.mark.parametrize("job", [("popen", "training")], indirect=True)
+def test_one_rank_alone_is_interrupted_in_training(job: Interrupted) -> None:
+    """Its callbacks save, which is a collective, and the others exchange gradients: both would wait for ever."""
+    os.kill(job.ready()[0], signal.SIGINT)
+    assert job.end() == 1
+    (step,) = seen(job, "KeyboardInterrupt")
+    assert job.saved() == step > 2
+
+
+@pytest.mark.parametrize("job", [("popen", "validation")], indirect=True)
+def test_one_rank_alone_is_interrupted_in_a_long_validation(job: Interrupted) -> None:
+    """No batch of training comes, so that it acts alone after a while, and the others follow."""
+    os.kill(job.ready()[1], signal.SIGINT)
+    assert job.end() == 1
+    assert seen(job, "KeyboardInterrupt") == {6}
+    assert job.saved() == 6
+
+
+@pytest.mark.parametrize("job", [("spawn", "training")], indirect=True)
+def test_spawned_ranks_save_what_they_have_trained(job: Interrupted) -> None:
+    """The first process has untrained weights, and Lightning calls its callbacks as well."""
+    job.ready()
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.end() == 1
+    steps = seen(job, "KeyboardInterrupt")
+    assert job.saved() == max(steps) > 2
+
+
+@pytest.mark.parametrize("job", [("popen", "save"), ("spawn", "hang")], indirect=True)
+def test_a_second_ctrl_c_ends_all_at_once(job: Interrupted) -> None:
+    """While callbacks save, which takes ten minutes here; and where ranks wait in a collective and learn of nothing."""
+    job.ready()
+    os.write(job.terminal, CTRL_C)
+    job.lines("(Ctrl-C: .*)", 1)
+    time.sleep(1.0)
+    assert job.process.poll() is None
+    os.write(job.terminal, CTRL_C)
+    assert job.end() == 130
+    assert not re.search("Aborted|SIGKILL", job.output())
+
+
+@pytest.mark.parametrize("job", [("popen", "sanity")], indirect=True)
+def test_sigterm_outside_training_lets_callbacks_save(job: Interrupted) -> None:
+    """Lightning's handler broadcasts, wherever each rank is."""
+    for pid in job.ready().values():
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+    job.end()
+    assert seen(job, "SIGTERMException") == {job.saved()}

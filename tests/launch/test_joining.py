@@ -1,0 +1,104 @@
+"""A rank that fails before all have come ends the job at once, whoever has started its processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch import failing_script, fault_script
+from tests.world import free_port
+
+pytestmark = pytest.mark.launch
+
+DEADLINE_S = 90
+NOT_OURS = ("torchinductor_", "torchelastic_")  # torch's cache of compiled code, and torchrun's logs
+
+
+def environment(tmp_path: Path, **further: str) -> dict[str, str]:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir(exist_ok=True)
+    saved = tmp_path / "saved"
+    saved.mkdir(exist_ok=True)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "SAVE_TO": str(saved),
+        "TMPDIR": str(temporary),
+        "JOB_MARK": str(tmp_path),
+        **further,
+    }
+
+
+def run(tmp_path: Path, *command: str, **further: str) -> subprocess.CompletedProcess[str]:
+    """Runs a job to its end; nothing of it may be left, neither a process nor a temporary file."""
+    finished = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=environment(tmp_path, **further),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    deadline = time.monotonic() + 20  # the guardian ends after the last rank
+    while (left := marked(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
+    files = [path.name for path in (tmp_path / "temporary").iterdir() if not path.name.startswith(NOT_OURS)]
+    assert not files, f"left in the temporary directory: {files}"
+    return finished
+
+
+def marked(tmp_path: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("JOB_MARK") == str(tmp_path) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def fault(kind: str, method: str = "popen", where: str = "joining", rank: int = 1) -> list[str]:
+    return [fault_script.__name__, method, kind, where, str(rank), "0", "0"]
+
+
+def test_a_rank_of_torchrun_is_killed(tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m"]
+    finished = run(tmp_path, *torchrun, *fault("kill"))
+    assert finished.returncode == 1
+    assert "was ended by SIGKILL" in finished.stderr
+    assert "rank 1 (host" in finished.stderr
+
+
+def test_ctrl_c_while_spawned_ranks_join(tmp_path: Path) -> None:
+    """torch's spawned process swallows it and ends with status 0, and the others wait for half an hour."""
+    finished = run(tmp_path, *fault("interrupt", "spawn"))
+    assert finished.returncode == 1
+    assert "rank 1 (host" in finished.stderr.strip().splitlines()[-1]
+    assert "received SIGINT (Ctrl-C) while the ranks were joining" in finished.stderr
+
+
+def test_a_spawned_rank_is_killed_in_training(tmp_path: Path) -> None:
+    finished = run(tmp_path, failing_script.__name__, "ring_ddp_spawn", "2", "1", "kill")
+    assert finished.returncode == 1
+    last = finished.stderr.strip().splitlines()[-1]
+    assert "rank 1 (host" in last
+    assert "was ended by SIGKILL" in last
+
+
+def test_a_spawned_run_that_ends_well_leaves_no_temporary_file(tmp_path: Path) -> None:
+    finished = run(tmp_path, failing_script.__name__, "ring_ddp_spawn", "2", "0", "nothing")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+def test_sigterm_ends_a_spawned_run_with_143(tmp_path: Path) -> None:
+    """Rank 0 then has no result, and Lightning's launcher waits for one for ever."""
+    finished = run(tmp_path, *fault("terminate", "spawn", "training"))
+    assert finished.returncode == 143, finished.stderr[-3000:]
