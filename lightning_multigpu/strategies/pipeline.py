@@ -94,7 +94,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._module_name = module
         self._schedule: ScheduleName = schedule
         self._num_micro_batches = num_micro_batches
-        self._stages_per_rank = stages_per_rank or (2 if schedule in LOOPED_SCHEDULES else 1)
+        self._stages_per_rank = stages_per_rank
         self._balance = balance
         self._ownership: Ownership | None = None
         self._steps: StageSteps | None = None
@@ -125,6 +125,11 @@ class PipelineStrategy(MultiGPUStrategy):
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks of a pipeline."""
         return self._pipeline_parallel_size or max(1, self.num_nodes * self.num_processes)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank has."""
+        return self._stages_per_rank or (2 if self._schedule in LOOPED_SCHEDULES else 1)
 
     @property
     def num_micro_batches(self) -> int:
@@ -162,7 +167,7 @@ class PipelineStrategy(MultiGPUStrategy):
         """Splits the module, whose dtype is the final one by now, and moves this stage's part to its device."""
         assert self.lightning_module is not None
         module = self.lightning_module
-        num_stages = self.pipeline_parallel_size * self._stages_per_rank
+        num_stages = self.pipeline_parallel_size * self.stages_per_rank
         chain = find_chain(module, self._module_name, num_stages)
         bounds = stage_bounds(self._cuts(chain, num_stages), len(chain))
         group = self.new_group("pipeline", descending=True)
