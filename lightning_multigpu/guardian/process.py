@@ -80,6 +80,7 @@ class Process:
                 # This process was stopped, or the machine asleep; so were the ranks, and they go on at other moments.
                 self._started_s += now_s - self._now_s
                 self._ranks.forgive()
+                self._workers.forgive()
                 self._hosts.forgive(now_s)
                 self._hang_watch.forgive(now_s)
             self._now_s = now_s
@@ -128,6 +129,18 @@ class Process:
         pids = self._pids()
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)
+            self._observe_workers(rank)
+
+    def _observe_workers(self, rank: WatchedRank) -> None:
+        """A stopped worker keeps its rank waiting for data, and the rank all others."""
+        if self._ending is not None or rank.process.state() == STOPPED:
+            self._workers.forgive()
+            return
+        found = self._workers.stopped(rank.process.pid, self._now_s)
+        if found is not None and self._now_s - found[1] > self._timeout_s / 2:
+            pid, since_s = found
+            what = f"waits for its worker (pid {pid}), which a signal has stopped {self._now_s - since_s:.1f} s ago"
+            self._fail(rank.failure(what, None), since_s)
 
     def _observe_end(self) -> None:
         """Nobody leaves before all ranks have come to the end: until then the failure of one is that of all."""

@@ -20,6 +20,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._noted: dict[int, dict[int, int]] = {}
+        self._stopped: dict[int, float] = {}
 
     def note(self, rank: int, ranks: Collection[int]) -> None:
         """Looks which workers the process ``rank`` has; ``ranks`` are those that are no workers themselves."""
@@ -29,6 +30,22 @@ class Workers:
             stat = read_stat(pid)
             if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(pid, command):
                 noted[pid] = stat.start_ticks
+
+    def stopped(self, rank: int, now_s: float) -> tuple[int, float] | None:
+        """A worker of ``rank`` that is stopped, and since when: the rank waits for it, and others for the rank.
+
+        To be asked often, while ``rank`` itself is not stopped.
+        """
+        for pid, start_ticks in self._noted.get(rank, {}).items():
+            stat = read_stat(pid)
+            if stat is not None and stat.start_ticks == start_ticks and stat.state == "T":
+                return pid, self._stopped.setdefault(pid, now_s)
+            self._stopped.pop(pid, None)
+        return None
+
+    def forgive(self) -> None:
+        """Forgets how long workers have been stopped."""
+        self._stopped.clear()
 
     def end(self, rank: int, ranks: Collection[int]) -> bool:
         """Ends the workers of ``rank``, which has ended; True once none is left."""

@@ -241,7 +241,9 @@ class FailureWatch:
         """There is no board yet: only the guardian tells of others."""
         if self._dead_child is None and self.watching is not None:
             own = RankFailure.of(error, rank=None, step=None)
-            self.watching.failed(_what(error, own), step=None, traceback=own.traceback)
+            # Where an interrupt has struck says nothing about what was wrong.
+            where = own.traceback if isinstance(error, Exception) else ""
+            self.watching.failed(_what(error, own), step=None, traceback=where)
         # That the ranks cannot join is raised by each of them for itself.
         return None if isinstance(error, RendezvousError) else self._dead_child
 

@@ -174,3 +174,38 @@ def test_a_rank_is_nobodys_worker() -> None:
             for pid in (second, first.pid):
                 if is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["the worker alone", "rank and worker"])
+def test_a_stopped_worker_is_the_failure_of_its_rank_unless_the_rank_is_stopped_too(
+    paused: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever stops all of them, as a laptop does, may let them go on later."""
+    forks = """
+worker = os.fork()
+if worker == 0:
+    time.sleep(600)
+os.write(1, f"worker {worker}\\n".encode())
+told.wait(60)
+"""
+    with Job(forks, WORK) as job:
+        rank, other = job.ranks
+        assert rank.stdout is not None
+        worker = int(rank.stdout.readline().split()[1])
+        try:
+            time.sleep(1.0)  # the guardian looks several times a second
+            pids = [worker, rank.pid, other.pid] if paused else [worker]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            if paused:
+                time.sleep(4.0)
+                assert [is_alive(pid) for pid in pids] == [True] * 3
+                return
+            other.communicate(timeout=60)
+            assert eventually(lambda: not is_alive(worker))
+            assert job.guardian_ends()
+            assert "rank 0 (host" in (told := capfd.readouterr().err)
+            assert f"waits for its worker (pid {worker})" in told
+        finally:
+            if is_alive(worker):
+                os.kill(worker, signal.SIGKILL)

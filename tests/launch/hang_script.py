@@ -92,7 +92,8 @@ def main() -> None:
         failure_timeout_s=FAILURE_TIMEOUT_S,
         hang_report_s=HANG_REPORT_S,
     )
-    trainer = make_trainer(CASE, strategy, RANKS, callbacks=callbacks, num_sanity_val_steps=0)
+    place = os.environ["GO_ON"]  # for the files about failures and hangs
+    trainer = make_trainer(CASE, strategy, RANKS, callbacks=callbacks, num_sanity_val_steps=0, default_root_dir=place)
     trainer.fit(Waits(how), train_loader(CASE, RANKS), eval_loader())
 
 
