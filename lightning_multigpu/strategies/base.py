@@ -286,7 +286,7 @@ class MultiGPUStrategy(CollectiveStrategy):
     def teardown(self) -> None:
         self.failure_watch.leave()
         self.meter.notes = None
-        self.signals.end()
+        self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
         self.feed.restore_warning()
         super().teardown()
         self._world = self._data = None

@@ -58,9 +58,7 @@ class RunSignals:
             return
         self._held.hold()
         self._held.waits = self._held.waits or training
-        before = self._held.handler_before(signal.SIGINT)
-        if before is not None:
-            restore_handler_at_teardown(trainer, signal.SIGINT, before)
+        self._restore_at_teardown(trainer)
 
     def training_ends(self, gather: Callable[[int], list[int]]) -> None:
         """Acts on what came after the last batch; a collective.
@@ -104,11 +102,18 @@ class RunSignals:
         if self._held is not None:
             self._held.push()
 
-    def end(self) -> None:
-        """Gives the signals back."""
+    def end(self, trainer: pl.Trainer | None) -> None:
+        """Gives the signals back; ``trainer`` is about to give back what it has found."""
+        if trainer is not None:
+            self._restore_at_teardown(trainer)
         held, self._held = self._held, None
         if held is not None:
             held.release()
+
+    def _restore_at_teardown(self, trainer: pl.Trainer) -> None:
+        before = None if self._held is None else self._held.handler_before(signal.SIGINT)
+        if before is not None:
+            restore_handler_at_teardown(trainer, signal.SIGINT, before)
 
 
 def _end_at_second(number: int) -> None:

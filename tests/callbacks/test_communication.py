@@ -53,6 +53,7 @@ def test_gradients_and_control_traffic_are_told_apart() -> None:
             "communication/total_ms": 700.0,
             "communication/exposed_ms": 150.0,
             "communication/sent_bytes": 4_000_108.0,
+            "communication/memory_bytes": 0.0,
             "communication/algbw_gb_per_sec": 0.01,
             "communication/busbw_gb_per_sec": 0.01,
         }
@@ -75,6 +76,7 @@ def test_a_step_without_an_all_reduce_has_no_all_reduce_figures() -> None:
         "communication/total_ms": 500.0,
         "communication/exposed_ms": 0.0,
         "communication/sent_bytes": 100.0,
+        "communication/memory_bytes": 0.0,
     }
 
 
