@@ -20,11 +20,12 @@ class Workers:
 
     def __init__(self) -> None:
         self._noted: dict[int, dict[int, int]] = {}
+        self._commands: dict[int, bytes] = {}
         self._stopped: dict[int, float] = {}
 
     def note(self, rank: int, ranks: Collection[int]) -> None:
         """Looks which workers the process ``rank`` has; ``ranks`` are those that are no workers themselves."""
-        command = _command(rank)
+        command = self._commands[rank] = _command(rank) or self._commands.get(rank, b"")
         noted = self._noted.setdefault(rank, {})
         for pid in _descendants(rank, ranks):
             stat = read_stat(pid)
@@ -38,7 +39,8 @@ class Workers:
         """
         for pid, start_ticks in self._noted.get(rank, {}).items():
             stat = read_stat(pid)
-            if stat is not None and stat.start_ticks == start_ticks and stat.state == "T":
+            is_stopped = stat is not None and stat.start_ticks == start_ticks and stat.state == "T"
+            if is_stopped and self._is_still_one(pid, rank):
                 return pid, self._stopped.setdefault(pid, now_s)
             self._stopped.pop(pid, None)
         return None
@@ -50,7 +52,8 @@ class Workers:
     def end(self, rank: int, ranks: Collection[int]) -> bool:
         """Ends the workers of ``rank``, which has ended; True once none is left."""
         noted = self._noted.get(rank, {})
-        left = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
+        alive = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
+        left = [pid for pid in alive if self._is_still_one(pid, rank)]
         for pid in left:
             directories = temporary_directories(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -58,6 +61,10 @@ class Workers:
             for directory in directories:
                 remove_temporary(directory)
         return not left
+
+    def _is_still_one(self, pid: int, rank: int) -> bool:
+        """A program that the rank has started looks like a worker until it is executed."""
+        return _is_worker(pid, self._commands.get(rank, b""))
 
 
 def temporary_directories(pid: int) -> set[str]:

@@ -92,7 +92,7 @@ class Outcome:
         if not self.struck or self.hung or self.leaks or not self.resumed:
             return False
         if self.kind in REPORTED:
-            return self.reported or (self.names_rank and 0 not in self.statuses)  # joining has a limit of time
+            return self.reported or (self.names_rank and not {0, None} & set(self.statuses))  # joining is limited
         if self.is_control:
             return set(self.statuses) == {0} and (weights is None or _agree(self.weights, weights))
         # A signal that ends all ranks in order is the failure of none.

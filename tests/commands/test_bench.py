@@ -81,7 +81,10 @@ def test_a_gpu_that_is_not_there(bench: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="torch has MPI")
 def test_a_back_end_that_torch_was_built_without(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "collectives", "--backends=mpi"]) == 2
-    assert "--backends=mpi: mpi is not part of this build of torch; pass some of ring, gloo" in capsys.readouterr().err
+    assert (
+        "--backends=mpi: mpi is not part of this build of torch; pass some of shared_memory, ring, gloo"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,5 +62,5 @@ def test_a_file_may_give_a_strategy_its_own_options_only(regime: Regime) -> None
 
 
 def test_refusal() -> None:
-    assert refusal(RingDDPStrategy, "bucket_cap_mb", 3) is None
-    assert str(refusal(RingDDPStrategy, "bucket_cap_mb", "many")).startswith("Expected a <class 'float'>")
+    assert refusal(RingDDPStrategy, "failure_timeout_s", 3) is None
+    assert str(refusal(RingDDPStrategy, "failure_timeout_s", "many")).startswith("Expected a <class 'float'>")
