@@ -153,6 +153,9 @@ class TestPlacement:
         }
         for name, value in slurm.items():
             monkeypatch.setenv(name, value)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets both: what was there before is put back
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         place = placement(None, None, slurm)
         assert (place.agent, place.num_agents) == (3, 4)
         assert (place.node_rank, place.num_nodes, place.devices, place.local_ranks) == (1, 2, 2, (1,))
