@@ -43,7 +43,7 @@ class NoWatching:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> FailureWatch:
-    monkeypatch.setattr("lightning_multigpu.strategies.failure_watch._limit_exit", lambda timeout_s: None)
+    monkeypatch.setattr("lightning_multigpu.strategies.failure_watch._limit_exit", lambda timeout_s, *, from_exit: None)
     watch = FailureWatch(5.0)
     watch.watching = NoWatching()  # type: ignore[assignment]
     return watch
@@ -80,7 +80,7 @@ EXIT = """
 import atexit, sys, time
 from lightning_multigpu.strategies.failure_watch import _limit_exit
 atexit.register(time.sleep, {exit_s})  # as threads that wait for a host that is gone
-_limit_exit({timeout_s})
+_limit_exit({timeout_s}, from_exit=False)
 time.sleep(1)  # a program that goes on is left in peace
 print("goes on", flush=True)
 """
