@@ -76,23 +76,13 @@ class Guardian:
         """
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
-        limits = {"failure_timeout_s": failure_timeout_s, "join_timeout_s": join_timeout_s}
-        for name, value in {**limits, "hang_report_s": hang_report_s}.items():
-            if value is not None and not value >= _SHORTEST_TIMEOUT_S:
-                raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
+        _check_seconds(failure_timeout_s=failure_timeout_s, join_timeout_s=join_timeout_s, hang_report_s=hang_report_s)
         secret = os.urandom(32).hex()
         # A name that is no file: nothing to leave behind, and the kernel forgets it with the last socket.
         is_public = address is not None
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            try:
-                listener.bind("\0" + address)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                raise AddressTakenError(f"another guardian of this job is there already, at {address}") from error
-            listener.listen(_BACKLOG)
+            listener = stack.enter_context(_listening_at(address))
             pages = os.memfd_create("guardian-pages")
             stack.callback(os.close, pages)
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
@@ -151,6 +141,26 @@ class Guardian:
         for name, value in self.environment.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
+
+
+def _check_seconds(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and not value >= _SHORTEST_TIMEOUT_S:
+            raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
+
+
+def _listening_at(address: str) -> socket.socket:
+    """A listening UNIX socket with an abstract address; raises AddressTakenError if there is one."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind("\0" + address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise AddressTakenError(f"another guardian of this job is there already, at {address}") from error
+    return listener
 
 
 def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:

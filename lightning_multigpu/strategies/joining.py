@@ -102,13 +102,8 @@ class Joining:
             return
         watch.watching = Watching.of_job(
             address_of_job(*where, node_rank=strategy.node_rank, attempt=self._attempt, variables=os.environ),
-            rank=strategy.global_rank,
-            local_rank=strategy.local_rank,
-            num_processes=strategy.num_processes,
-            failure_timeout_s=strategy.failure_timeout_s,
             join_timeout_s=self.timeout_s,
-            hang_report_s=strategy.hang_report_s,
-            on_failure=watch.seen_by_guardian,
+            **_what_guardians_ask(strategy),
         )
 
     @contextlib.contextmanager
@@ -192,16 +187,7 @@ class Joining:
         watch = strategy.failure_watch
         if sys.platform != "linux" or watch.watching is not None:
             return
-        watch.watching = Watching.again(
-            world,
-            rank=strategy.global_rank,
-            local_rank=strategy.local_rank,
-            node_rank=strategy.node_rank,
-            num_processes=strategy.num_processes,
-            failure_timeout_s=strategy.failure_timeout_s,
-            hang_report_s=strategy.hang_report_s,
-            on_failure=watch.seen_by_guardian,
-        )
+        watch.watching = Watching.again(world, node_rank=strategy.node_rank, **_what_guardians_ask(strategy))
         if strategy.num_nodes > 1:
             assert strategy.cluster_environment is not None
             mine = None
@@ -210,6 +196,18 @@ class Joining:
             invitation = world.broadcast_object(mine, 0)
             if strategy.local_rank == 0 and strategy.global_rank != 0:
                 watch.watching.join_hosts(invitation, strategy.node_rank)
+
+
+def _what_guardians_ask(strategy: MultiGPUStrategy) -> dict[str, Any]:
+    """What a rank tells of itself wherever its guardian comes from."""
+    return {
+        "rank": strategy.global_rank,
+        "local_rank": strategy.local_rank,
+        "num_processes": strategy.num_processes,
+        "failure_timeout_s": strategy.failure_timeout_s,
+        "hang_report_s": strategy.hang_report_s,
+        "on_failure": strategy.failure_watch.seen_by_guardian,
+    }
 
 
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
