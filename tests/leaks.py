@@ -23,11 +23,9 @@ _ENVIRONMENT_THAT_MAY_CHANGE = frozenset({
     "PL_SEED_WORKERS",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
-    # Lightning's own environment removes it in teardown, and sets the address again to the same or to a default value.
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "WORLD_SIZE",
 })  # fmt: skip
+# Lightning's environments set and remove these as they like; a later test that starts processes must not inherit them.
+_PUT_BACK_IN_SILENCE = frozenset({"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"})
 
 # One for the life of the process, started by the standard library or by tqdm at first use.
 _THREADS_THAT_MAY_STAY = ("tqdm_monitor", "TMonitor", "pymp-", "QueueFeederThread")
@@ -72,7 +70,10 @@ class ProcessState:
 
     def differences(self, later: ProcessState) -> list[str]:
         """One line for each thing that ``later`` has and this state has not, and for each setting that changed."""
-        lines = [f"environment: {line}" for line in _changes(self.environment, later.environment)]
+        lines = [
+            f"environment: {line}"
+            for line in _changes(_without_meeting_place(self.environment), _without_meeting_place(later.environment))
+        ]
         lines += [f"torch: {line}" for line in _changes(self.torch_settings, later.torch_settings)]
         lines += [f"signal {signal.Signals(n).name}: handler is now {h!r}" for n, h in later.handlers.items()
                   if h != self.handlers[n]]  # fmt: skip
@@ -178,6 +179,10 @@ def _changes(before: dict[str, Any], later: dict[str, Any]) -> list[str]:
         if before[k] != later[k]
     ]
     return lines
+
+
+def _without_meeting_place(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in _PUT_BACK_IN_SILENCE}
 
 
 def _torch_settings() -> dict[str, Any]:

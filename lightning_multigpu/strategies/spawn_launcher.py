@@ -9,7 +9,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -55,9 +55,27 @@ class SpawnLauncher(MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self._check(trainer)
+        with self._one_port_for_all_ranks():
+            return self._launch(function, args, trainer, kwargs)
+
+    @contextlib.contextmanager
+    def _one_port_for_all_ranks(self) -> Iterator[None]:
+        """A free port is chosen once and told through the environment. A later run in this process chooses again:
+        by then somebody else may have this one."""
         environment = self._strategy.cluster_environment
         assert environment is not None
-        os.environ["MASTER_PORT"] = str(environment.main_port)  # a free one is chosen once, for all ranks
+        before = os.environ.get("MASTER_PORT")
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        try:
+            yield
+        finally:
+            os.environ.pop("MASTER_PORT", None)
+            if before is not None:
+                os.environ["MASTER_PORT"] = before
+
+    def _launch(
+        self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
+    ) -> Any:
         guardian = self._strategy.joining.start_guardian(self._strategy)
         try:
             task = _Task(

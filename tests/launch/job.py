@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from lightning_multigpu.emulation import Host
 
+_REPOSITORY = Path(__file__).resolve().parents[2]
 _OUTPUT_SHOWN = 4000  # characters a process
 
 
@@ -29,7 +31,8 @@ class Job:
     def start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Starts the next process on ``host``."""
         with self._path(len(self.processes)).open("wb") as file:
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
+            paths = f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths, **env}
             self.processes.append(host.popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
 
     def output(self, index: int) -> str:
