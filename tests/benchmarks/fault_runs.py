@@ -29,7 +29,7 @@ import torch
 from lightning_multigpu.faults import PLACES
 from tests.benchmarks.fault_job import FaultJob, Outcome
 from tests.benchmarks.fault_summary import lines, summary
-from tests.launch.fault_script import CONTROLS, FAILURE_TIMEOUT_S, HOST_KINDS, KINDS, RANKS, STRATEGIES
+from tests.launch.fault_script import CONTROLS, FAILURE_TIMEOUT_S, HOST_KINDS, KINDS, RANKS, STRATEGIES, must_survive
 from tests.launch.outside_faults import CONTROL_S
 
 LAUNCHERS = ("popen", "spawn", "external", "hosts")
@@ -87,7 +87,7 @@ def row(combination: Combination, outcome: Outcome) -> str:
     kind, where, rank, launcher = astuple(combination)
     seconds = "-" if outcome.ended_after_s is None else f"{outcome.ended_after_s:.1f}"
     named = "yes" if outcome.names_rank else "no"
-    left = "; ".join(outcome.leaks) or "-"
+    left = "; ".join([*outcome.leaks, *(f"({name}, torch's)" for name in outcome.left_by_torch)]) or "-"
     return (
         f"{kind:13} {where:10} {rank:4} {launcher:8}  {outcome.verdict():18} {seconds:>5} {outcome.orphans:7}  "
         f"{named:5}  {left}"
@@ -150,7 +150,7 @@ def run(combination: Combination, options: argparse.Namespace, *, resume_to: flo
         directory, launcher = Path(name), combination.launcher
         job = FaultJob(directory, combination.arguments(options.strategy), launcher)
         # After a control, the whole training is still to come.
-        more_s = CONTROL_S + 60 if combination.kind in CONTROLS else 0
+        more_s = CONTROL_S + 60 if must_survive(combination.kind, combination.where) else 0
         outcome = job.run(rank=combination.rank, kind=combination.kind, deadline_s=options.deadline_s + more_s)
         if resume_to is None or outcome.is_control:
             return outcome

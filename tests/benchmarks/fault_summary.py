@@ -28,6 +28,7 @@ def _counts(outcomes: Sequence[Outcome], weights: float | None) -> dict[str, Any
         "hangs": sum(outcome.hung for outcome in outcomes),
         "orphans": sum(outcome.orphans for outcome in outcomes),
         "leaks": sum(len(outcome.leaks) for outcome in outcomes),
+        "by_torch": sum(len(outcome.left_by_torch) for outcome in outcomes),
         "unnamed": sum(not (o.names_rank or o.is_control or o.reported) for o in outcomes),
         "wrong": sum(not outcome.is_right(weights) for outcome in outcomes),
         "median_s": round(median(seconds), 2) if seconds else None,

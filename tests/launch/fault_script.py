@@ -55,6 +55,17 @@ CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
     "pause": lambda spot: spot.call(outside_faults.pause),
     "suspend": lambda spot: spot.call(outside_faults.suspend),
 }
+
+
+def must_survive(kind: str, where: str) -> bool:
+    """Whether this is no fault, and the job has to come to the weights of a run without it.
+
+    SIGINT to a worker of a loader is what every Ctrl-C at a terminal brings along: the rank decides what to do, and the
+    worker goes on until it is ended.
+    """
+    return kind == "nothing" or kind in CONTROLS or (kind, where) == ("interrupt", "data")
+
+
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
     "ring_ddp": lambda method: RingDDPStrategy(
         start_method=method,
