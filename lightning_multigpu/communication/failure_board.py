@@ -23,15 +23,16 @@ _TIMEOUT = timedelta(seconds=60)
 class RankFailure:
     """What one rank says of its end.
 
-    ``rank`` and ``pid`` are None where it is not a rank that failed but a host or a guardian.
-    ``pickled`` is the exception itself where it can be pickled, so that other ranks can raise the same one.
+    ``what`` goes on after the rank's name: "raised ValueError: ...", "was ended by SIGKILL". ``rank`` and ``pid`` are
+    None where it is not a rank that failed but a host or a guardian. ``pickled`` is the exception itself where it can
+    be pickled, so that other ranks can raise the same one.
     """
 
     rank: int | None
     host: str
     pid: int | None
     step: int | None
-    reason: str
+    what: str
     traceback: str
     pickled: bytes | None = None
 
@@ -47,7 +48,7 @@ class RankFailure:
             host=socket.gethostname(),
             pid=os.getpid(),
             step=step,
-            reason=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+            what=f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}",
             traceback="".join(traceback.format_exception(error)),
             pickled=pickled,
         )
@@ -56,14 +57,14 @@ class RankFailure:
         details = [
             f"host {self.host}" if self.host else "",
             "" if self.pid is None else f"pid {self.pid}",
-            "" if self.step is None else f"after {self.step} optimizer steps",
+            "" if self.step is None else "no step completed" if self.step == 0 else f"last completed step {self.step}",
         ]
-        who = "the job" if self.rank is None else f"rank {self.rank}"
         where = ", ".join(detail for detail in details if detail)
-        return f"{who} ({where}) failed: {self.reason}" if where else f"{who} failed: {self.reason}"
+        place = f" ({where})" if where else ""
+        return f"the job{place} failed: {self.what}" if self.rank is None else f"rank {self.rank}{place} {self.what}"
 
     def summary(self) -> str:
-        """As :meth:`describe`, without further lines of the reason."""
+        """As :meth:`describe`, without further lines."""
         return self.describe().partition("\n")[0]
 
     def exception(self) -> BaseException:
@@ -71,7 +72,7 @@ class RankFailure:
         error: BaseException = RankFailedError(self.describe()) if self.pickled is None else pickle.loads(self.pickled)
         if type(error) is SystemExit:  # with which status one rank leaves is no matter of the others
             error = RankFailedError(self.describe())
-        if self.rank is not None:
+        if self.rank is not None and (self.traceback or type(error) is not RankFailedError):
             error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
         error.__rank_failure__ = self  # type: ignore[attr-defined]
         return error

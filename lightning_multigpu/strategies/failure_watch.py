@@ -159,15 +159,15 @@ class FailureWatch:
         if self.watching is not None:
             self.watching.child_ended(rank, exit_code)
         elif exit_code != 0:
-            self._child_died(rank, pid, f"its process {ended_text(exit_code)}")
+            self._child_died(rank, pid, ended_text(exit_code))
 
-    def _child_died(self, rank: int, pid: int, reason: str) -> None:
+    def _child_died(self, rank: int, pid: int, what: str) -> None:
         """A process of this host has ended without leaving word; ends this one too if it cannot do so itself."""
         time.sleep(2 * _POLL_S)  # a rank that raised has left word before its process ended
         if self._ends_in_order:
             return
         failure = RankFailure(
-            rank=rank, host=os.uname().nodename, pid=pid, step=None, reason=reason, traceback="", pickled=None
+            rank=rank, host=os.uname().nodename, pid=pid, step=None, what=what, traceback="", pickled=None
         )
         self._dead_child = failure
         board = self._board
@@ -280,7 +280,7 @@ class FailureWatch:
             try:
                 failure = board.first()
             except RuntimeError:
-                failure = RankFailure(0, "unknown", None, None, "its process is gone", "", None)
+                failure = RankFailure(0, "unknown", None, None, "is gone", "", None)
             if failure is not None and failure.rank != board.rank:
                 if stop.wait(_POLL_S):
                     return
@@ -362,7 +362,7 @@ def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
 
 def _what(error: BaseException, failure: RankFailure) -> str:
     ended_by = {KeyboardInterrupt: WAS_INTERRUPTED, SIGTERMException: WAS_TERMINATED}
-    return ended_by.get(type(error), f"raised {failure.reason}")
+    return ended_by.get(type(error), failure.what)
 
 
 def _is_connection_loss(error: BaseException) -> bool:

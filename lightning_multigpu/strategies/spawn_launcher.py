@@ -276,7 +276,7 @@ class _Ranks:
                 socket.gethostname(),
                 self.processes[index].pid,
                 None,
-                f"it {ended_text(codes[index])}{when}",
+                f"{ended_text(codes[index])}{when}",
                 "",
             )
         if failure is not None:

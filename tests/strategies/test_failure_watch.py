@@ -58,12 +58,12 @@ def test_when_a_process_or_a_host_is_gone_the_board_is_not_asked(failure: Failur
     watch.seen_by_guardian(failure)
     found = watch.settle(LOST, 3)
     assert found is not None
-    assert (found.rank, found.reason) == (failure.rank, failure.what)
+    assert (found.rank, found.what) == (failure.rank, failure.what)
     assert not board.asked
 
 
 def test_the_exception_of_another_rank_is_on_the_board(watch: FailureWatch) -> None:
-    written = RankFailure(0, "h", 7, 3, "OwnError: spoilt", "Traceback: ...", b"pickled")
+    written = RankFailure(0, "h", 7, 3, "raised OwnError: spoilt", "Traceback: ...", b"pickled")
     board = Board(written)
     watch._board = board  # type: ignore[assignment]
     watch.seen_by_guardian(Failure("raised OwnError: spoilt", 0, "h", 7, 3, "Traceback: ..."))
