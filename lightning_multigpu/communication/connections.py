@@ -35,7 +35,11 @@ class Connections:
 
     @contextlib.contextmanager
     def cut_after(self, timeout_s: float) -> Iterator[None]:
-        """Within the block, which is noted, everything is cut from ``timeout_s`` on: again and again, some try anew."""
+        """Within the block, all that it opens is cut from ``timeout_s`` on: again and again, some try anew.
+
+        After the block only what it has opened within :meth:`noted` is known: a rank that has failed is still to be
+        told who it was.
+        """
         over = threading.Event()
 
         def cut() -> None:
@@ -45,13 +49,14 @@ class Connections:
                 pause_s = _CUT_AGAIN_S
 
         thread = threading.Thread(target=cut, name="cut-connections", daemon=True)
-        with self.noted():
-            thread.start()
-            try:
-                yield
-            finally:
-                over.set()
-                thread.join()
+        self._before.append(set(_sockets().values()))
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self._before.pop()
 
     def cut(self, *, except_port: int | None = None) -> int:
         """Shuts the noted connections down; returns how many there were.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -355,6 +356,7 @@ def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
         # The default action needs no Python, which may have gone when the time is over.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)
+        gc.freeze()  # the interpreter's last collections take seconds on a busy machine, and are of no use here
 
     if hasattr(signal, "setitimer"):
         atexit.register(end)

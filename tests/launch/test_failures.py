@@ -60,6 +60,7 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     assert finished.returncode == 1
     last = finished.stderr.strip().splitlines()[-1]
     assert last.endswith(f"OwnError: the data on rank {rank} is spoilt"), finished.stderr[-3000:]
+    assert "RankFailedError" not in finished.stderr, "the exception itself, not one that tells of it"
     assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
