@@ -31,7 +31,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         check=False,
     )
     deadline = time.monotonic() + 20  # where the first rank is killed, the others and the guardian end after it
