@@ -1,5 +1,8 @@
 """What compression costs and saves: encoding on one thread, all-reduces and training steps between two hosts.
 
+The last column of the all-reduces is the bandwidth below which a setting pays, as the largest of them tells: see
+lightning_multigpu/communication/compression/break_even.py; "-" where the link is too slow to tell.
+
     python -m tests.benchmarks.compression                       # all three tables
     python -m tests.benchmarks.compression --rounds 9 --bandwidth 200mbit --bucket-mb 4
     python -m tests.benchmarks.compression --tables step --settings bf16 int8
@@ -34,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
+from lightning_multigpu.communication.compression.break_even import break_even_bytes_per_s, measured_cost_s_per_byte
 from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
 from lightning_multigpu.communication.compression.owner_summed import DEFAULT_SEGMENT_ELEMENTS
 from lightning_multigpu.communication.compression.powersgd import PowerSGD, add_product, first_factor, orthonormalise
@@ -106,14 +110,17 @@ def coding_times(compressor: Any, numel: int, rounds: int) -> tuple[float, float
     return median_ms(encode, rounds, time.thread_time), median_ms(decode, rounds, time.thread_time)
 
 
-def exchange_times(group: dist.ProcessGroup, rounds: int, names: list[str]) -> dict[str, list[float]]:
-    """Medians in ms of an all-reduce, by setting, in order of the sizes; the settings take turns."""
+def exchange_times(
+    group: dist.ProcessGroup, rounds: int, names: list[str]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Medians in ms of an all-reduce, by setting, in order of the sizes; and bytes without compression over bytes with
+    it, by setting, at the largest. The settings take turns."""
     reducers: dict[str, Callable[[Tensor, tuple[Piece, ...]], Any]] = {}
     reducers["gloo"] = lambda tensor, _: dist.all_reduce(tensor, group=group)
     ring = RingAllReduce(group)
     reducers["ring"] = lambda tensor, _: ring(tensor, average=True)
-    for name in names:
-        engine = CompressedAllReduce(group, make_compressor(SETTINGS[name]))
+    engines = {name: CompressedAllReduce(group, make_compressor(SETTINGS[name])) for name in names}
+    for name, engine in engines.items():
         reducers[name] = lambda tensor, pieces, engine=engine: (engine(tensor, pieces, average=True), engine.end_step())
     times: dict[str, list[float]] = {name: [] for name in reducers}
     for size_mb in SIZES_MB:
@@ -130,7 +137,9 @@ def exchange_times(group: dist.ProcessGroup, rounds: int, names: list[str]) -> d
                     samples[name].append(1e3 * (time.perf_counter() - start))
         for name in reducers:
             times[name].append(statistics.median(samples[name]))
-    return times
+        plain_bytes, pieces = ring.sent_bytes(gradients), pieces_of(numel)
+        ratios = {name: plain_bytes / engine.sent_bytes(gradients, pieces) for name, engine in engines.items()}
+    return times, ratios
 
 
 class Hook:
@@ -299,7 +308,7 @@ def main() -> None:
         hosts = f"2 hosts x 1 rank, {given.bandwidth}, burst {given.burst}"
         if "exchange" in results:
             print(f"\nall-reduce, {hosts}: ms (ratio to gloo)")
-            print_exchange(results["exchange"])
+            print_exchange(*results["exchange"])
         if "step" in results:
             print(f"\ntraining step, {hosts}, buckets of {given.bucket_mb:g} MB: ms (ratio to ddp)")
             for name, time_ms in results["step"].items():
@@ -316,12 +325,19 @@ def print_coding(names: list[str], rounds: int) -> None:
         print(f"{name:12}" + "".join(f"{encode:7.2f} /{decode:6.2f}" for encode, decode in times))
 
 
-def print_exchange(times_by_name: dict[str, list[float]]) -> None:
+def print_exchange(times_by_name: dict[str, list[float]], ratios: dict[str, float]) -> None:
     """One line a setting."""
-    print(f"{'':12}" + "".join(f"{size:>14} MB" for size in SIZES_MB))
+    print(f"{'':12}" + "".join(f"{size:>14} MB" for size in SIZES_MB) + "   pays below")
     for name, times in times_by_name.items():
-        ratios = [time / base for time, base in zip(times, times_by_name["gloo"], strict=True)]
-        print(f"{name:12}" + "".join(f"{t:9.1f} ({ratio:5.3f})" for t, ratio in zip(times, ratios, strict=True)))
+        relative = [time / base for time, base in zip(times, times_by_name["gloo"], strict=True)]
+        cells = "".join(f"{t:9.1f} ({ratio:5.3f})" for t, ratio in zip(times, relative, strict=True))
+        border = ""
+        if name in ratios:
+            num_bytes = 4 * (SIZES_MB[-1] * 1_000_000 // 4096 * 1024)
+            plain_s, compressed_s = 1e-3 * times_by_name["ring"][-1], 1e-3 * times[-1]
+            cost_s = measured_cost_s_per_byte(plain_s, compressed_s, ratios[name], num_bytes)
+            border = f"{break_even_bytes_per_s(cost_s, ratios[name]) * 8e-9:6.2f} Gbit/s" if cost_s else "      -"
+        print(f"{name:12}{cells}{border}")
 
 
 if __name__ == "__main__":
