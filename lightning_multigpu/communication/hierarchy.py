@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, cut, whole_bounds
+from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, Piece, cut, whole_bounds
 from lightning_multigpu.communication.compression.pieces import Pieces
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
@@ -79,6 +79,17 @@ class HierarchicalAllReduce:
     def compressed(self) -> CompressedAllReduce | None:
         """What compresses, if anything does."""
         return self.between if isinstance(self.between, CompressedAllReduce) else None
+
+    def compressing(self, compressor: Compressor) -> HierarchicalAllReduce:
+        """Over the same ranks, with ``compressor`` between hosts. Shared memory is the same: one of both closes it.
+
+        Raises:
+            ValueError: there is one host.
+        """
+        if self.between is None:
+            raise ValueError(f"{compressor!r} compresses between hosts, and there is one only: leave it out")
+        between = CompressedAllReduce(self.between.group, compressor)
+        return HierarchicalAllReduce(self.inside, between, inside_group=self._inside_group)
 
     def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> SentBytes:
         """Payload that this rank sends when ``tensor`` is reduced."""

@@ -79,6 +79,10 @@ class GradientReducer:
         self._last_bucket_s: float | None = None
         self._last_bucket: torch.cuda.Event | None = None
 
+    def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, Piece]) -> "GradientReducer":
+        """A reducer in this one's place, whose tensors travel through ``all_reduce``."""
+        return GradientReducer(self._group, self._meter, axis=self._axis, all_reduce=all_reduce, pieces=pieces)
+
     def attach(self, module: DistributedDataParallel) -> None:
         """Makes ``module`` reduce its gradients through this reducer."""
         module.register_comm_hook(state=self, hook=_run_hook)
@@ -106,6 +110,23 @@ class GradientReducer:
             return
         with self._moving(tensor, None, blocking=True):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
+
+    def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
+        """Averages flat tensors of gradients in place, as the buckets of a backward pass that come at once.
+
+        Args:
+            tensors: each with the parameters that it is made of, in order; not sparse.
+        """
+        if self.all_reduce is None:
+            for tensor, _ in tensors:
+                self.average(tensor)
+            return
+        finish = _nothing
+        for tensor, pieces in tensors:
+            begun = self._begin_move(tensor, pieces)
+            finish()
+            finish = begun
+        finish()
 
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
