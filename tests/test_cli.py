@@ -142,6 +142,7 @@ class TestAccepted:
             "{class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
             "{class_path: lightning_multigpu.strategies.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
             "{class_path: RingDDPStrategy}",
+            "{class_path: RingDDPStrategy, init_args: {compression: auto}}",
         ],
     )
     def test_both_forms_of_a_strategy(self, strategy: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:

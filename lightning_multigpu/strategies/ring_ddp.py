@@ -15,10 +15,12 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies.automatic_compression import AUTO, is_auto, reducer_of_choice
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.compressed_gradients import CompressedGradients, pieces_of
 from lightning_multigpu.strategies.gradient_path import gradient_all_reduce
@@ -41,7 +43,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             state (local SGD); before validation, before a checkpoint and at the end they average as well. It is
             another algorithm than one device's, with 1/k of the traffic. 1 averages gradients in every step.
         compression: what travels between hosts in place of gradients: "fp16", "bf16", "int8", "topk", "powersgd", or a
-            mapping with such a ``name`` and options of :mod:`~lightning_multigpu.communication.compression`.
+            mapping with such a ``name`` and options of :mod:`~lightning_multigpu.communication.compression`. "auto"
+            measures at the start and chooses none, "bf16" or "int8"; the others change training more, and are never
+            chosen.
         compress_inside_hosts: compress between ranks of one host as well; they then do not use shared memory.
         shared_memory: let ranks of one host reduce through memory that they share, instead of through sockets.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
@@ -105,7 +109,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
         self._reducer: GradientReducer | None = None
-        self._compressor = None if compression is None else make_compressor(compression)
+        self._chooses_compression = is_auto(compression)
+        fixed = None if self._chooses_compression else compression
+        self._compressor = None if fixed is None else make_compressor(fixed)
         self._compress_inside_hosts = compress_inside_hosts
         self._shared_memory = shared_memory
         self._compressed: CompressedGradients | None = None
@@ -119,11 +125,17 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         own = {
             "broadcast_buffers": self._broadcast_buffers,
             "average_every": self._average_every,
-            "compression": None if self._compressor is None else repr(self._compressor),
+            "compression": self._compression_setting,
             "compress_inside_hosts": self._compress_inside_hosts,
             "shared_memory": self._shared_memory,
         }
         return {**super().options, **ddp, **own}
+
+    @property
+    def _compression_setting(self) -> str | None:
+        if self._chooses_compression:
+            return AUTO
+        return None if self._compressor is None else repr(self._compressor)
 
     @override
     def environment_variables(self) -> dict[str, str]:
@@ -135,11 +147,16 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         bookkeeping = self.new_group("data", backend=backend)
         self._buffers = self.metered(bookkeeping, "data")
         self._reducer = self._make_reducer()
+        bucket_cap_mb = self._bucket_cap_mb(model)
+        if self._chooses_compression:
+            self._reducer = self._reducer_of_choice(self._reducer, bucket_cap_mb)
+        if self._reducer.all_reduce is not None and self._reducer.all_reduce.compressed is not None:
+            self._compressed = CompressedGradients(self._reducer.all_reduce, self.precision_plugin)
         wrapped = DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
             process_group=bookkeeping,
-            **{**self._ddp_options, "bucket_cap_mb": self._bucket_cap_mb(model)},
+            **{**self._ddp_options, "bucket_cap_mb": bucket_cap_mb},
         )
         self._reducer.attach(wrapped)
         if self._average_every > 1:
@@ -167,13 +184,21 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         return chosen
 
     def _make_reducer(self) -> GradientReducer:
-        assert self.groups is not None
         group = self.new_group("data", backend=self._process_group_backend)
         hook = self._user_hook()
         # On GPUs NCCL moves the gradients, unless they are to be compressed: that is done in the host's memory.
         if hook is not None or (dist.get_backend(group) == "nccl" and self._compressor is None):
             return GradientReducer(group, self.meter, hook=hook)
-        all_reduce = gradient_all_reduce(
+        all_reduce = self._all_reduce_of_hosts()
+        if all_reduce.compressed is None:
+            return GradientReducer(group, self.meter, all_reduce=all_reduce)
+        assert self.lightning_module is not None
+        return GradientReducer(group, self.meter, all_reduce=all_reduce, pieces=pieces_of(self.lightning_module))
+
+    def _all_reduce_of_hosts(self) -> HierarchicalAllReduce:
+        """For gradients in the hosts' memory."""
+        assert self.groups is not None
+        return gradient_all_reduce(
             self.groups,
             "data",
             ranks_per_host=self.num_processes,
@@ -181,11 +206,27 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             shared_memory=self._shared_memory,
             compress_inside_hosts=self._compress_inside_hosts,
         )
-        if all_reduce.compressed is None:
-            return GradientReducer(group, self.meter, all_reduce=all_reduce)
+
+    def _reducer_of_choice(self, plain: GradientReducer, bucket_cap_mb: float) -> GradientReducer:
+        """``plain``, or one with the compression that a measurement recommends."""
+        all_reduce = plain.all_reduce
+        if all_reduce is None and (self.num_nodes > 1 or self._compress_inside_hosts):
+            all_reduce = self._all_reduce_of_hosts()  # the way around NCCL that a compression would take
+        if all_reduce is None:
+            return plain
         assert self.lightning_module is not None
-        self._compressed = CompressedGradients(all_reduce, self.precision_plugin)
-        return GradientReducer(group, self.meter, all_reduce=all_reduce, pieces=pieces_of(self.lightning_module))
+        assert self._buffers is not None
+        try:
+            return reducer_of_choice(
+                self.lightning_module,
+                plain,
+                all_reduce,
+                bucket_bytes=bucket_cap_mb * 2**20,
+                ranks=self._buffers,
+                device=self.root_device,
+            )
+        finally:
+            self.meter.discard()
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook
