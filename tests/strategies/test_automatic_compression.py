@@ -15,18 +15,24 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.engine.data_parallel import compression_choice
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.strategies.automatic_compression import reducer_of_choice
 from lightning_multigpu.strategies.compressed_gradients import CHECKPOINT_KEY
 from lightning_multigpu.strategies.joining import table_of
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.strategies.test_gradient_path import TWO_HOSTS, as_hosts
-from tests.world import World
+from tests.world import World, init_group
 
 FAST, SLOW = 1e12, 1e5  # bytes/s
 COSTS = {"bf16": 1e-9, "int8": 2e-9}  # of coding, s per byte
@@ -230,6 +236,40 @@ def test_a_run_resumes_under_another_choice(world4: World, tmp_path: Path, befor
                     torch.testing.assert_close(loaded.get(name, torch.zeros_like(error)), error, rtol=1e-6, atol=1e-9)
             else:
                 assert not any(error.any() for error in loaded.values())
+
+
+class _WithoutHosts(GradientReducer):
+    """Stands for one over NCCL: it has no all-reduce in the hosts' memory."""
+
+    def __init__(self, group: dist.ProcessGroup, meter: Meter) -> None:
+        super().__init__(group, meter)
+        self.ring, self.all_reduce = self.all_reduce, None
+
+    def average(self, tensor: Tensor) -> None:
+        assert self.ring is not None
+        self.ring(tensor, average=True)
+
+
+def beside_nccl(expected: str) -> tuple[str, int]:
+    init_group()
+    group, meter = dist.new_group(backend="gloo"), Meter()
+    closed: list[int] = []
+    all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
+    all_reduce.close = lambda: closed.append(1)  # type: ignore[method-assign]
+    plain = _WithoutHosts(group, meter)
+    cpu = torch.device("cpu")
+    ranks = MeteredGroup(group, meter, name="data", device=cpu)
+    with link(**CHOICES[expected]):
+        reducer = reducer_of_choice(Classifier(), plain, all_reduce, bucket_bytes=1e6, ranks=ranks, device=cpu)
+    assert (reducer is plain) == (expected == "none")
+    found = "none" if reducer is plain else reducer.all_reduce.compressed.compressor.name  # type: ignore[union-attr]
+    return found, len(closed)
+
+
+@pytest.mark.parametrize("expected", CHOICES)
+def test_where_gradients_would_not_pass_the_hosts_memory(world2: World, expected: str) -> None:
+    """As on GPUs, where the way that a compression would take is made for the choice, and goes with it."""
+    assert world2.run(beside_nccl, expected) == [(expected, int(expected == "none"))] * 2
 
 
 def test_ranks_compare_what_was_asked_for() -> None:
