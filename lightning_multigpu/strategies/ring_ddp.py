@@ -216,17 +216,14 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             return plain
         assert self.lightning_module is not None
         assert self._buffers is not None
-        try:
-            return reducer_of_choice(
-                self.lightning_module,
-                plain,
-                all_reduce,
-                bucket_bytes=bucket_cap_mb * 2**20,
-                ranks=self._buffers,
-                device=self.root_device,
-            )
-        finally:
-            self.meter.discard()
+        return reducer_of_choice(
+            self.lightning_module,
+            plain,
+            all_reduce,
+            bucket_bytes=bucket_cap_mb * 2**20,
+            ranks=self._buffers,
+            device=self.root_device,
+        )
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook

@@ -169,6 +169,7 @@ def test_the_choice_is_made_once_and_trains_like_the_one_that_is_asked_for(world
     asked = world4.run(train, **CHOICES[expected], compression=None if expected == "none" else expected)
     for result, other in zip(results, asked, strict=True):
         assert result["options"] == "auto"
+        assert result["state"].get("step", 0) == 0, "what was measured leaves no errors behind"
         assert result["network_bytes"] == other["network_bytes"]
         assert result["first_step"] == other["first_step"], "what was measured is no part of the first step"
         assert result["random"] == other["random"]
