@@ -1,0 +1,208 @@
+"""What the stages of a split cost in time and in memory, from what its layers were measured to cost.
+
+The parts of a step are numbered as they run: 0 is what comes before the chain, 1 + i layer i, and n + 1 what comes
+behind the last of n layers. Every stage runs part 0 forward, since the step begins on every stage; its gradients are
+wanted on the first stage only. Part n + 1 is run by the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from lightning_multigpu.engine.pipeline.balance import cheapest_cuts, stage_bounds
+from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.timetable import Work, in_flight, step_time, timetable
+
+MeasuredBalance = Literal["time", "memory"]
+UNKNOWN_STATES = 2
+"""Tensors of a parameter's size that an optimizer is taken to keep where it is none of torch's: those of Adam."""
+
+_STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
+    SGD: lambda group: bool(group["momentum"]),
+    Adam: lambda group: 2 + bool(group["amsgrad"]),
+    AdamW: lambda group: 2 + bool(group["amsgrad"]),
+    NAdam: lambda group: 2,
+    RAdam: lambda group: 2,
+    Adamax: lambda group: 2,
+    Adadelta: lambda group: 2,
+    ASGD: lambda group: 1,
+    Rprop: lambda group: 2,
+    Adagrad: lambda group: 1,
+    RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
+}
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What a part of the step costs for one micro-batch.
+
+    Attributes:
+        forward_s, backward_s: seconds.
+        output_bytes: what it hands on.
+        saved_bytes: what it keeps for backward, besides parameters and what an earlier part keeps already.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What a message between two neighbours costs: ``latency_s``, and ``s_per_byte`` for each byte."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, size_bytes: int) -> float:
+        return self.latency_s + size_bytes * self.s_per_byte
+
+
+class StageCosts:
+    """Predicts what a split costs, and finds the cheapest one.
+
+    Args:
+        parts: costs of the n + 2 parts of the step.
+        layer_bytes: of each layer, what its parameters, their gradients and optimizer states take.
+        link: between neighbouring ranks.
+        schedule, num_ranks, stages_per_rank, num_micro_batches: as in training.
+
+    Raises:
+        ValueError: the lengths do not fit.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartCost],
+        layer_bytes: Sequence[int],
+        link: LinkCost,
+        *,
+        schedule: str,
+        num_ranks: int,
+        stages_per_rank: int,
+        num_micro_batches: int,
+    ) -> None:
+        if len(parts) != len(layer_bytes) + 2:
+            raise ValueError(f"{len(parts)} parts for {len(layer_bytes)} layers; pass {len(layer_bytes) + 2}")
+        self.num_layers = len(layer_bytes)
+        self.num_ranks = num_ranks
+        self.num_stages = num_ranks * stages_per_rank
+        self.num_micro_batches = num_micro_batches
+        self.parts = tuple(parts)
+        self._link = link
+        self._orders: list[list[Work]] = timetable(schedule, num_ranks, stages_per_rank, num_micro_batches)
+        self._in_flight = {stage: count for order in self._orders for stage, count in in_flight(order).items()}
+        layers = self.parts[1:-1]
+        self._forward = [0.0, *accumulate(part.forward_s for part in layers)]
+        self._backward = [0.0, *accumulate(part.backward_s for part in layers)]
+        self._saved = [0, *accumulate(part.saved_bytes for part in layers)]
+        self._held = [0, *accumulate(layer_bytes)]
+
+    def forward_s(self, stage: int, start: int, stop: int) -> float:
+        """Of a micro-batch, in a stage with the layers ``[start, stop)``."""
+        behind = self.parts[-1].forward_s if stop == self.num_layers else 0.0
+        return self.parts[0].forward_s + self._forward[stop] - self._forward[start] + behind
+
+    def backward_s(self, stage: int, start: int, stop: int) -> float:
+        """Of a micro-batch, in a stage with the layers ``[start, stop)``."""
+        outside = (self.parts[0].backward_s if start == 0 else 0.0) + (
+            self.parts[-1].backward_s if stop == self.num_layers else 0.0
+        )
+        return self._backward[stop] - self._backward[start] + outside
+
+    def cut_s(self, cut: int) -> float:
+        """Of what a micro-batch sends over a cut, one way; gradients take as long as what they belong to."""
+        return self._link.seconds(self.parts[cut].output_bytes) if 0 < cut < self.num_layers else 0.0
+
+    def time_s(self, stage: int, start: int, stop: int) -> float:
+        """Of a micro-batch, forward and backward, with the output and the gradient that the stage sends."""
+        compute = self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
+        return compute + self.cut_s(start) + self.cut_s(stop)
+
+    def memory_bytes(self, stage: int, start: int, stop: int) -> int:
+        """Of the stage's layers and of what they keep for backward, when its rank has most micro-batches in flight.
+
+        Parameters outside of the chain are not counted: every stage has them.
+        """
+        saved = self._saved[stop] - self._saved[start]
+        saved += self.parts[0].saved_bytes if start == 0 else self.parts[start].output_bytes
+        saved += self.parts[-1].saved_bytes if stop == self.num_layers else 0
+        return self._held[stop] - self._held[start] + saved * self._in_flight[stage]
+
+    def bounds(self, balance: MeasuredBalance) -> list[tuple[int, int]]:
+        """The layers ``[start, stop)`` of each stage, so that the most expensive rank costs as little as possible."""
+        cost = self.time_s if balance == "time" else self.memory_bytes
+        return stage_bounds(
+            cheapest_cuts(cost, self.num_layers, self.num_stages, num_ranks=self.num_ranks), self.num_layers
+        )
+
+    def step_s(self, bounds: Sequence[tuple[int, int]]) -> float:
+        """Predicted seconds of a batch, forward and backward, without the optimizer."""
+        stages = list(enumerate(bounds))
+        return step_time(
+            self._orders,
+            [self.forward_s(stage, *bound) for stage, bound in stages],
+            [self.backward_s(stage, *bound) for stage, bound in stages],
+            [self.cut_s(stop) for _, stop in bounds[:-1]],
+        )
+
+    def fullest_bytes(self, bounds: Sequence[tuple[int, int]]) -> int:
+        """What :meth:`memory_bytes` adds up to on the rank that needs most."""
+        ranks = [0] * self.num_ranks
+        for stage, bound in enumerate(bounds):
+            ranks[stage % self.num_ranks] += self.memory_bytes(stage, *bound)
+        return max(ranks)
+
+    def describe(self, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
+        """The stages and what they are predicted to cost, a line each; ``ranks`` by position."""
+        lines = []
+        for stage, (start, stop) in enumerate(bounds):
+            layers = f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
+            lines.append(
+                f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, "
+                f"forward {1e3 * self.forward_s(stage, start, stop):.3g} ms, "
+                f"backward {1e3 * self.backward_s(stage, start, stop):.3g} ms, "
+                f"transfer {1e3 * (self.cut_s(start) + self.cut_s(stop)):.3g} ms, "
+                f"{self.memory_bytes(stage, start, stop) / 1e6:.3g} MB"
+            )
+        return "\n".join(lines)
+
+
+def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
+    """Of each layer, the bytes of its parameters, their gradients and the states that the optimizers will keep.
+
+    A parameter that an earlier layer has too counts for that one.
+    """
+    states: dict[Tensor, int] = {}
+    for optimizer in optimizers:
+        count = _STATES.get(type(optimizer))
+        for group in optimizer.param_groups:
+            states.update(dict.fromkeys(group["params"], UNKNOWN_STATES if count is None else count(group)))
+    seen: set[Tensor] = set()
+    sizes = []
+    for layer in chain.layers:
+        own = set(layer.parameters()) - seen
+        seen |= own
+        copies = {p: 1 + (p.requires_grad and 1 + states.get(p, 0)) for p in own}
+        sizes.append(sum(p.numel() * p.element_size() * count for p, count in copies.items()))
+    return sizes

@@ -1,0 +1,164 @@
+"""What every rank of a pipeline does, in order: pure functions, from which times and memory are predicted.
+
+::
+
+    gpipe, P = 2, M = 3               1f1b
+    rank 0   F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
+    rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
+
+The orders are those of torch's schedules, which run them. Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B
+and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473); ZB1P (Qi et al. 2023, arXiv:2401.10241); breadth first
+(Lamy-Poirier 2022, arXiv:2211.05953).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["forward", "backward", "weight"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A stage's pass over a micro-batch.
+
+    "weight" is the part of the backward pass that nobody waits for, where it is done apart.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+def timetable(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Work]]:
+    """The work of each rank in the order in which it is done.
+
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble". Where the micro-batches are too few for it, or no
+            multiple of what it needs, all run forward first, as they do in training.
+        num_ranks: P; rank p has the stages p, P + p...
+        stages_per_rank: v; 1 under "gpipe" and "1f1b".
+        num_micro_batches: M.
+    """
+    rounds = max(1, num_micro_batches // num_ranks)
+    looped = schedule in ("interleaved", "zero_bubble")
+    if num_micro_batches < num_ranks or schedule == "gpipe" or (looped and num_micro_batches % rounds):
+        return [_all_forward_first(rank, num_ranks, stages_per_rank, num_micro_batches) for rank in range(num_ranks)]
+    if not looped:
+        return [_one_forward_one_backward(rank, num_ranks, num_micro_batches) for rank in range(num_ranks)]
+    apart = schedule == "zero_bubble"
+    return [_interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, apart) for rank in range(num_ranks)]
+
+
+def in_flight(order: Sequence[Work]) -> dict[int, int]:
+    """Of each stage of a rank, how many micro-batches are in memory when the rank has most of them at once."""
+    now = {work.stage: 0 for work in order}
+    peak = dict(now)
+    apart = any(work.kind == "weight" for work in order)
+    for work in order:
+        if work.kind == "forward":
+            now[work.stage] += 1
+            if sum(now.values()) > sum(peak.values()):
+                peak = dict(now)
+        elif work.kind == ("weight" if apart else "backward"):
+            now[work.stage] -= 1
+    return peak
+
+
+def step_time(
+    orders: Sequence[Sequence[Work]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: Sequence[float],
+) -> float:
+    """Seconds that a batch takes forward and backward, without the optimizer.
+
+    A rank works off its order; each pass begins when what it needs has arrived, and a rank that sends is busy with it.
+    Where the gradients of the weights are computed apart, they are taken for half of the backward pass.
+
+    Args:
+        orders: of each rank, see :func:`timetable`.
+        forward_s, backward_s: of each stage, for a micro-batch.
+        transfer_s: of each cut, for a micro-batch one way; one fewer than stages.
+    """
+    last = len(forward_s) - 1
+    apart = any(work.kind == "weight" for order in orders for work in order)
+    share = 0.5 if apart else 1.0
+    ends: dict[tuple[str, int, int], float] = {}
+    free = [0.0] * len(orders)
+    position = [0] * len(orders)
+    while any(place < len(order) for place, order in zip(position, orders, strict=True)):
+        moved = False
+        for rank, order in enumerate(orders):
+            while position[rank] < len(order):
+                work = order[position[rank]]
+                stage, micro_batch = work.stage, work.micro_batch
+                if work.kind == "forward":
+                    needed = ("forward", stage - 1, micro_batch) if stage > 0 else None
+                    seconds = forward_s[stage] + (transfer_s[stage] if stage < last else 0.0)
+                elif work.kind == "backward":
+                    needed = ("backward", stage + 1, micro_batch) if stage < last else ("forward", stage, micro_batch)
+                    seconds = backward_s[stage] * share + (transfer_s[stage - 1] if stage > 0 else 0.0)
+                else:
+                    needed, seconds = ("backward", stage, micro_batch), backward_s[stage] * (1 - share)
+                if needed is not None and needed not in ends:
+                    break
+                start_s = max(free[rank], ends[needed] if needed is not None else 0.0)
+                free[rank] = ends[work.kind, stage, micro_batch] = start_s + seconds
+                position[rank] += 1
+                moved = True
+        assert moved, "the orders wait for each other"
+    return max(free)
+
+
+def _all_forward_first(rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[Work]:
+    stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+    batches = range(num_micro_batches)
+    back = batches if stages_per_rank == 1 else batches[::-1]
+    return [
+        *(Work("forward", stage, micro_batch) for stage in stages for micro_batch in batches),
+        *(Work("backward", stage, micro_batch) for stage in reversed(stages) for micro_batch in back),
+    ]
+
+
+def _one_forward_one_backward(rank: int, num_ranks: int, num_micro_batches: int) -> list[Work]:
+    ahead = min(num_micro_batches, num_ranks - rank)
+    order = [Work("forward", rank, micro_batch) for micro_batch in range(ahead)]
+    for micro_batch in range(num_micro_batches):
+        order.append(Work("backward", rank, micro_batch))
+        if ahead + micro_batch < num_micro_batches:
+            order.append(Work("forward", rank, ahead + micro_batch))
+    return order
+
+
+def _interleaved(
+    rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int, weights_apart: bool
+) -> list[Work]:
+    a_round = num_micro_batches // max(1, num_micro_batches // num_ranks)
+    total = stages_per_rank * num_micro_batches
+    hops = (1 if weights_apart else 2) * (num_ranks - 1 - rank)
+    ahead = min((stages_per_rank - 1) * a_round + hops, total)
+
+    def passes(kind: Kind) -> list[Work]:
+        """All of a kind: rounds of micro-batches, through all stages of the rank before the next round."""
+        count: dict[int, int] = {}
+        found = []
+        for number in range(total):
+            local = (number // a_round) % stages_per_rank
+            stage = (local if kind == "forward" else stages_per_rank - 1 - local) * num_ranks + rank
+            found.append(Work(kind, stage, count.get(stage, 0)))
+            count[stage] = count.get(stage, 0) + 1
+        return found
+
+    forward, backward, weight = passes("forward"), passes("backward"), passes("weight") if weights_apart else []
+    order = forward[:ahead]
+    done = 0
+    for number in range(total):
+        order += forward[ahead + number : ahead + number + 1]
+        order.append(backward[number])
+        if weights_apart and number >= rank:
+            order.append(weight[done])
+            done += 1
+    return [*order, *weight[done:]]
