@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 
 
@@ -47,6 +48,7 @@ class Ownership:
         self, module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], position: int, num_ranks: int
     ) -> None:
         self._module = module
+        self._chain = chain
         self.position = position
         self.num_ranks = num_ranks
         self.holdings = [
@@ -82,8 +84,11 @@ class Ownership:
 
     def drop(self) -> None:
         """Replaces what only other stages hold by stand-ins. The parameters stay the same Python objects."""
-        for holding in self.holdings:
-            if self.position not in holding.holders:
+        self._drop(self.holdings)
+
+    def _drop(self, holdings: Sequence[Holding]) -> None:
+        for holding in holdings:
+            if self.position not in holding.holders and not isinstance(holding.tensor, StandIn):
                 kind = "parameter" if holding.is_parameter else "buffer"
                 self._exchange(holding, StandIn(holding.tensor.data, f"{kind} {holding.name}"))
 
@@ -100,7 +105,43 @@ class Ownership:
             group: the stages.
             ranks: the world's rank at each position.
         """
-        for part in _in_parts(self.holdings):
+        self._restore(self.holdings, group, ranks)
+
+    def split_again(
+        self, bounds: Sequence[tuple[int, int]], group: MeteredGroup, ranks: Sequence[int], device: torch.device
+    ) -> None:
+        """Deals the layers out anew; what another rank holds from now on goes there. A collective of ``group``.
+
+        The parameters stay the same Python objects. What moves is for a moment in the host's memory of every rank.
+
+        Args:
+            bounds: the layers ``[start, stop)`` of each stage.
+            group: the stages.
+            ranks: the world's rank at each position.
+            device: where this rank computes.
+
+        Raises:
+            PipelineError: something refers to a parameter in a way that keeps it from being exchanged.
+        """
+        holders = {
+            name: found for name, _, found in _holders_of_tensors(self._module, self._chain, bounds, self.num_ranks)
+        }
+        moving = [holding for holding in self.holdings if holding.holders != holders[holding.name]]
+        before = [holding.tensor for holding in moving]
+        self._restore(moving, group, ranks)
+        for holding in moving:
+            holding.holders = holders[holding.name]
+        self._drop(moving)
+        self.move(device)
+        for holding, tensor in zip(moving, before, strict=True):
+            if holding.is_parameter and holding.tensor is not tensor:
+                raise PipelineError(
+                    f"parameter {holding.name} cannot move to another stage: something made before the first step "
+                    "refers to it, such as a weak reference; leave that out, or use balance='parameters'"
+                )
+
+    def _restore(self, holdings: Sequence[Holding], group: MeteredGroup, ranks: Sequence[int]) -> None:
+        for part in _in_parts(holdings):
             for position in range(self.num_ranks):
                 mine = [holding for holding in part if holding.holders[-1] == position]
                 values = [self._host_copy(holding) for holding in mine]

@@ -89,11 +89,18 @@ class Line:
         for tensor in carried.tensors:
             self.send(tensor, position)
 
-    def receive_carried(self, position: int, device: torch.device) -> Carried:
-        """A layer's output that the rank at ``position`` has sent, on ``device``."""
+    def receive_carried(self, position: int, device: torch.device, *, gradients: bool = False) -> Carried:
+        """A layer's output that the rank at ``position`` has sent, on ``device``.
+
+        With ``gradients`` the tensors require a gradient if the sender's did.
+        """
         header = self.receive_object(position)
         empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in header.tensors]
-        return Carried(header.structure, tuple(self.receive(tensor, position) for tensor in empty))
+        tensors = tuple(self.receive(tensor, position) for tensor in empty)
+        if gradients:
+            for tensor, (_, _, requires_grad) in zip(tensors, header.tensors, strict=True):
+                tensor.requires_grad_(requires_grad)
+        return Carried(header.structure, tensors)
 
     def from_last(self, obj: Any) -> Any:
         """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline."""

@@ -1,0 +1,147 @@
+"""What a probe finds out of the parts of a step, and that it leaves gradients and random numbers alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.pipeline.chain import find_chain
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.stage_costs import LinkCost, PartCost
+from lightning_multigpu.engine.pipeline.transfer import Line
+from tests.world import World, init_group, rank
+
+SAMPLES, WIDTH = 5, 4
+CPU = torch.device("cpu")
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return gradients[0]
+
+
+class Slow(nn.Module):
+    """Forward 10 ms, backward 20 ms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        result: Tensor = SlowBackward.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(3, WIDTH)
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Slow(), nn.Linear(WIDTH, 2)
+        )
+        self.behind = nn.Linear(2, 1)
+        self.calls = 0
+        self.noises: list[float] = []
+
+    def step(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.noises.append(random.random())
+        loss: Tensor = self.behind(self.layers(self.before(x))).square().mean()
+        return loss
+
+
+def probed(bounds: list[tuple[int, int]]) -> dict[str, Any]:
+    init_group()
+    module = Model()
+    group = dist.new_group([1, 0], sort_ranks=False)
+    line = Line(group, Meter(), CPU)
+    position = 1 - rank()
+    chain = find_chain(module, "layers", 2)
+    ownership = Ownership(module, chain, bounds, position, 2)
+    ownership.drop()
+    for parameter in ownership.held():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before = torch.get_rng_state(), random.getstate()
+    probe = ChainProbe(chain, bounds, ownership, line, CPU, seed=3)
+    parts = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
+    return {
+        "parts": parts,
+        "link": probe.link(),
+        "grads": [float(parameter.grad.min()) for parameter in ownership.held()],  # type: ignore[union-attr]
+        "same random state": torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1],
+        "same noise in every run": len(set(module.noises)) == 1,
+        "calls": module.calls,
+        "own forward": any("forward" in vars(layer) for layer in chain.layers),
+    }
+
+
+def floats(*shape: int) -> int:
+    return 4 * torch.Size(shape).numel()
+
+
+def test_sizes_of_what_is_sent_and_kept(world2: World) -> None:
+    last, first = world2.run(probed, [(0, 2), (2, 6)])
+    assert set(first["parts"]) == {0, 1, 2}
+    assert set(last["parts"]) == {3, 4, 5, 6, 7}
+    parts = first["parts"] | last["parts"]
+    output = floats(SAMPLES, WIDTH)
+    assert [parts[part].output_bytes for part in range(7)] == [*[output] * 6, floats(SAMPLES, 2)]
+    kept = [parts[part].saved_bytes for part in range(8)]
+    assert kept[0] == floats(SAMPLES, 3), "the linear layer before the chain keeps its input"
+    assert kept[1:3] == [output, output], "a linear layer keeps its input, tanh its output"
+    assert kept[3] == output, "another stage keeps what it has received"
+    assert kept[4] in (SAMPLES * WIDTH, output), "dropout keeps its mask"
+    assert kept[5:7] == [0, output], "nothing is kept; a linear layer keeps its input"
+    assert kept[7] == floats(SAMPLES, 2) + floats(SAMPLES, 1), "the head keeps its input, the square its own"
+
+
+def test_what_the_layer_before_keeps_already_is_counted_once(world2: World) -> None:
+    last, first = world2.run(probed, [(0, 3), (3, 6)])
+    assert first["parts"][3].saved_bytes == 0, "the linear layer keeps what tanh keeps"
+    assert last["parts"][4].saved_bytes > 0
+
+
+@pytest.mark.parametrize("bounds", [[(0, 2), (2, 6)], [(0, 1), (1, 3), (3, 4), (4, 6)]])
+def test_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
+    results = world2.run(probed, bounds)
+    parts: dict[int, PartCost] = results[0]["parts"] | results[1]["parts"]
+    assert set(parts) == set(range(8))
+    assert parts[5].forward_s >= 0.01
+    assert parts[5].backward_s >= 0.02
+    assert all(part.forward_s > 0 for part in parts.values())
+    assert all(parts[part].backward_s > 0 for part in (0, 1, 3, 6, 7))
+    for result in results:
+        assert set(result["grads"]) == {7.0}
+        assert result["same random state"]
+        assert result["same noise in every run"]
+        assert not result["own forward"]
+        assert result["calls"] >= 4 * len(bounds) / 2
+        link: LinkCost = result["link"]
+        assert link.seconds(1 << 20) > 0
+
+
+def leaving() -> None:
+    init_group()
+    module = Model()
+    line = Line(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
+    chain, bounds = find_chain(module, "layers", 2), [(0, 3), (3, 6)]
+    ownership = Ownership(module, chain, bounds, 1 - rank(), 2)
+    ChainProbe(chain, bounds, ownership, line, CPU, seed=3).measure(lambda: module.before.weight.sum())
+
+
+def test_a_step_without_the_chain_is_refused(world2: World) -> None:
+    with pytest.raises(PipelineError, match="returned without running the split part"):
+        world2.run(leaving)
