@@ -19,8 +19,9 @@ from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_co
 from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.gradients import StageSums
-from lightning_multigpu.engine.pipeline.micro_batches import checksum_of
+from lightning_multigpu.engine.pipeline.micro_batches import checksum_of, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.random_state import seed_of
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES, SCHEDULES, PipelineRunner, ScheduleName
 from lightning_multigpu.engine.pipeline.transfer import Line
@@ -34,6 +35,7 @@ from lightning_multigpu.strategies.pipeline_checks import (
     describe_split,
 )
 from lightning_multigpu.strategies.stage_agreement import RealOutputs, StageAgreement, gather_metrics_by
+from lightning_multigpu.strategies.stage_balance import announce, measured_costs, move_layers
 from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state, whole_state_dict
 from lightning_multigpu.strategies.stage_steps import StageSteps
 
@@ -60,7 +62,17 @@ class PipelineStrategy(MultiGPUStrategy):
             by side, each with batches of its own, whose gradients are averaged.
         stages_per_rank: how many stages each rank has, under "interleaved" and "zero_bubble"; by default 2 there.
         balance: how the layers are dealt out: "parameters" evens out the bytes of the parameters; a list gives each
-            stage's number of layers.
+            stage's number of layers. "time" makes the slowest rank as fast as it can be, with what it sends; "memory"
+            does so for the memory of the rank that needs most: parameters, gradients, optimizer states, and what is
+            kept for backward of as many micro-batches as the schedule has in flight.
+
+    "time" and "memory" measure the layers, and training begins with the split of "parameters" until then. On the
+    first batch that is trained on, when the optimizers are there and before any gradient is, each rank runs
+    ``training_step`` on the first micro-batch 4 to 11 times as far as its own layers go, and times them; all ranks
+    take rank 0's conclusion, and the layers that have to move, move. The batch is then trained on as if nothing had
+    been: neither loader nor sampler is touched, and random states, gradients, buffers, metrics and the module's
+    attributes are put back, logs and loggers left out. What a step does elsewhere, such as printing, it does more
+    often. In validation, test and prediction without training the split is that of "parameters".
         options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -74,7 +86,7 @@ class PipelineStrategy(MultiGPUStrategy):
         schedule: ScheduleName = "1f1b",
         num_micro_batches: int | Literal["auto"] = "auto",
         stages_per_rank: int | None = None,
-        balance: Literal["parameters"] | Sequence[int] = "parameters",
+        balance: Literal["parameters", "time", "memory"] | Sequence[int] = "parameters",
         pipeline_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
@@ -86,7 +98,7 @@ class PipelineStrategy(MultiGPUStrategy):
             validation.check_positive("stages_per_rank", stages_per_rank, whole=True)
         check_stages_per_rank(schedule, stages_per_rank)
         if isinstance(balance, str):
-            validation.check_choice("balance", balance, ("parameters",))
+            validation.check_choice("balance", balance, ("parameters", "time", "memory"))
         if pipeline_parallel_size is not None:
             validation.check_positive("pipeline_parallel_size", pipeline_parallel_size, whole=True)
         super().__init__(**options)
@@ -96,6 +108,9 @@ class PipelineStrategy(MultiGPUStrategy):
         self._num_micro_batches = num_micro_batches
         self._stages_per_rank = stages_per_rank
         self._balance = balance
+        self._balance_due = False
+        self._chain: Chain | None = None
+        self._bounds: list[tuple[int, int]] = []
         self._ownership: Ownership | None = None
         self._steps: StageSteps | None = None
         self._sums: StageSums | None = None
@@ -170,6 +185,7 @@ class PipelineStrategy(MultiGPUStrategy):
         num_stages = self.pipeline_parallel_size * self.stages_per_rank
         chain = find_chain(module, self._module_name, num_stages)
         bounds = stage_bounds(self._cuts(chain, num_stages), len(chain))
+        self._chain, self._bounds = chain, bounds
         group = self.new_group("pipeline", descending=True)
         self._stages = self.metered(group, "pipeline")
         assert self._world is not None
@@ -179,26 +195,33 @@ class PipelineStrategy(MultiGPUStrategy):
         self._ownership.drop()
         self._ownership.move(self.root_device)
         self._sums = StageSums(line, self.meter)
-        runner = PipelineRunner(
-            chain,
-            bounds,
-            line,
-            self.root_device,
-            self.meter,
-            schedule=self._schedule,
-            parameters=self._ownership.held,
-        )
+        runner = self._runner(line)
         if self.data_parallel_size > 1:
             bookkeeping = self.metered(self.new_group("data"), "control")
             self._data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
         self._metrics = gather_metrics_by(module, self._gather_metric)
         seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
         self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
-        rank_zero_info(describe_split(chain, bounds, line.ranks))
+        self._balance_due = self._balance in ("time", "memory") and module.trainer.state.fn == TrainerFn.FITTING
+        if not self._balance_due:
+            rank_zero_info(describe_split(chain, bounds, line.ranks))
+
+    def _runner(self, line: Line) -> PipelineRunner:
+        assert self._chain is not None
+        assert self._ownership is not None
+        return PipelineRunner(
+            self._chain,
+            self._bounds,
+            line,
+            self.root_device,
+            self.meter,
+            schedule=self._schedule,
+            parameters=self._ownership.held,
+        )
 
     def _cuts(self, chain: Chain, num_stages: int) -> tuple[int, ...]:
         if isinstance(self._balance, str):
-            return balanced_cuts(chain.parameter_bytes(), num_stages)
+            return balanced_cuts(chain.parameter_bytes(), num_stages)  # of "time" and "memory", until it is measured
         return cuts_of_counts(self._balance, len(chain), num_stages)
 
     @override
@@ -218,7 +241,7 @@ class PipelineStrategy(MultiGPUStrategy):
         if self._data_axis is not None:
             self._data_axis.close()
         self._data_axis = None
-        self._ownership = self._steps = self._sums = self._stages = self._agreement = None
+        self._ownership = self._steps = self._sums = self._stages = self._agreement = self._chain = None
         self._metrics = []
         self._step_args = None
         super().teardown()
@@ -294,6 +317,8 @@ class PipelineStrategy(MultiGPUStrategy):
             self._share_buffers()
         self._buffers_due = not self._accumulating
         (batch, *others), self._step_args = self._step_args, None
+        if self._balance_due:
+            self._split_by_measure(batch, others)
         outputs = self._steps.train(
             batch,
             others,
@@ -309,6 +334,35 @@ class PipelineStrategy(MultiGPUStrategy):
         multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
+
+    def _split_by_measure(self, batch: Any, others: Sequence[Any]) -> None:
+        """Measures the layers on the first batch, which is trained on afterwards, and splits them accordingly."""
+        assert self._chain is not None
+        assert self._ownership is not None
+        assert self._stages is not None
+        assert self._steps is not None
+        assert self._balance in ("time", "memory")
+        self._balance_due = False
+        line = self._steps.runner.line
+        seed = self.broadcast(torch.initial_seed() & (2**62 - 1))
+        probe = ChainProbe(self._chain, self._bounds, self._ownership, line, self.root_device, seed)
+        with self._steps.rehearsing(batch, others, self.num_micro_batches) as step:
+            costs = measured_costs(
+                probe,
+                step,
+                self._stages,
+                self._chain,
+                self.optimizers,
+                schedule=self._schedule,
+                num_ranks=line.num_ranks,
+                stages_per_rank=self.stages_per_rank,
+                num_micro_batches=num_micro_batches_of(batch, self.num_micro_batches),
+            )
+        before, self._bounds = self._bounds, self.broadcast(costs.bounds(self._balance))
+        move_layers(self._bounds, self._ownership, self.optimizers, self._stages, line, self.root_device)
+        self._steps.runner = self._runner(line)
+        self.meter.discard()
+        announce(self._balance, costs, self._bounds, before, self._chain.name, line)
 
     # Evaluation
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.pipeline.kept_state import kept_state
 from lightning_multigpu.engine.pipeline.micro_batches import (
     num_micro_batches_of,
     signature_of,
@@ -97,6 +101,29 @@ class StageSteps:
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
         return {"loss": loss, **(_merged(outputs) if self.runner.is_last else {})}
+
+    @contextmanager
+    def rehearsing(self, batch: Any, others: Sequence[Any], num_micro_batches: int) -> Iterator[Callable[[], Any]]:
+        """Gives the user's step on the batch's first micro-batch, for measurements; it returns the loss.
+
+        At the end of the block random states, the module's buffers and attributes, and what the step has asked of the
+        Trainer are what they were. Nothing is logged.
+        """
+        part = split_batch(batch, num_micro_batches_of(batch, num_micro_batches))[0]
+        trainer = self._module.trainer
+        stops, loggers = trainer.should_stop, trainer.loggers
+
+        def step() -> Any:
+            with self._plugin.train_step_context(), self._logs.recording(pass_on=False):
+                output = self._called("training_step", part, *others)
+            return output.get("loss") if isinstance(output, Mapping) else output
+
+        with isolate_rng(), kept_state(self._module):
+            trainer.loggers = [DummyLogger() for _ in loggers]
+            try:
+                yield step
+            finally:
+                trainer.should_stop, trainer.loggers = stops, loggers
 
     def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.

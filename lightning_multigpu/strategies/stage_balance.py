@@ -1,0 +1,85 @@
+"""Chooses the split of a pipeline by what its layers cost, measured on the first batch, and moves the layers there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.stage_costs import (
+    LinkCost,
+    MeasuredBalance,
+    PartCost,
+    StageCosts,
+    layer_bytes,
+)
+from lightning_multigpu.engine.pipeline.transfer import Line
+from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state
+
+Bounds = list[tuple[int, int]]
+
+
+def measured_costs(
+    probe: ChainProbe,
+    step: Callable[[], Any],
+    stages: MeteredGroup,
+    chain: Chain,
+    optimizers: Sequence[Optimizer],
+    **pipeline: Any,
+) -> StageCosts:
+    """What the layers cost, the same on all stages; a collective of the pipeline.
+
+    Args:
+        probe: measures.
+        step: the user's step on a micro-batch.
+        stages: all of the pipeline's ranks, to exchange what each has measured.
+        chain, optimizers: what takes memory.
+        pipeline: the further arguments of :class:`StageCosts`.
+    """
+    mine = (probe.measure(step), probe.link())
+    parts: dict[int, PartCost] = {}
+    links: list[LinkCost] = []
+    for found, link in stages.gather_objects(mine):
+        parts.update(found)
+        links.append(link)
+    return StageCosts(
+        [parts.get(part, PartCost()) for part in range(len(chain) + 2)],
+        layer_bytes(chain, optimizers),
+        max(links, key=lambda link: link.seconds(1 << 20)),
+        **pipeline,
+    )
+
+
+def move_layers(
+    bounds: Bounds, ownership: Ownership, optimizers: Sequence[Optimizer], stages: MeteredGroup, line: Line, device: Any
+) -> None:
+    """Gives each rank the parameters, buffers and optimizer states of its new stages; a collective of the pipeline."""
+    states: list[dict[str, Any]] = []
+    if any(stages.gather_objects(any(bool(optimizer.state) for optimizer in optimizers))):  # a run that was resumed
+        states = [whole_optimizer_state(optimizer, ownership, line) for optimizer in optimizers]
+        states = stages.broadcast_object(states, line.ranks[-1])
+    ownership.split_again(bounds, stages, line.ranks, device)
+    for optimizer, state in zip(optimizers, states, strict=False):
+        optimizer.load_state_dict(own_optimizer_state(state, optimizer, ownership))
+
+
+def announce(
+    balance: MeasuredBalance, costs: StageCosts, bounds: Bounds, before: Bounds, name: str, line: Line
+) -> None:
+    """Prints the split on rank 0, and what it is predicted to gain."""
+
+    def predicted(split: Bounds) -> str:
+        return f"{1e3 * costs.step_s(split):.3g} ms, {costs.fullest_bytes(split) / 1e6:.3g} MB on the fullest rank"
+
+    rank_zero_info(
+        f"Pipeline over {name!r}, {costs.num_layers} layers in {len(bounds)} stages by balance={balance!r}; per "
+        f"micro-batch, as measured on the first batch:\n{costs.describe(bounds, line.ranks)}\n"
+        f"  predicted for a batch of {costs.num_micro_batches} micro-batches, without the optimizer: "
+        f"{predicted(bounds)}\n  by balance='parameters' it would be: {predicted(before)}"
+    )

@@ -1,0 +1,315 @@
+"""Splits by measured time and memory: the cuts are where they should be, and nobody notices that it was measured."""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
+from tests.strategies.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
+from tests.world import World
+
+
+class SlowBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        time.sleep(0.004)
+        return super().forward(x, mask)
+
+
+class WideBlock(Block):
+    """Most parameters, and hardly any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 500), nn.ReLU(inplace=True), nn.Linear(500, WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x + self.wide(x), mask)
+
+
+class Uneven(nn.Module):
+    """Mixed into a module: two slow blocks, then quick ones, of which one has most of the parameters."""
+
+    blocks: nn.ModuleList
+    losses: list[float]
+
+    def make_uneven(self) -> None:
+        torch.manual_seed(6)
+        self.blocks = nn.ModuleList([SlowBlock(), SlowBlock(), Block(), WideBlock(), Block(), Block()])
+        self.held: list[list[str]] = []
+        self.states: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)  # type: ignore[misc]
+        blocks = enumerate(self.blocks)
+        self.held.append([f"{i}" for i, block in blocks if not isinstance(block.norm.weight, StandIn)])  # type: ignore[union-attr]
+        self.states.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+
+
+class UnevenGPT(Uneven, TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_uneven()
+
+
+class UnevenByHand(Uneven, ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_uneven()
+
+
+def train(module: Any, strategy: Any, ranks: int) -> dict[str, Any]:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
+    loader = DataLoader(Text(30), batch_size=8)
+    trainer.fit(module, loader, DataLoader(Text(6), batch_size=3))
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
+        "losses": module.losses,
+        "noises": len(module.noises),
+        "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
+        "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
+        "held": module.held,
+        "states": module.states,
+    }
+
+
+def pipeline(ranks: int, **options: Any) -> dict[str, Any]:
+    return train(UnevenGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen", **options), ranks)
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[str, Any]:
+    return train(UnevenByHand(), "auto", 1)
+
+
+@pytest.fixture(scope="module")
+def by_parameters(world2: World) -> list[dict[str, Any]]:
+    return world2.run(pipeline, 2, schedule="gpipe")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "balance"),
+    [("gpipe", "time"), ("1f1b", "time"), ("gpipe", "memory"), ("1f1b", "memory"), ("interleaved", "time")],
+)
+def test_trains_as_on_one_device(
+    schedule: str, balance: str, by_hand: dict[str, Any], by_parameters: list[dict[str, Any]], world2: World
+) -> None:
+    results = world2.run(pipeline, 2, schedule=schedule, balance=balance)
+    assert_same(results, by_hand)
+    for result, usual in zip(results, by_parameters, strict=True):
+        assert result["states"] == usual["states"], "measuring has drawn random numbers"
+        if schedule != "interleaved":
+            assert result["noises"] == usual["noises"], "what the module notes of a measurement is taken back"
+            assert usual["held"] == [["0", "1", "2"]] * 8 if result is results[1] else [["3", "4", "5"]] * 8
+    first, last = results[1]["held"], results[0]["held"]
+    if balance == "time" and schedule != "interleaved":
+        # The slow blocks are apart from the first step on, and the second is with the quick ones.
+        assert (first, last) == ([["0"]] * 8, [["1", "2", "3", "4", "5"]] * 8)
+    if schedule == "interleaved":
+        assert len({"0", "1"} & set(first[0])) == 1, "each rank has one of the slow blocks"
+    assert world2.output(0).count("by balance='parameters' it would be:") == 1, "measured once, and printed"
+
+
+class Resumable(Classifier):
+    """Slow where it has few parameters."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, layer in (("5", nn.Linear(3, 3)), ("6", nn.Linear(3, 3))):
+                for parameter in layer.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+                self.layers._modules[name] = layer
+        for index in (5, 6):
+            self.layers[index].register_forward_pre_hook(pause)
+        self.states_held: set[str] = set()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        state = self.trainer.optimizers[0].state
+        self.states_held = {name for name, p in self.named_parameters() if state.get(p)}
+
+
+def pause(*_: Any) -> None:
+    time.sleep(0.003)
+
+
+def resume(optimizer: str, balance: str) -> tuple[dict[str, Tensor], set[str]]:
+    module = Resumable(optimizer)
+    first = make_trainer(Case(max_epochs=1), PipelineStrategy(schedule="gpipe"), 2)
+    first.fit(module, train_loader(Case(), 1))
+    first.save_checkpoint("half.ckpt")
+    resumed = Resumable(optimizer)
+    again = make_trainer(Case(max_epochs=2), PipelineStrategy(schedule="gpipe", balance=balance), 2)
+    again.fit(resumed, train_loader(Case(), 1), ckpt_path="half.ckpt")
+    again.strategy.barrier()
+    again.strategy.remove_checkpoint("half.ckpt")
+    return state(resumed), resumed.states_held
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_optimizer_states_move_with_their_layers(optimizer: str, world2: World) -> None:
+    reference = Resumable(optimizer)
+    make_trainer(Case(max_epochs=2), "auto", 1).fit(reference, train_loader(Case(), 1))
+    results = world2.run(resume, optimizer, "time")
+    for weights, _ in results:
+        for name, value in state(reference).items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
+    last, first = (held for _, held in results)
+    assert first | last == {name for name, _ in reference.named_parameters()}
+    assert first & last == set()
+    assert "layers.6.weight" in last
+    assert "layers.5.weight" in first, "by parameters it would be on the last stage"
+
+
+class Notebook(Logger):
+    """Counts what a step writes itself."""
+
+    name = version = "notebook"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = 0
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.notes += "by hand" in metrics
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        pass
+
+
+class Recomputed(nn.Linear):
+    """Its activations are computed again in backward, in the way that forbids torch.autograd.grad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return,misc]
+
+
+class Delicate(Classifier):
+    """Whatever a rehearsal could spoil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.BatchNorm1d(6)
+        layers = {"1": nn.ReLU(inplace=True), "3": nn.BatchNorm1d(3), "5": Recomputed(3, 3), "6": nn.ReLU(inplace=True)}
+        for index, layer in layers.items():
+            self.layers._modules[index] = layer
+        self.first.requires_grad_(False)
+        self.calls: list[int] = []
+        self.batches: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.before(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls.append(batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        if len(self.calls) == 4:  # in the second batch; a measurement runs the step that often, too
+            self.trainer.should_stop = True
+        self.logger.log_metrics({"by hand": 1.0})  # type: ignore[union-attr]
+        return loss.relu_()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.batches.append(args[1][0][:, 0].tolist())
+
+
+def delicate(balance: str) -> dict[str, Any]:
+    module, notebook = Delicate(), Notebook()
+    strategy = PipelineStrategy(num_micro_batches=2, balance=balance)
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2, logger=notebook)
+    order = torch.Generator().manual_seed(9)
+    loader = DataLoader(train_loader(Case(), 1).dataset, batch_size=8, shuffle=True, generator=order)
+    trainer.fit(module, loader)
+    return {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "calls": module.calls,
+        "batches": module.batches,
+        "notes": notebook.notes,
+        "steps": trainer.global_step,
+        "order": order.get_state().tolist(),
+        "loggers": trainer.loggers == [notebook],
+        "losses": module.seen,
+    }
+
+
+def test_measuring_leaves_no_trace(world2: World) -> None:
+    usual, measured = world2.run(delicate, "parameters"), world2.run(delicate, "memory")
+    for before, after in zip(usual, measured, strict=True):
+        assert after["steps"] == 2
+        assert after["weights"]["layers.3.num_batches_tracked"] == 2 * after["steps"]
+        # Where the last layers went to another stage, the calls of a rank are the same, and what it computed is not.
+        for name in ("calls", "batches", "steps", "order", "loggers", "notes", "losses"):
+            assert after[name] == before[name], name
+        assert after["weights"].keys() == before["weights"].keys()
+        for name, value in before["weights"].items():
+            torch.testing.assert_close(torch.tensor(after["weights"][name]), torch.tensor(value), rtol=1e-9, atol=1e-12)
+
+
+def side_by_side() -> tuple[dict[str, Tensor], list[list[str]]]:
+    torch.manual_seed(SEED)
+    module = Resumable("adamw")
+    strategy = PipelineStrategy(schedule="1f1b", balance="time", pipeline_parallel_size=2)
+    trainer = make_trainer(Case(max_epochs=1), strategy, 4)
+    trainer.fit(module, train_loader(Case(), trainer))
+    return state(module), sorted(module.states_held)  # type: ignore[return-value]
+
+
+def test_pipelines_side_by_side_split_alike(world4: World) -> None:
+    reference = Resumable("adamw")
+    make_trainer(Case(max_epochs=1), "auto", 1).fit(reference, train_loader(Case(), 1))
+    results = world4.run(side_by_side)
+    for weights, _ in results:
+        for name, value in state(reference).items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
+    held = [names for _, names in results]
+    assert held[0] == held[2]
+    assert held[1] == held[3]
+    assert "layers.5.weight" in held[1]
+
+
+class Clinging(Resumable):
+    """Keeps what torch does not exchange tensors under: a weak reference to one that has to move."""
+
+    def on_train_start(self) -> None:
+        self.kept = weakref.ref(self.layers[5].weight)
+
+
+def cling() -> None:
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance="time"), 2)
+    trainer.fit(Clinging("sgd"), train_loader(Case(), 1))
+
+
+def test_a_parameter_that_cannot_move_is_named(world2: World) -> None:
+    with pytest.raises(PipelineError, match=r"layers\.5\.weight cannot move.*balance='parameters'"):
+        world2.run(cling)
+
+
+def validate(balance: str) -> list[str]:
+    module = Classifier()
+    trainer = make_trainer(Case(), PipelineStrategy(balance=balance), 2)
+    trainer.validate(module, train_loader(Case(), 1), verbose=False)
+    return sorted(trainer.callback_metrics)
+
+
+def test_validation_alone_measures_nothing(world2: World) -> None:
+    usual = world2.run(validate, "parameters")
+    assert world2.run(validate, "time") == usual
+    assert "MB of parameters" in world2.output(0)
