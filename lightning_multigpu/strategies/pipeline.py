@@ -23,11 +23,13 @@ from lightning_multigpu.engine.pipeline.micro_batches import checksum_of, num_mi
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.random_state import seed_of
+from lightning_multigpu.engine.pipeline.recompute import layers_of
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES, SCHEDULES, PipelineRunner, ScheduleName
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline_checks import (
+    check_activation_checkpointing,
     check_callbacks,
     check_module,
     check_optimizers,
@@ -65,6 +67,13 @@ class PipelineStrategy(MultiGPUStrategy):
             stage's number of layers. "time" makes the slowest rank as fast as it can be, with what it sends; "memory"
             does so for the memory of the rank that needs most: parameters, gradients, optimizer states, and what is
             kept for backward of as many micro-batches as the schedule has in flight.
+        activation_checkpointing: layers whose intermediate results are computed again in backward instead of kept: True
+            for all, or a list of classes, names of classes ("Block") and names of layers ("blocks.3").
+        options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. ``loss_reduction`` also says
+            how the losses of micro-batches add up to a batch's: "mean": by their samples; "sum": they are added; a
+            function of a batch or a micro-batch that returns its weight w (its targets that are not ignored, for
+            example): sum(w l) / sum(w). The first batch is computed whole and in micro-batches, in evaluation mode,
+            to see that both have the same loss.
 
     "time" and "memory" measure the layers, and training begins with the split of "parameters" until then. On the
     first batch that is trained on, when the optimizers are there and before any gradient is, each rank runs
@@ -72,11 +81,12 @@ class PipelineStrategy(MultiGPUStrategy):
     take rank 0's conclusion, and the layers that have to move, move. The batch is then trained on as if nothing had
     been: neither loader nor sampler is touched, and random states, gradients, buffers, metrics and the module's
     attributes are put back, logs and loggers left out. What a step does elsewhere, such as printing, it does more
-    often. In validation, test and prediction without training the split is that of "parameters".
-        options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+    often. What ``activation_checkpointing`` computes again and does not keep is not accounted for. In validation, test
+    and prediction without training the split is that of "parameters".
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: an option is out of its range; in training, before the first step, if the losses of micro-batches
+            do not add up to the loss of their batch.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class PipelineStrategy(MultiGPUStrategy):
         stages_per_rank: int | None = None,
         balance: Literal["parameters", "time", "memory"] | Sequence[int] = "parameters",
         pipeline_parallel_size: int | None = None,
+        activation_checkpointing: bool | Sequence[str | type] = False,
         **options: Any,
     ) -> None:
         validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
@@ -101,6 +112,7 @@ class PipelineStrategy(MultiGPUStrategy):
             validation.check_choice("balance", balance, ("parameters", "time", "memory"))
         if pipeline_parallel_size is not None:
             validation.check_positive("pipeline_parallel_size", pipeline_parallel_size, whole=True)
+        check_activation_checkpointing(activation_checkpointing, schedule)
         super().__init__(**options)
         self._pipeline_parallel_size = pipeline_parallel_size
         self._module_name = module
@@ -111,6 +123,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._balance_due = False
         self._chain: Chain | None = None
         self._bounds: list[tuple[int, int]] = []
+        self._activation_checkpointing = activation_checkpointing
         self._ownership: Ownership | None = None
         self._steps: StageSteps | None = None
         self._sums: StageSums | None = None
@@ -134,6 +147,7 @@ class PipelineStrategy(MultiGPUStrategy):
             "stages_per_rank": self._stages_per_rank,
             "balance": self._balance,
             "pipeline_parallel_size": self._pipeline_parallel_size,
+            "activation_checkpointing": self._activation_checkpointing,
         }
 
     @property
@@ -217,6 +231,7 @@ class PipelineStrategy(MultiGPUStrategy):
             self.meter,
             schedule=self._schedule,
             parameters=self._ownership.held,
+            recompute=layers_of(self._chain, self._activation_checkpointing),
         )
 
     def _cuts(self, chain: Chain, num_stages: int) -> tuple[int, ...]:

@@ -74,6 +74,30 @@ def check_stages_per_rank(schedule: str, stages_per_rank: int | None) -> None:
         raise ValueError(f"stages_per_rank={stages_per_rank} under schedule={schedule!r}; {fix}")
 
 
+def check_activation_checkpointing(choice: object, schedule: str) -> None:
+    """``choice`` is a bool or a list of classes and names, and the schedule's backward can compute layers again.
+
+    Raises:
+        ValueError: it is not, or it cannot.
+    """
+    if isinstance(choice, bool):
+        pass
+    elif isinstance(choice, str) or not isinstance(choice, Sequence):
+        raise ValueError(
+            f"activation_checkpointing={choice!r} is neither a bool nor a list; pass True for all layers, or a list of "
+            "their classes or names, such as ['Block']"
+        )
+    elif not all(isinstance(entry, str | type) for entry in choice):
+        raise ValueError(
+            f"activation_checkpointing={choice!r}: pass classes, names of classes, or names of layers only"
+        )
+    if choice and schedule == "zero_bubble":
+        raise ValueError(
+            "activation_checkpointing under schedule='zero_bubble', whose backward comes in two parts: layers would be "
+            "computed again for each group of their parameters; use schedule='interleaved', or leave it out"
+        )
+
+
 def describe_split(chain: Chain, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
     """The stages as a few lines of text."""
     sizes = chain.parameter_bytes()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.random_state import kept_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.recompute import recomputed
 from lightning_multigpu.engine.pipeline.stage import Stage
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
@@ -52,6 +54,8 @@ class PipelineRunner:
         schedule: the order of the micro-batches' forward and backward passes. Where the micro-batches are too few for
             it, or no multiple of what it needs, all run forward first and then backward, which computes the same.
         parameters: gives those that this rank holds.
+        recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward comes in
+            two parts.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class PipelineRunner:
         *,
         schedule: ScheduleName,
         parameters: Callable[[], list[Parameter]],
+        recompute: Collection[int] = (),
     ) -> None:
         self.line = line
         self.position = dist.get_rank(line.group)
@@ -71,7 +76,9 @@ class PipelineRunner:
         self._schedule = schedule
         self._bounds = bounds
         self._seed: tuple[int, ...] = ()
-        self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part)
+        self._chain = chain
+        self._recompute = recompute
+        self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part, self._run_layer)
         self.stages = [
             Stage(functools.partial(self._compute, index), parameters, index, len(bounds), line, device, meter)
             for index in range(self.position, len(bounds), line.num_ranks)
@@ -95,6 +102,11 @@ class PipelineRunner:
         """Whether this rank has the last stage."""
         return self.position == self.line.num_ranks - 1
 
+    @property
+    def is_behind_chain(self) -> bool:
+        """Whether the step that is being run has left all layers behind: what it does now, no other stage waits for."""
+        return self._walk.is_behind
+
     def train(
         self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]
     ) -> list[Tensor]:
@@ -103,7 +115,8 @@ class PipelineRunner:
         Args:
             step: runs the user's step on micro-batch m and returns its loss.
             kinds: of each micro-batch, something hashable: equal kinds have equal shapes. The same on all stages.
-            scales: what each micro-batch's loss is multiplied by before its backward.
+            scales: what each micro-batch's loss is multiplied by before its backward. One of 0 has no gradients at all,
+                also where its loss is NaN.
             seed: of the step; the same on all stages, different for every step.
 
         Returns:
@@ -206,6 +219,8 @@ class PipelineRunner:
             self._seed = step_seed
         if left:
             carried = Carried.of(result)
+            if self._schedule == "zero_bubble":  # which detaches outputs in place, and cannot do so with views
+                carried = replace(carried, tensors=tuple(t.clone() if t._is_view() else t for t in carried.tensors))
             stage.sends(carried, chunk)
             return carried.tensors
         if not stage.is_last:
@@ -216,10 +231,19 @@ class PipelineRunner:
                 "that depends on parameters, for every micro-batch"
             )
         self._losses[micro_batch] = result.detach()
+        if self._scales[micro_batch] == 0:  # NaN times 0 would be NaN
+            return torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
         return result.reshape(()) * self._scales[micro_batch]
 
     def _begin_part(self, part: int) -> None:
         set_random_state(seed_of(*self._seed, part), self._device)
+
+    def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if index not in self._recompute or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        seed = seed_of(*self._seed, 1 + index)  # as _begin_part has set it
+        layer = self._chain.layers[index]
+        return recomputed(layer, forward, args, kwargs, lambda: set_random_state(seed, self._device))
 
 
 def _loss_itself(output: Tensor, target: Tensor) -> Tensor:

@@ -69,15 +69,22 @@ class ChainWalk:
         start, stop: this stage's layers are ``[start, stop)``.
         begin_part: called with 0 before the step, with 1 + i before this stage's layer i and with 1 + n behind the
             last of n layers: the points at which a random state begins.
+        run_layer: called with i, this stage's layer i's forward and its arguments, to run it.
     """
 
     def __init__(
-        self, chain: Chain, start: int, stop: int, begin_part: Callable[[int], None] = lambda part: None
+        self,
+        chain: Chain,
+        start: int,
+        stop: int,
+        begin_part: Callable[[int], None] = lambda part: None,
+        run_layer: Callable[..., Any] = lambda index, forward, args, kwargs: forward(*args, **kwargs),
     ) -> None:
         self.chain = chain
         self.start = start
         self.stop = stop
         self._begin_part = begin_part
+        self._run_layer = run_layer
         self._receive: Callable[[], Carried] | None = None
         self._next = 0
         self._previous: list[tuple[Tensor, int]] = []
@@ -87,6 +94,11 @@ class ChainWalk:
     @property
     def is_last(self) -> bool:
         return self.stop == len(self.chain)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the step that is being run has passed the last layer, which only the last stage's does."""
+        return self._next == len(self.chain)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -165,7 +177,7 @@ class ChainWalk:
                     "stage: besides the previous layer's output a layer can take only what every stage computes itself"
                 )
         self._begin_part(1 + index)
-        output = forward(*args, **kwargs)
+        output = self._run_layer(index, forward, args, kwargs)
         if index == self.stop - 1 and not self.is_last:
             raise _Left(output)
         if index == len(self.chain) - 1:

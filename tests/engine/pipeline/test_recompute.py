@@ -1,0 +1,107 @@
+"""Layers that are computed again give the gradients of layers that are not, with the same random numbers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.random_state import set_random_state
+from lightning_multigpu.engine.pipeline.recompute import layers_of, recomputed
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    """Draws torch's and Python's random numbers, and makes tensors of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        self.calls += 1
+        y = torch.tanh(self.linear(x * mask)) * (2.0 if random.random() < 0.5 else 0.25)
+        return self.norm(self.dropout(y) @ torch.eye(3)).square()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x) ** 2
+
+
+def train(layer: nn.Module, seed: int, again: bool, **kwargs: Any) -> list[Tensor]:
+    """Output and gradients; between forward and backward other numbers are drawn, in another default dtype."""
+    leaf = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).requires_grad_()
+    x = leaf * 1.0
+    set_random_state(seed, CPU)
+    torch.set_default_dtype(torch.float64)
+    try:
+        if again:
+            output = recomputed(layer, layer.forward, (x,), kwargs, lambda: set_random_state(seed, CPU))
+        else:
+            output = layer(x, **kwargs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    set_random_state(99, CPU)
+    (output * torch.arange(12.0).reshape(4, 3)).sum().backward()
+    assert leaf.grad is not None
+    return [output.detach(), leaf.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_those_of_one_run(seed: int) -> None:
+    mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    plain, checkpointed = Layer(), Layer()
+    for a, b in zip(train(plain, seed, False, mask=mask), train(checkpointed, seed, True, mask=mask), strict=True):
+        assert torch.equal(a, b)
+    assert (plain.calls, checkpointed.calls) == (1, 2)
+    assert checkpointed.state_dict().keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(checkpointed.state_dict()[name], value), f"{name} counted the batch twice"
+
+
+def test_an_input_that_is_changed_in_place_is_still_there() -> None:
+    for a, b in zip(train(InPlace(), 3, False), train(InPlace(), 3, True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_inside_is_not_kept() -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    mask = torch.ones(3, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        train(Layer(), 1, False, mask=mask)
+        plain, _ = len(kept), kept.clear()
+        train(Layer(), 1, True, mask=mask)
+    outside = 1  # what train() itself multiplies by
+    assert plain > 5
+    assert len(kept) == outside
+
+
+def test_layers_are_named() -> None:
+    chain = Chain("model.blocks", (nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1), nn.ReLU()))
+    assert layers_of(chain, False) == layers_of(chain, []) == frozenset()
+    assert layers_of(chain, True) == {0, 1, 2, 3}
+    assert layers_of(chain, [nn.Linear, "Tanh"]) == {0, 1, 2}
+    assert layers_of(chain, ["model.blocks.3"]) == {3}
+    with pytest.raises(ValueError, match=r"\['Conv'\] names no layer of 'model.blocks'.*Linear, ReLU, Tanh.*blocks.3"):
+        layers_of(chain, ["Linear", "Conv"])
+    with pytest.raises(ValueError, match=r"activation_checkpointing=\[Conv1d\]"):
+        layers_of(chain, [nn.Conv1d])

@@ -1,0 +1,89 @@
+"""Layers that are computed again in backward train as layers that are not, dropout included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_multigpu import PipelineStrategy
+from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.strategies.test_pipeline import Block, ByHand, TinyGPT, assert_same, pipeline, train
+from tests.world import World
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[str, Any]:
+    return train(ByHand(), "auto", 1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(pipeline, 2, schedule=schedule, activation_checkpointing=True), by_hand)
+
+
+def test_tied_weights_and_some_layers(world2: World) -> None:
+    results = world2.run(pipeline, 2, tied=True, activation_checkpointing=["blocks.0", "blocks.2"])
+    assert_same(results, train(ByHand(tied=True), "auto", 1))
+
+
+FORWARDS: list[bool] = []
+
+
+class CountedBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        FORWARDS.append(torch.is_grad_enabled())
+        return super().forward(x, mask)
+
+
+class CountedGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = CountedBlock()
+        self.blocks[2] = CountedBlock()
+
+
+def count(choice: Any) -> int:
+    """Forward passes with gradients of the counted blocks, of which each of two ranks has one."""
+    FORWARDS.clear()
+    train(CountedGPT(), PipelineStrategy(num_micro_batches=4, activation_checkpointing=choice), 2)
+    return sum(FORWARDS)
+
+
+@pytest.mark.parametrize(
+    ("choice", "times"), [(False, 1), (True, 2), ([CountedBlock], 2), (["CountedBlock"], 2), (["blocks.1"], (1, 2))]
+)
+def test_layers_run_again_where_it_was_asked_for(choice: Any, times: Any, world2: World) -> None:
+    num_micro_batches = 2 * 4 * 4  # epochs, batches
+    last, first = (times, times) if isinstance(times, int) else times
+    assert world2.run(count, choice) == [last * num_micro_batches, first * num_micro_batches]
+
+
+def name_wrongly() -> None:
+    trainer = make_trainer(Case(), PipelineStrategy(activation_checkpointing=["Conv2d"]), 2)
+    trainer.fit(Classifier(), train_loader(Case(), 1))
+
+
+def test_layers_that_do_not_exist_are_named(world2: World) -> None:
+    with pytest.raises(ValueError, match=r"activation_checkpointing=\['Conv2d'\] names no layer of 'layers'"):
+        world2.run(name_wrongly)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"activation_checkpointing": "Block"}, r"'Block' is neither a bool nor a list; .* \['Block'\]"),
+        ({"activation_checkpointing": 1}, "=1 is neither a bool nor a list"),
+        ({"activation_checkpointing": [Block()]}, "pass classes, names of classes, or names of layers only"),
+        (
+            {"activation_checkpointing": True, "schedule": "zero_bubble"},
+            "under schedule='zero_bubble'.*use schedule='interleaved', or leave it out",
+        ),
+        ({"activation_checkpointing": [Block], "schedule": "zero_bubble"}, "under schedule='zero_bubble'"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PipelineStrategy(**options)
