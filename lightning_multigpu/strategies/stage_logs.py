@@ -97,30 +97,50 @@ class StageLogs:
         return Record(name, value.detach().clone() if isinstance(value, Tensor) else value, options)
 
 
-def combined(parts: Sequence[Sequence[Record]], samples: Sequence[int]) -> list[Record]:
+@dataclass(frozen=True)
+class _Entry:
+    """A record of one micro-batch, what it counts for in a mean, and that micro-batch's loss and its weight."""
+
+    record: Record
+    size: float
+    loss: Tensor
+    loss_weight: float
+
+    @property
+    def is_loss(self) -> bool:
+        value = self.record.value
+        return isinstance(value, int | float | Tensor) and float(value) == float(self.loss)
+
+
+def combined(
+    parts: Sequence[Sequence[Record]], sizes: Sequence[float], losses: Sequence[Tensor], loss_weights: Sequence[float]
+) -> list[Record]:
     """The records of a batch from those of its micro-batches, in the order in which names first appear.
 
-    Means are weighted by the records' ``batch_size``, else by the samples of their micro-batch; sums are added, maxima
-    and minima taken.
+    What is the loss in every micro-batch is added up as losses are. Other means are weighted by the records'
+    ``batch_size``, else by the micro-batch's size; sums are added, maxima and minima taken.
 
     Args:
         parts: the records of each micro-batch.
-        samples: of each micro-batch.
+        sizes: what each micro-batch counts for in a mean.
+        losses: of each micro-batch.
+        loss_weights: what these are multiplied by to add up to the loss of the batch.
 
     Raises:
         PipelineError: a record is reduced by something else.
     """
-    by_name: dict[str, list[tuple[Record, int]]] = {}
-    for records, size in zip(parts, samples, strict=True):
+    by_name: dict[str, list[_Entry]] = {}
+    for records, size, loss, weight in zip(parts, sizes, losses, loss_weights, strict=True):
         for record in records:
-            by_name.setdefault(record.name, []).append((record, size))
-    return [_combine(name, entries) for name, entries in by_name.items()]
+            by_name.setdefault(record.name, []).append(_Entry(record, size, loss, weight))
+    return [_combine(name, entries, len(parts)) for name, entries in by_name.items()]
 
 
-def _combine(name: str, entries: Sequence[tuple[Record, int]]) -> Record:
-    last, _ = entries[-1]
-    sizes = [record.options.get("batch_size") or size for record, size in entries]
-    values = [record.value for record, _ in entries]
+def _combine(name: str, entries: Sequence[_Entry], num_parts: int) -> Record:
+    last = entries[-1].record
+    given = [entry.record.options.get("batch_size") for entry in entries]
+    sizes = [entry.size if size is None else size for entry, size in zip(entries, given, strict=True)]
+    values = [entry.record.value for entry in entries]
     kind = last.options.get("reduce_fx", "mean")
     kind = kind if isinstance(kind, str) else _REDUCTIONS.get(kind, kind)
     options = dict(last.options)
@@ -128,12 +148,25 @@ def _combine(name: str, entries: Sequence[tuple[Record, int]]) -> Record:
         options["batch_size"] = sum(sizes)
     if any(value is None for value in values):
         return replace(last, options=options)
-    return replace(last, value=_reduced(name, kind, values, sizes), options=options)
+    counted = [entry for entry in entries if entry.loss_weight]
+    if kind == "mean" and len(entries) == num_parts and all(entry.is_loss for entry in counted):
+        value = sum(entry.record.value * entry.loss_weight for entry in counted)
+    else:
+        value = _reduced(name, kind, values, sizes)
+    return replace(last, value=value, options=options)
 
 
-def _reduced(name: str, kind: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
+    """Values of size 0 are left out: means over nothing, which are NaN."""
+    total = sum(sizes)
+    if not total:
+        return sum(values) / len(values)
+    return sum(value * size for value, size in zip(values, sizes, strict=True) if size) / total
+
+
+def _reduced(name: str, kind: Any, values: Sequence[Any], sizes: Sequence[float]) -> Any:
     reductions: dict[str, Callable[[], Any]] = {
-        "mean": lambda: sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes),
+        "mean": lambda: _mean(values, sizes),
         "sum": lambda: sum(values),
         "max": lambda: max(values),
         "min": lambda: min(values),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.kept_state import kept_state
+from lightning_multigpu.engine.pipeline.losses import combined_loss
 from lightning_multigpu.engine.pipeline.micro_batches import (
     num_micro_batches_of,
     signature_of,
@@ -23,6 +22,8 @@ from lightning_multigpu.engine.pipeline.micro_batches import (
     weights_of,
 )
 from lightning_multigpu.engine.pipeline.runner import PipelineRunner
+from lightning_multigpu.strategies.loss_probe import LossProbe
+from lightning_multigpu.strategies.rehearsal import without_trace
 from lightning_multigpu.strategies.stage_logs import StageLogs, combined
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class StageSteps:
         self._logs = StageLogs(module)
         self._seed = seed
         self._evaluated = 0
+        self._probe: LossProbe | None = LossProbe(module, seed)
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
 
     def train(
@@ -73,9 +75,16 @@ class StageSteps:
         Returns:
             What the step would have returned for the whole batch: on the last stage the loss and all further
             outputs, elsewhere the loss.
+
+        Raises:
+            ValueError: the losses of the first batch's micro-batches do not add up to its own.
         """
         parts = split_batch(batch, num_micro_batches_of(batch, num_micro_batches))
         weights = weights_of(parts, loss_reduction)
+        if self._probe is not None and len(parts) > 1:
+            probe, self._probe = self._probe, None
+            loss_of = functools.partial(self._loss_forward_only, others)
+            probe.check(self.runner, batch, loss_of, weights, loss_reduction=loss_reduction)
         records: list[Any] = [[] for _ in parts]
         outputs: list[dict[str, Any]] = [{} for _ in parts]
 
@@ -95,8 +104,9 @@ class StageSteps:
         losses = self.runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
         message: Any = None
         if self.runner.is_last:
-            loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-            message = combined(records, [leading_size(part) or 1 for part in parts]), loss, trainer.should_stop
+            samples = [float(leading_size(part) or 1) for part in parts]
+            means = weights if callable(loss_reduction) else samples
+            message = combined(records, means, losses, weights), combined_loss(losses, weights), trainer.should_stop
         replayed, loss, stops = self.runner.line.from_last(message)
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
@@ -110,20 +120,14 @@ class StageSteps:
         Trainer are what they were. Nothing is logged.
         """
         part = split_batch(batch, num_micro_batches_of(batch, num_micro_batches))[0]
-        trainer = self._module.trainer
-        stops, loggers = trainer.should_stop, trainer.loggers
 
         def step() -> Any:
             with self._plugin.train_step_context(), self._logs.recording(pass_on=False):
                 output = self._called("training_step", part, *others)
             return output.get("loss") if isinstance(output, Mapping) else output
 
-        with isolate_rng(), kept_state(self._module):
-            trainer.loggers = [DummyLogger() for _ in loggers]
-            try:
-                yield step
-            finally:
-                trainer.should_stop, trainer.loggers = stops, loggers
+        with without_trace(self._module):
+            yield step
 
     def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
@@ -141,6 +145,21 @@ class StageSteps:
                 self._logs.replay(replayed, hook)
         self.runner.line.finish()
         return output if self.runner.is_last else None
+
+    def _loss_forward_only(self, others: Sequence[Any], batch: Any, seed: tuple[int, ...]) -> Any:
+        """The loss of a batch or what was raised behind the layers, on the last stage; nothing is logged."""
+
+        def step() -> Any:
+            try:
+                return self._called("training_step", batch, *others)
+            except Exception as error:
+                if not self.runner.is_behind_chain:
+                    raise
+                return error
+
+        with self._plugin.train_step_context(), self._logs.recording(pass_on=False):
+            _, output = self.runner.evaluate(step, seed)
+        return output.get("loss") if isinstance(output, Mapping) else output
 
     def _called(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         self.running = True

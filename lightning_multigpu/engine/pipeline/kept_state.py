@@ -1,8 +1,7 @@
-"""What a module's own code changes in a step, put back afterwards."""
+"""Puts a module back as it was, after a forward pass that is to leave no trace."""
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,60 +16,82 @@ from lightning_multigpu.engine.pipeline.stand_in import StandIn
 
 @contextmanager
 def kept_state(module: Module) -> Iterator[None]:
-    """Restores at the end of the block the buffers and attributes of a module and of all its parts.
+    """Restores at the end of the block what a forward pass may change in a module and its children.
 
-    Tensors get their values back, and lists, dictionaries, sets and deques, however nested, their entries, all within
-    the objects that they are. Parameters are left alone, and so is what is inside of any other object.
+    Those are buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
+    deques in attributes, generators of random numbers, and whether modules are in training mode. Values of parameters,
+    and what other objects hold, are left alone.
     """
     undo: list[Callable[[], None]] = []
     seen: set[int] = set()
     for part in module.modules():
-        _remember(part.__dict__, undo, seen)
+        _keep(vars(part), undo, seen)
     try:
         yield
     finally:
-        for restore in undo:
-            restore()
+        with torch.no_grad():
+            for step in undo:
+                step()
 
 
-def _remember(value: Any, undo: list[Callable[[], None]], seen: set[int]) -> None:
+def _keep(value: Any, undo: list[Callable[[], None]], seen: set[int]) -> None:
+    """Adds to ``undo`` what puts ``value`` back in place, and all that it contains."""
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if not isinstance(value, Parameter | StandIn) and not value.is_inference():
-            undo.append(functools.partial(_restore_tensor, value, value.detach().clone()))
-        return
-    if not isinstance(value, list | dict | set | deque):
-        return
-    undo.append(functools.partial(_restore_entries, value, list(value.items() if isinstance(value, dict) else value)))
-    for entry in list(value.values() if isinstance(value, dict) else value):
-        _remember(entry, undo, seen)
+        _keep_tensor(value, undo)
+    elif isinstance(value, torch.Generator):
+        state = value.get_state()
+        undo.append(lambda: _discard(value.set_state(state)))
+    elif isinstance(value, dict):
+        _keep_dict(value, undo)
+        for entry in list(value.values()):
+            _keep(entry, undo, seen)
+    elif isinstance(value, list | deque):
+        _keep_container(value, list(value), value.extend, undo)
+        for entry in list(value):
+            _keep(entry, undo, seen)
+    elif isinstance(value, set):
+        _keep_container(value, set(value), value.update, undo)
+    elif isinstance(value, tuple):
+        for entry in value:
+            _keep(entry, undo, seen)
 
 
-def _restore_tensor(tensor: Tensor, values: Tensor) -> None:
-    with torch.no_grad():
-        if tensor.shape == values.shape:
-            tensor.data.copy_(values)
+def _keep_tensor(tensor: Tensor, undo: list[Callable[[], None]]) -> None:
+    # Tensors made in inference mode cannot be changed outside of it.
+    if isinstance(tensor, Parameter | StandIn) or tensor.is_inference():
+        return
+    before = tensor.detach().clone()
+
+    def restore() -> None:
+        if tensor.shape == before.shape:
+            tensor.copy_(before)
         else:
-            tensor.data = values
+            tensor.data = before
+
+    undo.append(restore)
 
 
-def _restore_entries(container: Any, entries: list[Any]) -> None:
-    now = list(container.items() if isinstance(container, dict) else container)
-    if len(now) == len(entries) and all(map(_same_entry, now, entries)):
-        return
-    container.clear()
-    if isinstance(container, dict):
-        for key, value in entries:
-            container[key] = value
-    elif isinstance(container, set):
-        container.update(entries)
-    else:
-        container.extend(entries)
+def _keep_dict(table: dict[Any, Any], undo: list[Callable[[], None]]) -> None:
+    before = dict(table)
+
+    def restore() -> None:
+        dict.update(table, before)  # at no time is an attribute missing: other threads may look at it
+        for name in [name for name in table if name not in before]:
+            del table[name]
+
+    undo.append(restore)
 
 
-def _same_entry(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
-        return a[0] is b[0] and a[1] is b[1]
-    return a is b
+def _keep_container(container: Any, before: Any, fill: Callable[[Any], Any], undo: list[Callable[[], None]]) -> None:
+    def restore() -> None:
+        container.clear()
+        fill(before)
+
+    undo.append(restore)
+
+
+def _discard(_: Any) -> None:
+    """Makes a call of any type one that returns nothing."""

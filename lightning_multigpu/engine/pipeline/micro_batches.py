@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -43,12 +44,21 @@ def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[floa
     """What each part's loss is multiplied by so that the sum is the loss of the whole batch.
 
     For losses that are means over samples a part of n of N samples counts n/N; for sums, 1; for a function, its value
-    for the part divided by the sum over all parts.
+    for the part divided by the sum over all parts. Where that sum is 0 all parts count alike.
+
+    Raises:
+        ValueError: a weight that the function returns is negative or not finite.
     """
     if loss_reduction == "sum":
         return [1.0] * len(parts)
     if callable(loss_reduction):
         weights = [float(loss_reduction(part)) for part in parts]
+        for weight in weights:
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ValueError(
+                    f"loss_reduction returned {weight} for a micro-batch; it must return what the micro-batch counts "
+                    "for, a finite number of 0 or more"
+                )
     else:
         weights = [float(leading_size(part) or 1) for part in parts]
     total = sum(weights)
@@ -96,7 +106,8 @@ def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
                 f"must be {size} to be cut into micro-batches; bring it into the module as a buffer, or use "
                 "num_micro_batches=1"
             )
-        return value[start:stop]
+        # With a version counter of its own: a step may change its micro-batch in place, and autograd counts writes.
+        return value[start:stop].data
     if isinstance(value, Mapping):
         parts = {key: _cut(entry, start, stop, size, f"{where}[{key!r}]") for key, entry in value.items()}
         return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]

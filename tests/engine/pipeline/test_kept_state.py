@@ -1,4 +1,4 @@
-"""What a step changes in a module is put back, in the objects that hold it."""
+"""A forward pass that is to leave no trace leaves none."""
 
 from __future__ import annotations
 
@@ -6,71 +6,87 @@ from collections import Counter, deque
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torchmetrics import MeanMetric
+import torchmetrics
+from torch import nn
 
 from lightning_multigpu.engine.pipeline.kept_state import kept_state
 
 
-class Busy(nn.Module):
-    """Changes everything that it has."""
-
+class Tracked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.metric = MeanMetric()
-        self.total = torch.zeros(2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("center", torch.zeros(2))
+        self.metric = torchmetrics.MeanMetric()
+        self.collected: list[float] = [1.0]
+        self.nested = {"latest": deque([torch.ones(1)])}
+        self.names = {"first"}
+        self.calls = Counter({"all": 1})
+        self.grown = torch.zeros(2)
         self.count = 0
-        self.seen: list[float] = [1.0]
-        self.nested = {"a": [1, 2], "b": {"c": torch.ones(1)}}
-        self.names = Counter({"x": 1})
-        self.last: deque[int] = deque([1, 2], maxlen=2)
-        self.marks = {1}
+        self.generator = torch.Generator().manual_seed(3)
+        self.frozen = nn.Dropout(0.5).eval()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        self.metric.update(y.mean())
-        self.total += 1
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.metric(x.mean())
+        self.collected.append(2.0)
+        self.nested["latest"][0].add_(1)
+        self.nested["latest"].append(x)
+        self.nested["new"] = deque()
+        self.names.add("second")
+        self.calls["forward"] += 1
+        self.grown.data = torch.cat([self.grown, torch.ones(1)])
         self.count += 1
-        self.seen.append(2.0)
-        self.nested["a"].append(3)  # type: ignore[attr-defined]
-        self.nested["b"]["c"] *= 5  # type: ignore[index,call-overload]
-        self.nested["new"] = []
-        self.names["y"] += 1
-        self.last.append(3)
-        self.marks.add(2)
-        self.added = y
-        return y
+        self.added = x
+        self.center.data.add_(torch.rand(2, generator=self.generator))  # type: ignore[operator]
+        return self.norm(x)
 
 
-def described(module: Busy) -> str:
-    return repr(
-        (
-            {name: value.tolist() for name, value in module.state_dict().items()},
-            {name: value for name, value in vars(module).items() if not name.startswith("_")},
-            {
-                name: value
-                for name, value in vars(module.metric).items()
-                if name in ("value", "weight", "_update_count")
-            },
-            [getattr(module.metric, name) for name in ("mean_value", "weight") if hasattr(module.metric, name)],
-        )
-    )
+def snapshot(module: Tracked) -> list[object]:
+    return [
+        {name: value.tolist() for name, value in module.state_dict().items()},
+        float(module.metric.mean_value),
+        module.metric._update_count,
+        list(module.collected),
+        {name: [tensor.tolist() for tensor in values] for name, values in module.nested.items()},
+        set(module.names),
+        dict(module.calls),
+        module.grown.tolist(),
+        module.count,
+        module.generator.get_state().tolist(),
+        [part.training for part in module.modules()],
+        sorted(vars(module)),
+    ]
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_everything_is_put_back_where_it_was(raises: bool) -> None:
-    module = Busy()
-    before, objects = described(module), [id(value) for value in vars(module).values()]
-    weight = module.norm.weight.clone()
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_put_back_where_it_was(fails: bool) -> None:
+    module = Tracked()
+    module(torch.randn(4, 2))
+    before, lists, metric_value = snapshot(module), module.collected, module.metric.mean_value
+    parameter = module.norm.weight
     try:
         with kept_state(module):
-            module(torch.arange(12.0).reshape(4, 3)).sum().backward()
-            assert described(module) != before
-            if raises:
-                raise KeyError
-    except KeyError:
-        pass
-    assert described(module) == before
-    assert [id(value) for value in vars(module).values()] == objects
-    torch.testing.assert_close(module.norm.weight, weight)
+            module.eval()
+            module(torch.randn(4, 2))
+            module.train()
+            module(torch.randn(4, 2))
+            assert snapshot(module) != before
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        assert fails
+    assert snapshot(module) == before
+    assert module.collected is lists
+    assert module.metric.mean_value is metric_value
+    assert module.norm.weight is parameter
+
+
+def test_what_contains_itself_is_looked_at_once() -> None:
+    module = Tracked()
+    loop: list[object] = []
+    loop.append(loop)
+    module.loop = loop  # type: ignore[assignment]
+    with kept_state(module):
+        loop.append(1)
+    assert len(loop) == 1

@@ -1,0 +1,161 @@
+"""Computing the first batch twice, to see that its losses add up, changes nothing that is trained or seen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.strategies import stage_steps
+from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.world import World
+
+
+class Counting(Logger):
+    """Keeps what is logged directly, and what Lightning logs."""
+
+    name = version = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, float]] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.append(metrics)
+
+
+class Traced(Classifier):
+    """Its step leaves as many traces as a step can; what is in front of the layers runs on every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.3)
+        self.train_accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+        self.collected: list[float] = []
+        self.steps = 0
+        self.draws: list[float] = []
+        self.modes: set[bool] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.steps += 1
+        self.collected.append(float(x.sum()))
+        self.modes.add(self.layers[0].training)
+        x.mul_(0.5)  # the loader's own batch
+        np.random.rand()
+        if not self.layers[0].training:
+            self.log("in_evaluation_mode", 1.0)
+        self.logger.log_metrics({"direct": float(len(y))})  # type: ignore[union-attr]
+        self.trainer.should_stop = False
+        logits = self.layers(self.dropout(self.norm(x)))
+        self.train_accuracy(logits, y)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.draws += [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+def trace(probes: bool) -> dict[str, Any]:
+    case = Case(max_epochs=1, num_samples=20)
+    module, logger = Traced(), Counting()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    probe = stage_steps.LossProbe
+    if not probes:
+        stage_steps.LossProbe = lambda *args: None  # type: ignore[assignment,misc]
+    try:
+        trainer = make_trainer(
+            case, PipelineStrategy(num_micro_batches=2), 2, logger=logger, num_sanity_val_steps=0, log_every_n_steps=1
+        )
+        trainer.fit(module, train_loader(case, 1))
+    finally:
+        stage_steps.LossProbe = probe  # type: ignore[misc]
+    return {
+        "state": {name: value.tolist() for name, value in module.state_dict().items()},
+        "steps": module.steps,
+        "collected": module.collected,
+        "modes": module.modes,
+        "draws": module.draws,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "logged": [{name: v for name, v in metrics.items() if name != "epoch"} for metrics in logger.metrics],
+    }
+
+
+def test_the_first_batch_leaves_no_trace(world2: World) -> None:
+    with_probe, without = world2.run(trace, True), world2.run(trace, False)
+    assert with_probe == without
+    assert with_probe[0]["steps"] == 6, "three batches in two micro-batches each"
+    assert with_probe[0]["modes"] == {True}
+
+
+class Counted(Classifier):
+    """Counts, where nothing puts it back, how often its step runs in training mode and in evaluation mode."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        RUNS.append(self.training)
+        if not self.training:
+            self.trainer.should_stop = True
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.noise * torch.randn_like(loss)
+
+
+RUNS: list[bool] = []
+
+
+def count(num_micro_batches: int, noise: float = 0.0) -> tuple[int, int]:
+    RUNS.clear()
+    case = Case(max_epochs=2, num_samples=24)
+    trainer = make_trainer(case, PipelineStrategy(num_micro_batches=num_micro_batches), 2)
+    trainer.fit(Counted(noise), train_loader(case, 1))
+    return RUNS.count(True), RUNS.count(False)
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "noise", "runs"),
+    [(1, 0.0, (6, 0)), (4, 0.0, (24, 5)), (4, 0.1, (24, 10))],
+    ids=["one", "four", "noise"],
+)
+def test_one_batch_is_computed_once_more(
+    num_micro_batches: int, noise: float, runs: tuple[int, int], world2: World
+) -> None:
+    assert world2.run(count, num_micro_batches, noise) == [runs] * 2
+
+
+class TwoHeads(Classifier):
+    """Its last layers give a pair, but only in training, as models with auxiliary classifiers do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.layers(x)
+        outputs = (logits, logits) if self.training else logits[0, 0]
+        first, second = outputs
+        return nn.functional.cross_entropy(first, y) + 0.3 * nn.functional.cross_entropy(second, y)
+
+
+def train_two_heads() -> int:
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(), 2)
+    trainer.fit(TwoHeads(), train_loader(Case(), 1))
+    return trainer.global_step
+
+
+def test_a_step_that_works_in_training_mode_only_trains(world2: World) -> None:
+    assert world2.run(train_two_heads) == [7, 7]

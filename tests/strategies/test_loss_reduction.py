@@ -1,0 +1,207 @@
+"""Losses of micro-batches, whatever they are means or sums over, give the gradients and logs of one device.
+
+The measure is the training of one device: uneven numbers of ignored targets, micro-batches without any target, a
+shorter last batch, accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_multigpu import PipelineStrategy
+from tests.strategies.tasks import Case, make_trainer
+from tests.world import World
+
+LENGTH, FEATURES, CLASSES, IGNORED = 3, 4, 5, -100
+Batch = dict[str, Tensor]
+
+
+class Tagged(Dataset[Any]):
+    """Sequences of which sample i has i modulo 4 targets: every fourth one has none."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.x = torch.randn(num_samples, LENGTH, FEATURES, generator=generator)
+        self.y = torch.randint(CLASSES, (num_samples, LENGTH), generator=generator)
+        for index in range(num_samples):
+            self.y[index, index % 4 :] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+def num_targets(batch: Batch) -> float:
+    return float((batch["y"] != IGNORED).sum())
+
+
+def mean_over_targets(logits: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
+
+
+def quotient(logits: Tensor, y: Tensor) -> Tensor:
+    """The same by hand: without targets 0 / 0, and NaN gradients of everything."""
+    mask = (y != IGNORED).to(logits.dtype)
+    likelihoods = logits.log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(likelihoods * mask).sum() / mask.sum()
+
+
+def sum_over_samples(logits: Tensor, y: Tensor) -> Tensor:
+    return 0.02 * logits.square().sum()
+
+
+def mean_over_samples(logits: Tensor, y: Tensor) -> Tensor:
+    return logits.square().mean()
+
+
+def contrastive(logits: Tensor, y: Tensor) -> Tensor:
+    """Every sample against all others of the batch."""
+    z = logits.flatten(1)
+    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+class Tagger(L.LightningModule):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        )
+        self.loss = loss
+        self.losses: list[float] = []
+        self.logged: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.loss(self.layers(batch["x"]), batch["y"])
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        weighted = {"sync_dist": True, "batch_size": int(num_targets(batch)), "on_step": False, "on_epoch": True}
+        self.log("by_target", loss, **weighted)
+        self.log("with_batch_size", 3 * loss + 1, **weighted)
+        self.log("without", 3 * loss + 1)
+        self.log("samples", float(len(batch["y"])), reduce_fx="sum", sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.logged.append(float(self.trainer.callback_metrics["train_loss_step"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+CASE = Case(max_epochs=2, trainer={"accumulate_grad_batches": 2})
+
+
+def train(loss: Any, strategy: Any, ranks: int, batch_size: int = 8, module: Tagger | None = None) -> dict[str, Any]:
+    """5 batches an epoch, the last of 5 samples."""
+    module = Tagger(loss) if module is None else module
+    trainer = make_trainer(CASE, strategy, ranks)
+    data = Tagged(37)
+    # One device gets the order that Lightning's injected sampler has on several.
+    order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0) if ranks == 1 else None
+    trainer.fit(module, DataLoader(data, batch_size=batch_size, sampler=order))
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "losses": module.losses,
+        "logged": module.logged,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def pipeline(loss: Any, ranks: int = 2, batch_size: int = 8, **options: Any) -> dict[str, Any]:
+    strategy = PipelineStrategy(**{"num_micro_batches": 4, "start_method": "popen", **options})
+    return train(loss, strategy, ranks, batch_size)
+
+
+def assert_weights(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    for result in results:
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-12)
+
+
+# Logged values that are means over something else than micro-batches are weighted by.
+OTHER_MEANS: dict[Any, tuple[str, ...]] = {
+    mean_over_samples: ("with_batch_size",),
+    sum_over_samples: ("with_batch_size", "without"),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (mean_over_samples, {}),
+        (sum_over_samples, {"loss_reduction": "sum"}),
+        (mean_over_targets, {"loss_reduction": num_targets}),
+        (mean_over_targets, {"loss_reduction": num_targets, "num_micro_batches": 8}),
+        (quotient, {"loss_reduction": num_targets, "num_micro_batches": 8, "schedule": "gpipe"}),
+        (
+            quotient,
+            {"loss_reduction": num_targets, "num_micro_batches": 8, "schedule": "zero_bubble", "module": "layers"},
+        ),
+        (contrastive, {"num_micro_batches": 1}),
+    ],
+)
+def test_trains_as_one_device(loss: Any, options: dict[str, Any], world2: World) -> None:
+    reference = train(loss, "auto", 1)
+    results = world2.run(pipeline, loss, **options)
+    assert_weights(results, reference)
+    for result in results:
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+        assert result["logged"] == pytest.approx([2 * loss for loss in reference["losses"]], rel=1e-9)
+        for name, value in reference["metrics"].items():
+            if name not in OTHER_MEANS.get(loss, ()):
+                assert result["metrics"][name] == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [(mean_over_samples, "mean"), (sum_over_samples, "sum"), (mean_over_targets, num_targets)],
+)
+def test_pipelines_side_by_side_count_by_weight(loss: Any, reduction: Any, world4: World) -> None:
+    """Each has 4 of a global batch's 8 samples, with another number of targets."""
+    reference = train(loss, "auto", 1)
+    results = world4.run(
+        pipeline, loss, 4, batch_size=4, loss_reduction=reduction, pipeline_parallel_size=2, num_micro_batches=4
+    )
+    assert_weights(results, reference)
+    for result in results:
+        assert result["metrics"]["samples"] == reference["metrics"]["samples"]
+        if loss is mean_over_targets:  # logged with the number of targets as its batch size
+            assert result["metrics"]["by_target"] == pytest.approx(reference["metrics"]["by_target"], rel=1e-6)
+
+
+def refuse(loss: Any, dropout: float = 0.0, **options: Any) -> None:
+    module = Tagger(loss, dropout)
+    before = {name: value.double().clone() for name, value in module.state_dict().items()}
+    strategy = PipelineStrategy(**{"num_micro_batches": 2, "start_method": "popen", **options})
+    try:
+        train(loss, strategy, 2, module=module)
+    except ValueError as error:
+        own = {name: value for name, value in module.state_dict().items() if type(value) is Tensor}
+        moved = any(not torch.equal(value.double(), before[name]) for name, value in own.items())
+        raise ValueError(f"{error} | trained: {moved} {module.losses}") from error
+
+
+@pytest.mark.parametrize(
+    ("loss", "dropout", "words"),
+    [
+        (mean_over_targets, 0.0, r"difference 0\.0\d*, .*targets that are not ignored"),
+        (contrastive, 0.5, "compares samples of a batch with each other cannot be cut: pass num_micro_batches=1"),
+        (sum_over_samples, 0.0, r"difference 0\.5, .*With loss_reduction='sum' both agree"),
+    ],
+)
+def test_losses_that_do_not_add_up_are_refused(loss: Any, dropout: float, words: str, world2: World) -> None:
+    start = (
+        r"the loss of the first batch is [\d.]+ as a whole, and [\d.]+ in 2 micro-batches under loss_reduction='mean'"
+    )
+    with pytest.raises(ValueError, match=start + " .*" + words + r".* \| trained: False \[\]\n"):
+        world2.run(refuse, loss, dropout)
