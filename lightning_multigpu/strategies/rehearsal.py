@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
 @contextmanager
 def without_trace(module: pl.LightningModule) -> Iterator[None]:
     """Puts back at the end of the block what steps change: random states, the module's buffers and attributes, and what
-    they have asked of the Trainer. Loggers of the Trainer do nothing meanwhile. What steps do to other objects stays.
+    they have asked of the Trainer.
+
+    Loggers of the Trainer do nothing meanwhile, and nothing is warned of: a step that is trained on warns by itself.
+    What steps do to other objects stays.
     """
     trainer = module.trainer
     stops, loggers = trainer.should_stop, trainer.loggers
-    with isolate_rng(include_cuda=module.device.type == "cuda"), kept_state(module):
+    on_gpu = module.device.type == "cuda"
+    with isolate_rng(include_cuda=on_gpu), kept_state(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             yield
