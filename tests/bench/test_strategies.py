@@ -166,6 +166,11 @@ class TestNames:
         assert (made.options["bucket_cap_mb"], made.options["static_graph"]) == (4, True)
         assert path.make().options["bucket_cap_mb"] == 2.5  # type: ignore[attr-defined]
 
+    def test_commas_within_brackets_are_the_values(self) -> None:
+        (found,) = contenders(["ring_ddp:compression={name: powersgd, rank: 2},shared_memory=false"])
+        assert found.options["compression"] == {"name": "powersgd", "rank": 2}
+        assert found.options["shared_memory"] is False
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Contender:
 
 
 def contender(text: str) -> Contender:
-    """Reads ``name``, ``name:option=value`` or ``name:option=value,other=value``; values are YAML.
+    """Reads ``name``, ``name:option=value`` or ``name:option=value,other={key: value}``; values are YAML.
 
     The strategy is made once, so that it refuses wrong values here and not in a rank.
 
@@ -97,12 +98,17 @@ def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
 
 def _options(text: str, rest: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for part in rest.split(",") if rest else []:
+    for part in _parts(rest):
         option, equals, value = part.partition("=")
         if not equals or not option.strip():
             raise ValueError(f"{text}: {part!r} is no option=value; write {text.partition(':')[0]}:bucket_cap_mb=4")
         options[option.strip()] = yaml.safe_load(value)
     return options
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas, but for those within brackets: ``compression={name: powersgd, rank: 4},shared_memory=false``."""
+    return re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,])+", text)
 
 
 def _without_start_method(name: str) -> str:
