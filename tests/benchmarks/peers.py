@@ -1,10 +1,12 @@
-"""All-reduce on one host: shared memory and Gloo against MPI libraries, where those are installed.
+"""All-reduce on one host: shared memory and Gloo against MPI libraries and DeepSpeed, where those are installed.
 
     python -m tests.benchmarks.peers --mpi mpich='mpiexec -n {ranks} python' [--ranks 2 4] [--repetitions 5]
+    python -m tests.benchmarks.peers --deepspeed /path/to/python
 
 Every contender is a job of its own, since an MPI library waits by spinning and would take the others' cores; the jobs
 take turns, and what counts is the median of the repetitions' medians. ``{ranks}`` stands for their number; the Python
-of an MPI job needs mpi4py and numpy. One intra-op thread a rank, float32, sums in place.
+of an MPI job needs mpi4py and numpy, that of DeepSpeed's deepspeed, ninja and torch. One intra-op thread a rank,
+float32, sums in place.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ import torch.multiprocessing as mp
 
 from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
 from tests.benchmarks.shared_memory import ROUNDS
+from tests.world import free_port
 
 BASELINE = "gloo"
 _MPI_RANK = Path(__file__).with_name("mpi_rank.py")
+_DEEPSPEED_RANK = Path(__file__).with_name("deepspeed_rank.py")
 SIZES_KIB = (4, 1024, 16 * 1024, 64 * 1024)
 
 Medians = dict[str, float]
@@ -70,14 +74,39 @@ def torch_job(name: str, num_ranks: int, directory: str) -> None:
 
 
 def mpi_job(command: str, num_ranks: int, directory: str) -> None:
-    rounds = ",".join(f"{size}:{ROUNDS[size][0]}:{ROUNDS[size][1]}" for size in SIZES_KIB)
     words = shlex.split(command.format(ranks=num_ranks))
-    subprocess.run([*words, str(_MPI_RANK), f"{directory}/results.json", rounds], check=True, timeout=600)
+    subprocess.run([*words, str(_MPI_RANK), *_of_a_peer(directory)], check=True, timeout=600)
+
+
+def deepspeed_job(python: str, num_ranks: int, directory: str) -> None:
+    place = {"WORLD_SIZE": num_ranks, "LOCAL_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+    ranks = [
+        subprocess.Popen(
+            [python, str(_DEEPSPEED_RANK), *_of_a_peer(directory)],
+            env={**os.environ, **{k: str(v) for k, v in {**place, "RANK": r, "LOCAL_RANK": r}.items()}, "PATH": tools},
+            stdout=subprocess.DEVNULL,
+        )
+        for r in range(num_ranks)
+    ]
+    try:
+        if any(rank.wait(timeout=600) for rank in ranks):
+            raise RuntimeError("a rank of DeepSpeed failed; its output is above")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _of_a_peer(directory: str) -> list[str]:
+    rounds = ",".join(f"{size}:{ROUNDS[size][0]}:{ROUNDS[size][1]}" for size in SIZES_KIB)
+    return [f"{directory}/results.json", rounds]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mpi", nargs="*", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--deepspeed", metavar="PYTHON")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repetitions", type=int, default=5)
     given = parser.parse_args()
@@ -90,6 +119,8 @@ def main() -> None:
     for text in given.mpi:
         name, _, command = text.partition("=")
         jobs[name] = lambda ranks, directory, command=command: mpi_job(command, ranks, directory)  # type: ignore[misc]
+    if given.deepspeed:
+        jobs["DeepSpeed"] = lambda ranks, directory: deepspeed_job(given.deepspeed, ranks, directory)
     for num_ranks in given.ranks:
         show(num_ranks, jobs, given.repetitions)
 
