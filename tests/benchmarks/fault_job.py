@@ -78,7 +78,7 @@ class Outcome:
             return "fault never came"
         if not self.resumed:
             return "NOT RESUMED"
-        if self.kind in REPORTED:
+        if self.kind in REPORTED and (self.reported or self.survivors):
             return "reported" if self.reported else "NOT REPORTED"
         codes = ",".join("-" if status is None else str(status) for status in self.statuses)
         return f"HANG ({codes})" if self.hung else f"ended ({codes})"

@@ -96,6 +96,8 @@ def deepspeed_job(python: str, num_ranks: int, directory: str) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
+        for segment in Path("/dev/shm").glob(f"deepspeed_*_{place['MASTER_PORT']}_*"):
+            segment.unlink()  # it leaves them
 
 
 def _of_a_peer(directory: str) -> list[str]:
