@@ -162,7 +162,7 @@ class FaultJob:
         # Else they are what processes had that have just been ended; a host that vanishes takes its own with it.
         if not left and kind != "vanish":
             temporary = sorted(self._temporary.iterdir())
-            by_torch = [path for path in temporary if self._in_loader and _is_probe_of_torch(path)]
+            by_torch = [path for path in temporary if self._in_loader and is_probe_of_torch(path)]
             leaks += [f"temporary {path.name}" for path in temporary if path not in by_torch]
         leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not is_whole(path)]
         output = self._output()
@@ -282,7 +282,7 @@ def _name_of_failed(kind: str, rank: int) -> str:
     return r"\bthe guardian\b" if "guardian" in kind else rf"\brank {rank}\b"
 
 
-def _is_probe_of_torch(path: Path) -> bool:
+def is_probe_of_torch(path: Path) -> bool:
     """Whether torch's DataLoader has made it to see how many more files it may open, when a worker had died.
 
     Its own handler of SIGCHLD raises while it makes ten of them; one process that has nothing but a DataLoader, whose
