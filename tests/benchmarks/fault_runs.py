@@ -96,7 +96,7 @@ def row(combination: Combination, outcome: Outcome) -> str:
 
 def main() -> int:
     options = arguments()
-    chosen = combinations(options.only, options.runs)
+    chosen = combinations(options.only, None)[options.skip :][: options.runs]
     # Whoever ends this program ends the job of the moment with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
@@ -134,6 +134,9 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, help="at most so many (all)")
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="N", help="leave out the first N: an earlier part ran them"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD[,WORD]")
     parser.add_argument("--strategy", choices=STRATEGIES, default="ring_ddp", help="ddp is Lightning's own")
     parser.add_argument("--deadline-s", type=float, default=30.0, help="from the fault to the end of all processes")
