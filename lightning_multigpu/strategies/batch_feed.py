@@ -22,6 +22,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     loss_scale,
 )
 from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler, deal_out
+from lightning_multigpu.strategies.loader_workers import leave_interrupts_to_rank
 from lightning_multigpu.strategies.run_signals import RunSignals
 
 if TYPE_CHECKING:
@@ -63,8 +64,12 @@ class BatchFeed:
         Prediction keeps Lightning's own sampler, which repeats nothing and remembers the indices for writers.
         """
         if trainer.predicting:
-            return loader
-        dealt, batches = deal_out(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
+            dealt: Any = loader
+            batches = None
+        else:
+            dealt, batches = deal_out(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
+        if self._signals.holds_interrupts:
+            leave_interrupts_to_rank(dealt, trainer.global_rank)
         return self._agreed(dealt, batches, trainer, meter, new_group()) if trainer.training else dealt
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:

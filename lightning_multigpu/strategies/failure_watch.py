@@ -202,8 +202,13 @@ class FailureWatch:
         """What ranks of this host were waiting in when the job failed, as its guardian has seen it; a line a rank."""
         return [] if self.watching is None else self.watching.waited
 
-    def settle(self, error: BaseException, step: int | None) -> RankFailure | None:
+    def settle(self, error: BaseException, step: int | None, rank: int | None = None) -> RankFailure | None:
         """Finds out which rank's failure stands behind ``error``; leaves word if it is this one's.
+
+        Args:
+            error: that has reached the launcher of this rank.
+            step: optimizer steps completed, or None.
+            rank: this one, for a failure before the ranks have joined.
 
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
@@ -213,7 +218,7 @@ class FailureWatch:
         _limit_exit(self.timeout_s, from_exit=not isinstance(error, Exception))
         board = self._board
         if board is None:
-            return self._settle_while_joining(error)
+            return self._settle_while_joining(error, rank)
         first = self._first(board)
         deadline = time.monotonic() + _SETTLE_S
         while first is None and _is_connection_loss(error) and time.monotonic() < deadline:
@@ -238,10 +243,12 @@ class FailureWatch:
         is_own = first is None or first.rank == board.rank or isinstance(error, RendezvousError)
         return None if is_own else first
 
-    def _settle_while_joining(self, error: BaseException) -> RankFailure | None:
+    def _settle_while_joining(self, error: BaseException, rank: int | None) -> RankFailure | None:
         """There is no board yet: only the guardian tells of others."""
         if self._dead_child is None and self.watching is not None:
-            own = RankFailure.of(error, rank=None, step=None)
+            own = RankFailure.of(error, rank=rank, step=None)
+            if isinstance(error, Exception) and not isinstance(error, RendezvousError):
+                error.add_note(own.summary())
             # Where an interrupt has struck says nothing about what was wrong.
             where = own.traceback if isinstance(error, Exception) else ""
             self.watching.failed(_what(error, own), step=None, traceback=where)
@@ -324,7 +331,7 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
         if strategy.signals.agreed_on(error):
             watch.end_in_order()
             raise
-        failure = watch.settle(error, strategy.steps_completed())
+        failure = watch.settle(error, strategy.steps_completed(), strategy.global_rank)
         if failure is None or not isinstance(error, Exception):
             watch.shown()
             _show_waits(watch.waited)

@@ -73,6 +73,11 @@ class RunSignals:
             self._held.act()
 
     @property
+    def holds_interrupts(self) -> bool:
+        """Whether SIGINT is held, and not left to a handler of the user's program."""
+        return self._held is not None and self._held.handler_before(signal.SIGINT) is not None
+
+    @property
     def flags(self) -> int:
         """What this rank wants the others to know."""
         return 0 if self._held is None else self._held.received

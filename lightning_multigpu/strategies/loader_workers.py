@@ -1,0 +1,38 @@
+"""Worker processes of data loaders."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader
+
+
+def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
+    """Lets the workers of a loader go on at Ctrl-C, which a terminal sends to all processes: the rank ends them.
+
+    Workers that are forked ignore it with the handler of their rank. Those that a spawned rank starts are new
+    interpreters, which would end in the middle of a batch that the ranks have agreed to finish.
+
+    Args:
+        loader: its ``worker_init_fn`` is still called; where there is none, workers are seeded as Lightning would.
+        rank: the global one.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _WorkerInit):
+        loader.worker_init_fn = _WorkerInit(loader.worker_init_fn, rank)
+
+
+class _WorkerInit:
+    def __init__(self, inner: Callable[[int], Any] | None, rank: int) -> None:
+        if inner is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+            inner = functools.partial(pl_worker_init_function, rank=rank)
+        self._inner = inner
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._inner is not None:
+            self._inner(worker_id)
