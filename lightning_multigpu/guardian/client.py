@@ -153,6 +153,14 @@ class GuardianClient:
         """
         self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
+    def joining(self, limit_s: float) -> None:
+        """Says that this rank is on its way to the others, who wait for it: it has failed if that takes longer."""
+        self._send("joining", limit_s=limit_s)
+
+    def joined(self) -> None:
+        """This rank has joined the others."""
+        self._send("joined")
+
     def counts_interrupts(self) -> None:
         """Says that a second Ctrl-C may end the job at once: the program has no handler of its own for SIGINT.
 

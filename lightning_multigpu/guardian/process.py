@@ -198,6 +198,8 @@ class Process:
                 f"there are: {came}"
             )
             self._fail(Failure(what, host=host_name()), self._now_s)
+        elif (late := self._ranks.late(self._now_s)) is not None:
+            self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
 
     def _fail(self, failure: Failure, since_s: float) -> None:
         """The first failure is the job's; what comes later follows from it."""
@@ -321,6 +323,10 @@ class Process:
             rank.finished = rank.at_end = True
         elif kind == "at end":
             rank.at_end = True
+        elif kind == "joining":
+            rank.joining_until_s = self._now_s + float(message["limit_s"])
+        elif kind == "joined":
+            rank.joining_until_s = None
         elif kind == "temporary":
             rank.temporary = str(message["directory"])
         elif kind == "directory":

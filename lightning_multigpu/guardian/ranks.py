@@ -26,6 +26,7 @@ class WatchedRank:
         introduced: its process has said itself which rank it is.
         finished: it needs nobody any more: it said goodbye or ended with exit status 0.
         at_end: it has come to the end of its run, and waits for the others.
+        joining_until_s: until when it has to have joined the others; None before that and afterwards.
         temporary: a directory that its workers use too, and that it cannot remove if it is killed.
         told_exit_code: what the process that started the rank says of its end.
     """
@@ -37,6 +38,7 @@ class WatchedRank:
         self.introduced = introduced
         self.finished = False
         self.at_end = False
+        self.joining_until_s: float | None = None
         self.temporary: str | None = None
         self.told_exit_code: int | None = None
         self.stopped_since_s: float | None = None
@@ -124,6 +126,13 @@ class Ranks:
         early = [rank for rank in self._ranks.values() if rank.finished and not rank.at_end]
         waited_for = others_wait or any(rank.at_end for rank in self.at_work)
         return early[0] if early and waited_for else None
+
+    def late(self, now_s: float) -> WatchedRank | None:
+        """A rank that still has not joined the others, and does not say so itself."""
+        for rank in self.at_work:
+            if rank.joining_until_s is not None and now_s > rank.joining_until_s:
+                return rank
+        return None
 
     def forgive(self) -> None:
         """Forgets how long ranks have been stopped: so was the one who looked at the clock."""

@@ -99,12 +99,14 @@ class Joining:
             watch.watching = Watching.inherited(
                 variables or os.environ, guardian, rank=strategy.global_rank, on_failure=watch.seen_by_guardian
             )
-            return
-        watch.watching = Watching.of_job(
-            address_of_job(*where, node_rank=strategy.node_rank, attempt=self._attempt, variables=os.environ),
-            join_timeout_s=self.timeout_s,
-            **_what_guardians_ask(strategy),
-        )
+        else:
+            watch.watching = Watching.of_job(
+                address_of_job(*where, node_rank=strategy.node_rank, attempt=self._attempt, variables=os.environ),
+                join_timeout_s=self.timeout_s,
+                **_what_guardians_ask(strategy),
+            )
+        # Later than the rank itself, which can say more, if it still can.
+        watch.watching.joining(self.timeout_s + strategy.failure_timeout_s)
 
     @contextlib.contextmanager
     def limited(self, strategy: MultiGPUStrategy) -> Iterator[None]:
@@ -120,6 +122,8 @@ class Joining:
             # Who looks at the clock by itself says more than who finds its connections cut.
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
+            if strategy.failure_watch.watching is not None:
+                strategy.failure_watch.watching.joined()
         except RendezvousError:
             raise
         except RuntimeError as error:

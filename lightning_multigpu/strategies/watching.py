@@ -123,6 +123,14 @@ class Watching:
         """After a failure: what this host's ranks were waiting in, a line a rank."""
         return self._client.waited
 
+    def joining(self, limit_s: float) -> None:
+        """This rank is on its way to the others; it has failed if that takes longer, even if it cannot say so."""
+        self._client.joining(limit_s)
+
+    def joined(self) -> None:
+        """This rank has joined the others."""
+        self._client.joined()
+
     def completed(self, step: int) -> None:
         """Notes how many optimizer steps are done, for the message; costs less than a microsecond."""
         self._client.completed(step)

@@ -49,6 +49,16 @@ def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(
     assert f"1 (pid {job.ranks[1].pid})" in heading
 
 
+def test_a_rank_that_hangs_on_its_way_to_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    joins = "client.joining(0.5); client.joined(); " + WORK
+    with Job(joins, "client.joining(0.5); time.sleep(60)") as job:
+        assert job.outcome()[0] == [1, -signal.SIGKILL]
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert "rank 1 (" in err, "and not rank 0, which has joined"
+    assert "has not joined the others in time (join_timeout_s)" in err
+
+
 @pytest.mark.parametrize("how", ["sys.exit(3)", "os._exit(3)"])
 def test_a_rank_that_exits_without_a_word(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     with Job(WORK, how) as job:
