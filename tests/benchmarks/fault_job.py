@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -122,6 +123,7 @@ class FaultJob:
         self, directory: Path, arguments: list[str], launcher: str, variables: Mapping[str, str] | None = None
     ) -> None:
         self._saved, self._temporary, self._outputs = (directory / name for name in ("saved", "temporary", "outputs"))
+        shutil.rmtree(self._temporary, ignore_errors=True)  # of an earlier job here, which had to be killed
         for folder in (self._saved, self._temporary, self._outputs):
             folder.mkdir(exist_ok=True)
         self._command = [sys.executable, "-m", fault_script.__name__, *arguments]
