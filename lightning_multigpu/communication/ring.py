@@ -34,6 +34,11 @@ DEFAULT_SEGMENT_BYTES = 1 << 20
 """Chunks travel in segments of this size: one is summed while the next is on its way, and it stays in cache."""
 
 
+_AHEAD = 2
+"""Segments that are on their way at first; then one leaves for each that arrives. More only make a queue in front of a
+slow link, in which what comes back has to wait too."""
+
+
 @dataclass(frozen=True)
 class RingStep:
     """What one rank does in one step: send one chunk to the next rank, receive another one from the previous rank."""
@@ -115,8 +120,9 @@ class RingAllReduce:
         flat = tensor.detach().view(-1)
         bounds = chunk_bounds(flat.numel(), self.world_size)
         steps = list(ring_steps(self.rank, self.world_size))
-        sends = [self._send(flat[a:b]) for a, b in self._segments(bounds[steps[0].send], flat)]
+        waiting = deque(flat[a:b] for a, b in self._segments(bounds[steps[0].send], flat))
         posted = self._post(flat, bounds, steps, 0)
+        sends = [self._send(waiting.popleft()) for _ in range(min(_AHEAD, len(waiting)))]
         for index, step in enumerate(steps):
             arriving, posted = posted, self._post(flat, bounds, steps, index + 1)
             completes = step.phase == "reduce" and index == self.world_size - 2
@@ -128,7 +134,10 @@ class RingAllReduce:
                 if completes and average:
                     segment.div_(self.world_size)
                 if index + 1 < len(steps):
-                    sends.append(self._send(segment))
+                    waiting.append(segment)
+                if waiting:
+                    sends.append(self._send(waiting.popleft()))
+        sends += [self._send(segment) for segment in waiting]
         for work in sends:
             work.wait()
         return tensor
