@@ -16,6 +16,7 @@ their share of that at once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,11 @@ from lightning_multigpu.communication.compression import CompressedAllReduce, Co
 from lightning_multigpu.communication.compression.pieces import Pieces
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
+from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
 from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+
+MOST_MOVED = 256
+"""Tensors that lie in shared memory at once."""
 
 
 class SentBytes(NamedTuple):
@@ -73,6 +78,7 @@ class HierarchicalAllReduce:
         self.inside = inside
         self.between = between
         self._inside_group = inside_group
+        self._can_move = True
         self._parts: dict[Pieces, Pieces] = {}  # of each tensor, the part that this rank reduces
 
     @property
@@ -142,6 +148,34 @@ class HierarchicalAllReduce:
         # Within a host all ranks take the same steps in the same order, so that there is nothing to begin early.
         self(tensor, pieces, average=average)
         return _Done(tensor)
+
+    def move(self, tensor: Tensor, key: int) -> bool:
+        """Moves a tensor that is reduced again and again to where ranks of a host reduce it without copies.
+
+        A collective of them, which takes long; when the tensor was moved before, it does nothing.
+
+        Args:
+            tensor: one-dimensional, with a storage of its own; its views move along.
+            key: a number for it; an earlier tensor of that number is forgotten. From :data:`MOST_MOVED` on nothing is
+                moved: each takes a file descriptor.
+
+        Returns:
+            Whether it lies there now; False on all ranks of the host where it cannot, or there is one.
+        """
+        if self.inside is None or not self._can_move or key >= MOST_MOVED:
+            return False
+        if not self.inside.has_moved(tensor):
+            try:
+                self.inside.move(tensor, key)
+            except SharedMemoryUnavailableError as error:
+                self._can_move = False
+                if self.inside.rank == 0:
+                    warnings.warn(
+                        f"gradients are copied to and from shared memory instead of reduced in place: {error}. More "
+                        "room in /dev/shm saves the copies (docker run --shm-size=...)",
+                        stacklevel=2,
+                    )
+        return self._can_move
 
     def end_step(self) -> None:
         """To be told after each optimizer step: compression then keeps the errors of the step; a collective."""

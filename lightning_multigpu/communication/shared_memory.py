@@ -7,7 +7,8 @@ all-reduce goes through three stages::
     sum own part    every rank sums its part of the chunk over all slots
     read the sums   every rank copies the sums into its tensor
 
-Two ranks, or short messages, take two stages: after ``write`` every rank sums all by itself.
+Two ranks, or short messages, take two stages: after ``write`` every rank sums all by itself. Tensors that were moved
+into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are (:mod:`.reachable`).
 
 Sums are made in the order of ranks, so they are the same bits on every rank and in every run.
 """
@@ -21,12 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.reachable import ReachableTensors
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_buffers import SharedBuffers
 
 DEFAULT_CHUNK_BYTES = 1 << 20
 DEFAULT_DIRECT_BYTES = 1 << 18
 DEFAULT_TIMEOUT_S = 1800.0
+_IN_PLACE_BYTES = 1 << 18
+_TEXT_BYTES = 512
 Bounds = Sequence[tuple[int, int]]
 _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -63,6 +67,25 @@ class SharedMemoryAllReduce:
         self.rank = self._buffers.rank
         self.world_size = self._buffers.world_size
         self.direct_bytes = direct_bytes
+        self._reachable = ReachableTensors(self.rank, self._exchange)
+
+    def move(self, tensor: Tensor, key: int) -> None:
+        """Moves a tensor's memory to where all ranks reach it, so that it is reduced without copies from now on.
+
+        A collective; no other thread may work on the tensor meanwhile.
+
+        Args:
+            tensor: one-dimensional and with a storage of its own, equally long on every rank; its views move along.
+            key: a number for it. An earlier tensor of the same number is forgotten.
+
+        Raises:
+            SharedMemoryUnavailableError: on all ranks alike; the tensor is as usable as before.
+        """
+        self._reachable.move(_flat(tensor, False), key)
+
+    def has_moved(self, tensor: Tensor) -> bool:
+        """Whether :meth:`move` was called for the tensor; the same on all ranks."""
+        return self._reachable.rows(tensor) is not None
 
     def sent_bytes(self, tensor: Tensor, operation: str = "all_reduce") -> int:
         """Payload in bytes that this rank writes for the others.
@@ -97,6 +120,10 @@ class SharedMemoryAllReduce:
             ConnectionLostError: another rank is gone, :meth:`abort` was called, or the time is up.
         """
         flat = _flat(tensor, average)
+        moved = self._reachable.rows(flat)
+        if moved is not None:
+            self._reduce_in_place(moved, average)
+            return tensor
         chunks = self._chunks(flat)
         rows = self._buffers.rows
 
@@ -124,7 +151,8 @@ class SharedMemoryAllReduce:
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, *, average: bool = False, bounds: Bounds | None = None) -> Tensor:
-        """Puts the sums over all ranks into this rank's shard of ``tensor``; the rest stays as it is.
+        """Puts the sums over all ranks into this rank's shard of ``tensor``; the rest stays as it is, except where the
+        tensor was moved: there a faster rank may be gathering its shard already.
 
         Arguments and errors are those of an all-reduce; and:
 
@@ -137,6 +165,11 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor, average)
         shards = self._shards(flat, bounds)
+        moved = self._reachable.rows(flat)
+        if moved is not None:
+            own = [self._shards(row, bounds)[self.rank] for row in moved]
+            self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average))
+            return shards[self.rank]
         rows = self._buffers.rows
         size = self._chunk_elements(flat) // self.world_size
 
@@ -159,6 +192,12 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor)
         shards = self._shards(flat, bounds)
+        moved = self._reachable.rows(flat)
+        if moved is not None:
+            # Nobody else reads or writes these parts, from the sums of a reduce-scatter on.
+            others = [self._shards(row, bounds)[self.rank] for rank, row in enumerate(moved) if rank != self.rank]
+            self._buffers.run(1, lambda _: [other.copy_(shards[self.rank]) for other in others], _nothing)
+            return tensor
         rows = self._buffers.rows
         size = self._chunk_elements(flat)
 
@@ -211,7 +250,34 @@ class SharedMemoryAllReduce:
 
     def close(self) -> None:
         """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
+        self._reachable.close()
         self._buffers.close()
+
+    def _exchange(self, text: str) -> list[str]:
+        """The texts of all ranks, or their beginnings."""
+        encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        texts = torch.zeros(self.world_size, _TEXT_BYTES, dtype=torch.uint8)
+        texts[self.rank] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self.all_gather(texts, bounds=[(r * _TEXT_BYTES, (r + 1) * _TEXT_BYTES) for r in range(self.world_size)])
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
+
+    def _reduce_in_place(self, rows: Sequence[Tensor], average: bool) -> None:
+        own = [self._shards(row, None)[self.rank] for row in rows]
+        self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average, to_all=True), _nothing)
+
+    def _sum_chunks(self, parts: Sequence[Tensor], average: bool, *, to_all: bool = False) -> None:
+        """This rank's part becomes the sum of all, chunk by chunk while they are in cache; or every part does."""
+        size = _IN_PLACE_BYTES // parts[0].element_size()
+        # The first two are read before anything is written; a later one would be lost before its turn.
+        scratch = None if self.rank < 2 else parts[0].new_empty(min(size, parts[0].numel()))
+        for start in range(0, parts[0].numel(), size):
+            sources = tuple(part[start : start + size] for part in parts)
+            own = sources[self.rank]
+            out = own if scratch is None else scratch[: own.numel()]
+            self._sum(sources, out, average)
+            for part in sources if to_all else (own,):
+                if part is not out:
+                    part.copy_(out)
 
     def _sum(self, sources: tuple[Tensor, ...], out: Tensor, average: bool) -> None:
         """``out`` becomes the sum of ``sources``, which are as long as it, in their order."""

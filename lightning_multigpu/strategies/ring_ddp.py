@@ -25,6 +25,8 @@ from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.compressed_gradients import CompressedGradients, pieces_of
 from lightning_multigpu.strategies.gradient_path import gradient_all_reduce
 
+_DDP_BUCKET_CAP_MB = 25.0
+
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     """Every rank computes the gradients of its share of the batch; a ring all-reduce averages them during backward.
@@ -34,10 +36,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     ``DDPStrategy`` keep their names and meaning; comm hooks work on CPU tensors too.
 
     Args:
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel; "auto" measures the all-reduce at the
-            start and chooses. Sums over more than two ranks may then differ in their last bits from run to run.
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel. By default 4, and more for models with over
+            512 MiB of gradients; 25, as DDP has it, where NCCL or a hook of your own moves them. "auto" measures the
+            all-reduce at the start and chooses; sums over more than two ranks may then differ in their last bits from
+            run to run.
         find_unused_parameters: look in every step for parameters that the loss does not depend on.
-        gradient_as_bucket_view: let ``.grad`` be a view of the bucket, which saves a copy of the gradients.
+        gradient_as_bucket_view: let ``.grad`` be a view of the bucket, which saves a copy of the gradients. What your
+            code keeps of ``.grad`` from one step to the next is then overwritten.
         static_graph: promise that every step uses the same parameters in the same order.
         average_every: k: ranks take k optimizer steps with their own gradients, then average weights and optimizer
             state (local SGD); before validation, before a checkpoint and at the end they average as well. It is
@@ -63,9 +68,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float | Literal["auto"] = 25,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
+        gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         average_every: int = 1,
@@ -79,7 +84,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         **options: Any,
     ) -> None:
         validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
-        if bucket_cap_mb != "auto":
+        if bucket_cap_mb not in ("auto", None):
             validation.check_positive("bucket_cap_mb", bucket_cap_mb)
         validation.check_positive("average_every", average_every, whole=True)
         gradients = {"ddp_comm_hook": ddp_comm_hook, "compression": compression}
@@ -149,7 +154,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._reducer = self._make_reducer()
         bucket_cap_mb = self._bucket_cap_mb(model)
         if self._chooses_compression:
-            self._reducer = self._reducer_of_choice(self._reducer, bucket_cap_mb)
+            self._reducer = self._reducer_of_choice(self._reducer, bucket_cap_mb or _DDP_BUCKET_CAP_MB)
         if self._reducer.all_reduce is not None and self._reducer.all_reduce.compressed is not None:
             self._compressed = CompressedGradients(self._reducer.all_reduce, self.precision_plugin)
         wrapped = DistributedDataParallel(
@@ -167,14 +172,17 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Nothing is left to do: the reducer was attached when the module was wrapped."""
 
-    def _bucket_cap_mb(self, model: Module) -> float:
-        """The option, or what a measurement recommends."""
-        chosen: float | str = self._ddp_options["bucket_cap_mb"]
+    def _bucket_cap_mb(self, model: Module) -> float | None:
+        """The option, or what suits the way that gradients take, or what a measurement recommends; None is for DDP."""
+        chosen: float | str | None = self._ddp_options["bucket_cap_mb"]
+        assert self._reducer is not None
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        if chosen is None:
+            own_way = self._reducer.all_reduce is not None and self._ddp_comm_hook is None
+            return bucket_size.usual_bucket_bytes(total_bytes) / 2**20 if own_way else None
         if isinstance(chosen, str):
-            assert self._reducer is not None
             cost = bucket_size.measure(self._reducer.average, self.root_device)
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
             chosen = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
             rank_zero_info(
                 f"bucket_cap_mb='auto': {chosen:.2f} MiB, for {total_bytes / 2**20:.1f} MiB of gradients that take "

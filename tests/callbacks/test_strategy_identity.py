@@ -35,7 +35,7 @@ def test_the_name_that_fixes_most_of_the_options_wins() -> None:
     ("options", "shown"),
     [
         ({"bucket_cap_mb": 1}, {"bucket_cap_mb": 1}),
-        ({"bucket_cap_mb": 25, "uneven_inputs": "join"}, {"uneven_inputs": "join"}),
+        ({"broadcast_buffers": True, "uneven_inputs": "join"}, {"uneven_inputs": "join"}),
         ({"timeout": timedelta(minutes=1)}, {"timeout": 60.0}),
         (
             {"ddp_comm_hook": fp16_compress_hook},

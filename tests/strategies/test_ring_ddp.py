@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.traffic import StepTraffic
+from lightning_multigpu.engine.data_parallel import bucket_size
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 
@@ -57,8 +58,10 @@ def bucket_sizes(**options: Any) -> list[int]:
     strategy = make_strategy("ring_ddp", **options)
     trainer = make_trainer(Case(max_epochs=1), strategy, 2)
     module = Classifier()
-    module.wide = nn.Linear(1, 300_000)  # type: ignore[assignment]
-    module.first.register_forward_hook(lambda layer, inputs, output: output + 0 * module.wide(output[:, :1]).sum())
+    module.wide = nn.ModuleList(nn.Linear(1, 300_000) for _ in range(2))  # type: ignore[assignment]
+    module.first.register_forward_hook(
+        lambda layer, inputs, output: output + sum(0 * wide(output[:, :1]).sum() for wide in module.wide)
+    )
     trainer.fit(module, train_loader(Case(), 2))
     strategy.meter.flush()
     (totals,) = strategy.meter.steps[-1].of("all_reduce", "data")
@@ -66,12 +69,27 @@ def bucket_sizes(**options: Any) -> list[int]:
 
 
 def test_buckets_of_a_measured_size_are_the_same_on_all_ranks(world2: World) -> None:
-    """4.8 MB of gradients: more than one bucket, unless a message cost more than all of their bytes."""
+    """9.6 MB of gradients: more than one bucket, unless a message cost more than all of their bytes."""
     first, second = world2.run(bucket_sizes, bucket_cap_mb="auto")
     assert first == second
-    assert first[1] == 600_000 * 8 + GRADIENT_BYTES
+    assert first[1] == 1_200_000 * 8 + GRADIENT_BYTES
     with pytest.raises(ValueError, match="bucket_cap_mb='large'"):
         RingDDPStrategy(bucket_cap_mb="large")
+
+
+BUCKET_OPTIONS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "one": {"bucket_cap_mb": 25},
+    "stock": {"ddp_comm_hook": allreduce_hook},
+}
+
+
+def test_buckets_have_4_mib_unless_they_are_large_or_somebody_elses(world2: World) -> None:
+    """Four parameters of 2.4 MB. torch closes each bucket when it is full, and by default the first one at 1 MiB."""
+    counts = {name: world2.run(bucket_sizes, **options)[0][0] for name, options in BUCKET_OPTIONS.items()}
+    assert counts == {"ours": 3, "one": 1, "stock": 2}
+    assert bucket_size.usual_bucket_bytes(100 << 20) == 4 << 20
+    assert bucket_size.usual_bucket_bytes(4 << 30) == 32 << 20
 
 
 class HookError(Exception):

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 SMALLEST_BYTES = 64 << 10
+_USUAL_BYTES = 4 << 20
+_MOST_BUCKETS = 128
 _PROBE_BYTES = (16 << 10, 512 << 10, 2 << 20)
 _REPETITIONS = 5
 
@@ -47,6 +49,15 @@ def best_bucket_bytes(cost: TransferCost, total_bytes: int) -> int:
         return max(total_bytes, SMALLEST_BYTES)
     best = math.sqrt(total_bytes * max(cost.latency_s, 0.0) / cost.s_per_byte)
     return round(min(max(best, SMALLEST_BYTES), max(total_bytes, SMALLEST_BYTES)))
+
+
+def usual_bucket_bytes(total_bytes: int) -> int:
+    """A size that suits the ring and shared memory without a measurement: 4 MiB, and more for large models.
+
+    At 1 Gbit/s the first of 4 MiB is on its way while backward has most of its work before it; on one host each costs
+    some ten microseconds.
+    """
+    return max(_USUAL_BYTES, -(-total_bytes // _MOST_BUCKETS))
 
 
 def measure(all_reduce: Callable[[Tensor], object], device: torch.device) -> TransferCost:

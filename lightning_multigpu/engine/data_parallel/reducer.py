@@ -32,7 +32,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 _UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
-_Job = tuple[Tensor, Sequence[Piece], Future[Tensor]]
+_Job = tuple[Tensor, int, Sequence[Piece], Future[Tensor]]
 
 
 class GradientReducer:
@@ -162,7 +162,7 @@ class GradientReducer:
             self._thread.start()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()
-        self._jobs.put((buffer, pieces, future))
+        self._jobs.put((buffer, bucket.index(), pieces, future))
         return future
 
     def _work(self) -> None:
@@ -179,10 +179,12 @@ class GradientReducer:
                 self._finish_job(*under_way)
             under_way = begun
 
-    def _begin_job(self, buffer: Tensor, pieces: Sequence[Piece], future: Future[Tensor]) -> "_UnderWay":
+    def _begin_job(self, buffer: Tensor, index: int, pieces: Sequence[Piece], future: Future[Tensor]) -> "_UnderWay":
         finish = _nothing
         if self._error is None:
             try:
+                if self.all_reduce is not None and buffer.is_cpu and not buffer.is_sparse:
+                    self.all_reduce.move(buffer, index)  # each bucket once
                 finish = self._begin_move(buffer, pieces)
             except BaseException as error:
                 self._error = error
