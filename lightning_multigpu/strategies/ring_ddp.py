@@ -36,8 +36,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     ``DDPStrategy`` keep their names and meaning; comm hooks work on CPU tensors too.
 
     Args:
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel. By default 4, and more for models with over
-            512 MiB of gradients; 25, as DDP has it, where NCCL or a hook of your own moves them. "auto" measures the
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel. By default 4 between hosts, 25 on one, and
+            more for models with many; where NCCL or a hook of your own moves them, what DDP has. "auto" measures the
             all-reduce at the start and chooses; sums over more than two ranks may then differ in their last bits from
             run to run.
         find_unused_parameters: look in every step for parameters that the loss does not depend on.
@@ -179,8 +179,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         if chosen is None:
-            own_way = self._reducer.all_reduce is not None and self._ddp_comm_hook is None
-            return bucket_size.usual_bucket_bytes(total_bytes) / 2**20 if own_way else None
+            all_reduce = self._reducer.all_reduce
+            if all_reduce is None or self._ddp_comm_hook is not None:
+                return None
+            return bucket_size.usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
         if isinstance(chosen, str):
             cost = bucket_size.measure(self._reducer.average, self.root_device)
             chosen = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,28 @@ def _many_calls() -> None:
             assert bool((bucket == n * call + n * (n - 1) / 2).all()), call
 
 
-def test_no_rank_is_too_early_or_too_late(world: World) -> None:
-    world.run(_many_calls)
+def _many_shards() -> None:
+    with shared_memory() as shared:
+        tensor = torch.empty(70_000)
+        shared.move(tensor, 0)
+        n = shared.world_size
+        for call in range(60):
+            if call % n == shared.rank:
+                torch.randn(200_000).sort()
+            tensor.fill_(call + shared.rank)
+            own = shared.reduce_scatter(tensor)
+            assert bool((own == n * call + n * (n - 1) / 2).all()), call
+            if (call + 1) % n == shared.rank:
+                torch.randn(200_000).sort()
+            own.fill_(shared.rank)
+            shared.all_gather(tensor)
+            for other, (a, b) in enumerate(chunk_bounds(tensor.numel(), n)):
+                assert bool((tensor[a:b] == other).all()), call
+
+
+@pytest.mark.parametrize("calls", [_many_calls, _many_shards])
+def test_no_rank_is_too_early_or_too_late(world: World, calls: Callable[[], None]) -> None:
+    world.run(calls)
 
 
 def _shards() -> list[Tensor]:

@@ -78,18 +78,20 @@ def test_buckets_of_a_measured_size_are_the_same_on_all_ranks(world2: World) -> 
 
 
 BUCKET_OPTIONS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "one": {"bucket_cap_mb": 25},
-    "stock": {"ddp_comm_hook": allreduce_hook},
+    "shared memory": {},
+    "ring": {"shared_memory": False},
+    "given": {"bucket_cap_mb": 3},
+    "DDP's": {"ddp_comm_hook": allreduce_hook},
 }
 
 
-def test_buckets_have_4_mib_unless_they_are_large_or_somebody_elses(world2: World) -> None:
-    """Four parameters of 2.4 MB. torch closes each bucket when it is full, and by default the first one at 1 MiB."""
+def test_buckets_suit_the_way_that_they_take(world2: World) -> None:
+    """Four parameters of 2.4 MB. torch closes a bucket when it is full, and with its own default the first at 1 MiB."""
     counts = {name: world2.run(bucket_sizes, **options)[0][0] for name, options in BUCKET_OPTIONS.items()}
-    assert counts == {"ours": 3, "one": 1, "stock": 2}
-    assert bucket_size.usual_bucket_bytes(100 << 20) == 4 << 20
-    assert bucket_size.usual_bucket_bytes(4 << 30) == 32 << 20
+    assert counts == {"shared memory": 1, "ring": 3, "given": 3, "DDP's": 2}
+    for between_hosts, smallest in ((True, 4 << 20), (False, 25 << 20)):
+        assert bucket_size.usual_bucket_bytes(100 << 20, between_hosts=between_hosts) == smallest
+        assert bucket_size.usual_bucket_bytes(4 << 30, between_hosts=between_hosts) == 32 << 20
 
 
 class HookError(Exception):

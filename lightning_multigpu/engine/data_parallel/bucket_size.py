@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 SMALLEST_BYTES = 64 << 10
-_USUAL_BYTES = 4 << 20
+_ON_ONE_HOST_BYTES = 25 << 20
+_BETWEEN_HOSTS_BYTES = 4 << 20
 _MOST_BUCKETS = 128
 _PROBE_BYTES = (16 << 10, 512 << 10, 2 << 20)
 _REPETITIONS = 5
@@ -51,13 +52,14 @@ def best_bucket_bytes(cost: TransferCost, total_bytes: int) -> int:
     return round(min(max(best, SMALLEST_BYTES), max(total_bytes, SMALLEST_BYTES)))
 
 
-def usual_bucket_bytes(total_bytes: int) -> int:
-    """A size that suits the ring and shared memory without a measurement: 4 MiB, and more for large models.
+def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
+    """A size that suits the ring, or shared memory on one host, without a measurement; more for large models.
 
-    At 1 Gbit/s the first of 4 MiB is on its way while backward has most of its work before it; on one host each costs
-    some ten microseconds.
+    On a link of 1 Gbit/s the first of 4 MiB is on its way while backward has most of its work before it. On one host
+    there is little to hide, and every bucket makes ranks wait for each other once more.
     """
-    return max(_USUAL_BYTES, -(-total_bytes // _MOST_BUCKETS))
+    usual = _BETWEEN_HOSTS_BYTES if between_hosts else _ON_ONE_HOST_BYTES
+    return max(usual, -(-total_bytes // _MOST_BUCKETS))
 
 
 def measure(all_reduce: Callable[[Tensor], object], device: torch.device) -> TransferCost:
