@@ -73,10 +73,10 @@ def _many_calls() -> None:
 
 def _many_shards() -> None:
     with shared_memory() as shared:
-        tensor = torch.empty(70_000)
+        tensor = torch.empty(4_000_000)  # so that a copy takes long enough to be seen half done
         shared.move(tensor, 0)
         n = shared.world_size
-        for call in range(60):
+        for call in range(20):
             if call % n == shared.rank:
                 torch.randn(200_000).sort()
             tensor.fill_(call + shared.rank)
@@ -86,6 +86,8 @@ def _many_shards() -> None:
                 torch.randn(200_000).sort()
             own.fill_(shared.rank)
             shared.all_gather(tensor)
+            for other, (_, b) in enumerate(chunk_bounds(tensor.numel(), n)):
+                assert tensor[b - 1] == other, call
             for other, (a, b) in enumerate(chunk_bounds(tensor.numel(), n)):
                 assert bool((tensor[a:b] == other).all()), call
 
