@@ -78,6 +78,30 @@ def test_gradients_are_averaged_and_their_bytes_counted(world: World, one_host: 
     assert [sum(step) for step in zip(*(sent for _, sent in results), strict=True)] == [per_step, per_step]
 
 
+def moves_by_step() -> list[int]:
+    """How often a bucket was moved into shared memory in each of four steps."""
+    moves: list[int] = []
+    with reducer(Meter(), one_host=True) as reduce, pytest.MonkeyPatch.context() as patch:
+        move = SharedMemoryAllReduce.move
+        patch.setattr(SharedMemoryAllReduce, "move", lambda *arguments: (move(*arguments), moves.append(1)))
+        module = DistributedDataParallel(model(), bucket_cap_mb=0.01)
+        reduce.attach(module)
+        counts = []
+        for step in range(4):
+            gradients(module, step, dist.get_rank())
+            reduce.finish()
+            counts.append(len(moves))
+    return [after - before for before, after in zip([0, *counts], counts, strict=False)]
+
+
+def test_each_bucket_moves_once(world2: World) -> None:
+    """torch arranges its buckets anew for the second step, in the order in which gradients came in the first."""
+    for first, second, *others in world2.run(moves_by_step):
+        assert first >= 1
+        assert second > 1
+        assert others == [0, 0]
+
+
 def aborted() -> None:
     with reducer(Meter(), one_host=True) as reduce:
         if dist.get_rank() == 0:

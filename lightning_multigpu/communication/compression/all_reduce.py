@@ -116,6 +116,8 @@ class CompressedAllReduce:
 
     def end_step(self) -> None:
         """Ends a step: its errors are kept if all of its sums were finite, else the state stays as it was before it."""
+        if not self._is_warming_up():
+            self.statistics.end_step()
         if self._errors is not None:
             self._errors.end_step(accept=self.step_is_finite)
         if isinstance(self.compressor, PowerSGD):

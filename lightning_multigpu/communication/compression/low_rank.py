@@ -29,7 +29,7 @@ from lightning_multigpu.communication.compression.messages import (
 )
 from lightning_multigpu.communication.compression.owners import Part, Plan
 from lightning_multigpu.communication.compression.powersgd import add_product, orthonormalise
-from lightning_multigpu.communication.compression.statistics import CompressionStatistics, square
+from lightning_multigpu.communication.compression.statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.warm_starts import WarmStarts
 
 
@@ -102,7 +102,7 @@ class LowRank:
         if part.size is None:
             given.zero_()
             return
-        had_square = square(given)
+        had_square = self._statistics.square(given)
         p = self._first.numbers[part.owner][part.first].view(part.size[0], -1)
         q = self._second.numbers[part.owner][part.second].view(-1, part.size[1])
         torch.mm(p.t(), given.view(part.size), out=q)

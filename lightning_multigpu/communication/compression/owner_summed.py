@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
 from lightning_multigpu.communication.compression.messages import FROM_OWNER, TO_OWNER, Messages, wait_all
-from lightning_multigpu.communication.compression.statistics import CompressionStatistics, square
+from lightning_multigpu.communication.compression.statistics import CompressionStatistics
 from lightning_multigpu.communication.ring import chunk_bounds
 
 DEFAULT_SEGMENT_ELEMENTS = 1 << 18
@@ -168,7 +168,7 @@ class OwnerSummed:
         return torch.add(given, before, out=after)
 
     def _encode(self, values: Tensor, wire: Tensor) -> None:
-        had_square = square(values)
+        had_square = self._statistics.square(values)
         self._compressor.encode(values, wire)
         self._statistics.add_loss(had_square, values)
 
