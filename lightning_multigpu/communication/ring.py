@@ -33,6 +33,7 @@ from torch import Tensor
 DEFAULT_SEGMENT_BYTES = 1 << 20
 """Chunks travel in segments of this size: one is summed while the next is on its way, and it stays in cache."""
 
+_TAG = 8  # and the next one: tensors take turns. Those of lightning_multigpu.communication.compression are lower
 
 _AHEAD = 2
 """Segments that are on their way at first; then one leaves for each that arrives. More only make a queue in front of a
@@ -78,6 +79,10 @@ class RingAllReduce:
 
     All ranks of the group must call it in the same order, one call at a time; which thread calls does not matter.
 
+    Attributes:
+        next: the rank, counted in the world, that this one sends to.
+        previous: the one that it receives from.
+
     Args:
         group: a process group whose backend sends CPU tensors point to point (gloo, mpi); nothing else may use it
             for messages while a call is under way.
@@ -95,13 +100,21 @@ class RingAllReduce:
         self.world_size = dist.get_world_size(group)
         self.segment_bytes = segment_bytes
         ranks = dist.get_process_group_ranks(group)
-        self._next = ranks[(self.rank + 1) % self.world_size]
-        self._previous = ranks[(self.rank - 1) % self.world_size]
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.next = ranks[(self.rank + 1) % self.world_size]
+        self.previous = ranks[(self.rank - 1) % self.world_size]
+        self._tag = 0
+        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def sent_bytes(self, tensor: Tensor) -> int:
         """Payload in bytes that this rank sends when ``tensor`` is reduced."""
         return sent_elements(tensor.numel(), self.rank, self.world_size) * tensor.element_size()
+
+    def scratch(self, dtype: torch.dtype, numel: int, tag: int, step: int) -> Tensor:
+        """Memory for what arrives in a step, of two: one step's segments are summed while the next one's arrive."""
+        memory = self._scratch.get((dtype, tag))
+        if memory is None or memory.numel() < 2 * numel:
+            memory = self._scratch[dtype, tag] = torch.empty(2 * numel, dtype=dtype)
+        return memory[: 2 * numel].view(2, numel)[step % 2]
 
     def __call__(self, tensor: Tensor, *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
@@ -114,71 +127,92 @@ class RingAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
             RuntimeError: a neighbour is gone, or the group's timeout has passed.
         """
+        return self.begin(tensor, average=average).finish()
+
+    def begin(self, tensor: Tensor, *, average: bool = False) -> PendingRing:
+        """As a call, but returns when the first segments are on their way; ``finish()`` of the result does the rest.
+
+        One more tensor may begin before the one before it is finished, so that the wire has something to do between the
+        two. They must be finished in the order in which they began.
+        """
         _check(tensor, average)
-        if self.world_size == 1:
-            return tensor
-        flat = tensor.detach().view(-1)
-        bounds = chunk_bounds(flat.numel(), self.world_size)
-        steps = list(ring_steps(self.rank, self.world_size))
-        waiting = deque(flat[a:b] for a, b in self._segments(bounds[steps[0].send], flat))
-        posted = self._post(flat, bounds, steps, 0)
-        sends = [self._send(waiting.popleft()) for _ in range(min(_AHEAD, len(waiting)))]
-        for index, step in enumerate(steps):
-            arriving, posted = posted, self._post(flat, bounds, steps, index + 1)
-            completes = step.phase == "reduce" and index == self.world_size - 2
+        self._tag = 1 - self._tag
+        return PendingRing(self, tensor, average, self._tag)
+
+
+class PendingRing:
+    """A tensor that is being reduced."""
+
+    def __init__(self, ring: RingAllReduce, tensor: Tensor, average: bool, tag: int) -> None:
+        self._ring = ring
+        self._tensor = tensor
+        self._average = average
+        self._tag = tag
+        self._flat = tensor.detach().view(-1)
+        self._steps = list(ring_steps(ring.rank, ring.world_size))
+        if not self._steps:
+            return
+        self._bounds = chunk_bounds(self._flat.numel(), ring.world_size)
+        self._waiting = deque(self._flat[a:b] for a, b in self._segments(self._bounds[self._steps[0].send]))
+        self._posted = self._post(0)
+        self._sends = [self._send(self._waiting.popleft()) for _ in range(min(_AHEAD, len(self._waiting)))]
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, which is then the sum or the average. To be called once.
+
+        Raises:
+            RuntimeError: a neighbour is gone, or the group's timeout has passed.
+        """
+        if not self._steps:
+            return self._tensor
+        world_size = self._ring.world_size
+        for index, step in enumerate(self._steps):
+            arriving, self._posted = self._posted, self._post(index + 1)
+            completes = step.phase == "reduce" and index == world_size - 2
             for work, (a, b), incoming in arriving:
                 work.wait()
-                segment = flat[a:b]
+                segment = self._flat[a:b]
                 if step.phase == "reduce":
                     segment.add_(incoming)
-                if completes and average:
-                    segment.div_(self.world_size)
-                if index + 1 < len(steps):
-                    waiting.append(segment)
-                if waiting:
-                    sends.append(self._send(waiting.popleft()))
-        sends += [self._send(segment) for segment in waiting]
-        for work in sends:
+                if completes and self._average:
+                    segment.div_(world_size)
+                if index + 1 < len(self._steps):
+                    self._waiting.append(segment)
+                if self._waiting:
+                    self._sends.append(self._send(self._waiting.popleft()))
+        self._sends += [self._send(segment) for segment in self._waiting]
+        for work in self._sends:
             work.wait()
-        return tensor
+        return self._tensor
 
-    def _segments(self, bounds: tuple[int, int], flat: Tensor) -> Iterator[tuple[int, int]]:
+    def _segments(self, bounds: tuple[int, int]) -> Iterator[tuple[int, int]]:
         start, end = bounds
-        size = max(1, self.segment_bytes // flat.element_size())
+        size = max(1, self._ring.segment_bytes // self._flat.element_size())
         return ((a, min(a + size, end)) for a in range(start, end, size))
 
-    def _post(
-        self, flat: Tensor, bounds: list[tuple[int, int]], steps: list[RingStep], index: int
-    ) -> deque[tuple[dist.Work, tuple[int, int], Tensor]]:
+    def _post(self, index: int) -> deque[tuple[dist.Work, tuple[int, int], Tensor]]:
         """Posts the receives of one step ahead of time: what is to be summed goes to scratch memory."""
         posted: deque[tuple[dist.Work, tuple[int, int], Tensor]] = deque()
-        if index >= len(steps):
+        if index >= len(self._steps):
             return posted
-        step = steps[index]
-        start, end = bounds[step.receive]
-        for a, b in self._segments((start, end), flat):
+        step = self._steps[index]
+        start, end = self._bounds[step.receive]
+        for a, b in self._segments((start, end)):
             if step.phase == "reduce":
-                incoming = self._scratch_for(flat, bounds, index)[a - start : b - start]
+                half = self._bounds[0][1] - self._bounds[0][0]
+                incoming = self._ring.scratch(self._flat.dtype, half, self._tag, index)[a - start : b - start]
             else:
-                incoming = flat[a:b]
+                incoming = self._flat[a:b]
             posted.append((self._receive(incoming), (a, b), incoming))
         return posted
 
-    def _scratch_for(self, flat: Tensor, bounds: list[tuple[int, int]], index: int) -> Tensor:
-        # Two halves: one step's segments are being summed while those of the next step arrive.
-        half = bounds[0][1] - bounds[0][0]
-        scratch = self._scratch.get(flat.dtype)
-        if scratch is None or scratch.numel() < 2 * half:
-            scratch = self._scratch[flat.dtype] = torch.empty(2 * half, dtype=flat.dtype)
-        return scratch[: 2 * half].view(2, half)[index % 2]
-
     def _send(self, segment: Tensor) -> dist.Work:
-        work = dist.isend(segment, self._next, group=self.group)
+        work = dist.isend(segment, self._ring.next, group=self._ring.group, tag=_TAG + self._tag)
         assert work is not None
         return work
 
     def _receive(self, segment: Tensor) -> dist.Work:
-        work = dist.irecv(segment, self._previous, group=self.group)
+        work = dist.irecv(segment, self._ring.previous, group=self._ring.group, tag=_TAG + self._tag)
         assert work is not None
         return work
 

@@ -96,6 +96,33 @@ def test_ranks_hold_the_same_bits_and_runs_repeat(world4: World) -> None:
     torch.testing.assert_close(first[0].double(), exact.mean(0), rtol=1e-5, atol=1e-7)
 
 
+def _overlapping(odd_ranks_too: bool) -> bool:
+    """Even ranks begin with the next tensor before they finish the one before."""
+    init_group()
+    rank, n = dist.get_rank(), dist.get_world_size()
+    ring = RingAllReduce(dist.new_group(backend="gloo"), segment_bytes=400)
+    numels = [1000, 3000, 7, 2000, 1, 5000, 4000]
+    tensors = [torch.arange(numel, dtype=torch.float64) * (rank + 1) + call for call, numel in enumerate(numels)]
+    pending = None
+    for tensor in tensors:
+        begun = ring.begin(tensor)
+        if pending is not None:
+            pending.finish()
+        pending = begun
+        if rank % 2 and not odd_ranks_too:
+            pending.finish()
+            pending = None
+    if pending is not None:
+        pending.finish()
+    sums = [torch.arange(numel) * (n * (n + 1) / 2) + n * call for call, numel in enumerate(numels)]
+    return all(torch.equal(tensor, expected) for tensor, expected in zip(tensors, sums, strict=True))
+
+
+@pytest.mark.parametrize("odd_ranks_too", [True, False])
+def test_one_tensor_may_begin_before_the_one_before_it_ends(world: World, odd_ranks_too: bool) -> None:
+    assert all(world.run(_overlapping, odd_ranks_too))
+
+
 def _over_a_part_of_the_world() -> tuple[float, int]:
     init_group()
     rank = dist.get_rank()

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-# Messages of one tag between two ranks arrive in the order in which they were sent. The ring uses tag 0.
+# Messages of one tag between two ranks arrive in the order in which they were sent. The ring uses higher ones.
 TO_OWNER = 1
 FROM_OWNER = 2
 SECOND_TO_OWNER = 3
