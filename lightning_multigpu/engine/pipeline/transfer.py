@@ -109,7 +109,6 @@ class Line:
             return self.receive_object(last)
         for position in range(last):
             self.send_object(obj, position)
-        self.finish()
         return obj
 
     def finish(self) -> None:
