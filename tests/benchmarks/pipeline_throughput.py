@@ -148,13 +148,12 @@ def peer_job(library: str, python: str, num_ranks: int) -> Job:
                 [python, str(_PEER), library, path, *numbers],
                 env={**common, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
             )
             for rank in range(num_ranks)
         ]
         try:
             if any(rank.wait(timeout=600) for rank in ranks):
-                raise RuntimeError(f"a process of {library} failed")
+                raise RuntimeError(f"a process of {library} failed; its output is above")
         finally:
             for process in ranks:
                 process.kill()
