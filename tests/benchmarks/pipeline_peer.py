@@ -87,6 +87,8 @@ def main() -> None:
     library, seconds = LIBRARIES[name](*map(int, numbers))
     if os.environ.get("RANK", "0") == "0":
         Path(path).write_text(json.dumps({"library": library, "seconds": seconds}))
+    if name == "fairscale":
+        os._exit(0)  # its threads run on, and an ordinary end would abort the process
 
 
 if __name__ == "__main__":
