@@ -77,6 +77,7 @@ class LossProbe:
                 return
             again = self._losses(runner, batch, loss_of, len(weights), attempt=1)
             fatal = runner.line.from_last(runner.is_last and _all_equal(losses, again))
+            runner.line.finish()  # what follows may be the end
         if fatal:
             raise ValueError(found)
         rank_zero_info(

@@ -76,6 +76,7 @@ class PipelineRunner:
         self._schedule = schedule
         self._bounds = bounds
         self._seed: tuple[int, ...] = ()
+        self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
         self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part, self._run_layer)
@@ -83,6 +84,8 @@ class PipelineRunner:
             Stage(functools.partial(self._compute, index), parameters, index, len(bounds), line, device, meter)
             for index in range(self.position, len(bounds), line.num_ranks)
         ]
+        own = [bounds[stage.stage_index] for stage in self.stages]
+        self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         # An operation in place must not overwrite what was received: its gradient is wanted.
         self._clones_input = {
             stage.stage_index: any(
@@ -169,6 +172,8 @@ class PipelineRunner:
         count = len(micro_batches)
         self._seed = seed
         self._chunks = {micro_batch: chunk for chunk, micro_batch in enumerate(micro_batches)}
+        # All at once: between two layers, whose work has emptied the caches, each takes several times as long.
+        self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
         for stage in self.stages:
             stage.begin(kinds)
         indices = torch.tensor(micro_batches)
@@ -236,12 +241,17 @@ class PipelineRunner:
         return result.reshape(()) * self._scales[micro_batch]
 
     def _begin_part(self, part: int) -> None:
-        set_random_state(seed_of(*self._seed, part), self._device)
+        set_random_state(self._seed_of_part(part), self._device)
+
+    def _seed_of_part(self, part: int) -> int:
+        key = (*self._seed, part)
+        seed = self._known_seeds.get(key)
+        return seed_of(*key) if seed is None else seed
 
     def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        seed = seed_of(*self._seed, 1 + index)  # as _begin_part has set it
+        seed = self._seed_of_part(1 + index)  # as _begin_part has set it
         layer = self._chain.layers[index]
         return recomputed(layer, forward, args, kwargs, lambda: set_random_state(seed, self._device))
 

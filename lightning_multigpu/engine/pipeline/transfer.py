@@ -103,13 +103,15 @@ class Line:
         return Carried(header.structure, tensors)
 
     def from_last(self, obj: Any) -> Any:
-        """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline."""
+        """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline.
+
+        The last stage does not wait until it has been received; :meth:`finish` does.
+        """
         last = self.num_ranks - 1
         if dist.get_rank(self.group) != last:
             return self.receive_object(last)
         for position in range(last):
             self.send_object(obj, position)
-        self.finish()
         return obj
 
     def finish(self) -> None:

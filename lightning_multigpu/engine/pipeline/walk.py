@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.containers import map_only, tensors_of
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.stand_in import StandIn, first_stand_in
 
@@ -50,7 +50,7 @@ class Carried:
             tensors.append(tensor)
             return Slot(len(tensors) - 1)
 
-        return cls(tree_map_only(Tensor, take, output), tuple(tensors))
+        return cls(map_only(Tensor, take, output), tuple(tensors))
 
 
 class _Left(BaseException):
@@ -163,19 +163,20 @@ class ChainWalk:
 
     def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_order(index)
-        self._check_input(index, (args, kwargs))
+        given = tensors_of((args, kwargs))
+        self._check_input(index, given)
         self._next = index + 1
         if index < self.start:
             return self._pass_by(index)
-        if index == self.start and self._incoming:
-            args, kwargs = tree_map_only(StandIn, lambda t: self._incoming.get(id(t), t), (args, kwargs))
-        if index < self.stop:
-            missing = first_stand_in((args, kwargs))
-            if missing is not None:
-                raise PipelineError(
-                    f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another "
-                    "stage: besides the previous layer's output a layer can take only what every stage computes itself"
-                )
+        received = self._incoming if index == self.start else {}
+        missing = next((t for t in given if isinstance(t, StandIn) and id(t) not in received), None)
+        if missing is not None:
+            raise PipelineError(
+                f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another stage: "
+                "besides the previous layer's output a layer can take only what every stage computes itself"
+            )
+        if received:
+            args, kwargs = map_only(StandIn, lambda stand_in: received[id(stand_in)], (args, kwargs))
         self._begin_part(1 + index)
         output = self._run_layer(index, forward, args, kwargs)
         if index == self.stop - 1 and not self.is_last:
@@ -192,13 +193,13 @@ class ChainWalk:
             self._arrived = self._receive()
         source = f"the output of layer {self._name(index)}"
         stand_ins = [StandIn(tensor, source, fixed=True) for tensor in self._arrived.tensors]
-        output = tree_map_only(Slot, lambda slot: stand_ins[slot.index], self._arrived.structure)
+        output = map_only(Slot, lambda slot: stand_ins[slot.index], self._arrived.structure)
         self._incoming = {id(s): tensor for s, tensor in zip(stand_ins, self._arrived.tensors, strict=True)}
         self._remember(output)
         return output
 
     def _remember(self, output: Any) -> None:
-        self._previous = [(leaf, _version(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]
 
     def _check_order(self, index: int) -> None:
         if index == self._next:
@@ -214,10 +215,10 @@ class ChainWalk:
             "one after the other, each once; name another part with module="
         )
 
-    def _check_input(self, index: int, inputs: Any) -> None:
+    def _check_input(self, index: int, tensors: list[Tensor]) -> None:
         if index == 0:
             return
-        given = {id(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+        given = {id(tensor) for tensor in tensors}
         used = [(tensor, version) for tensor, version in self._previous if id(tensor) in given]
         if not used:
             raise PipelineError(
