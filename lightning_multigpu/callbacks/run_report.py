@@ -20,7 +20,10 @@ from lightning_multigpu.callbacks.keys import AGGREGATIONS
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
-from lightning_multigpu.report import document, table
+from lightning_multigpu.engine.pipeline.timeline import StageRecord
+from lightning_multigpu.report import document, schedule_picture, table
+from lightning_multigpu.report.pipeline import PipelineReport
+from lightning_multigpu.strategies import MultiGPUStrategy
 
 _Object = TypeVar("_Object")
 _Monitor = TypeVar("_Monitor", bound=Monitor)
@@ -34,21 +37,31 @@ class RunReport(Callback):
     ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and leaves one that
     an earlier fit wrote; ``fast_dev_run`` prints the table only, like Lightning writes no logs then.
 
+    Under a pipeline it also tells how each rank spent a step, against theory, and what each holds in memory, and draws
+    the schedule into ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A file of that name
+    goes when a report without a schedule is written there.
+
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own), and from silent ones of its own for the rest.
 
     Args:
         print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
         write_file: whether rank 0 writes the file.
+        count_activations: whether in one step of a pipeline what autograd keeps for backward is counted; to be left out
+            where the step calls ``torch.func.grad`` or its kin, which raise an error then.
     """
 
-    def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
+    def __init__(self, *, print_table: bool = True, write_file: bool = True, count_activations: bool = True) -> None:
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank; None before the first."""
         self.path: Path | None = None
         """Where the newest report was written, on rank 0."""
+        self.picture_path: Path | None = None
+        """Where its picture of a pipeline's schedule was written, on rank 0; None where there is none."""
+        self._stages: StageRecord | None = None
         self._print_table = print_table
         self._write_file = write_file
+        self._count_activations = count_activations
         self._own: list[Monitor] = []
 
     @override
@@ -60,6 +73,9 @@ class RunReport(Callback):
             self._monitor(trainer, DeviceUtilizationMonitor),
         )
         self._own = [monitor for monitor in self._monitors if monitor not in _callbacks(trainer)]
+        self._stages = None
+        if isinstance(trainer.strategy, MultiGPUStrategy):
+            trainer.strategy.record_stages(count_activations=self._count_activations)
         for monitor in self._own:
             monitor.on_fit_start(trainer, pl_module)
 
@@ -94,6 +110,8 @@ class RunReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for monitor in self._own:
             monitor.on_train_end(trainer, pl_module)
+        if isinstance(trainer.strategy, MultiGPUStrategy):
+            self._stages = trainer.strategy.stage_record()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -103,14 +121,18 @@ class RunReport(Callback):
             host=socket.gethostname(),
             steps=self._throughput.steps,
             metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
+            stages=self._stages,
         )
         name, options = identify(trainer.strategy)
+        records = _gather(trainer, record)
+        pipeline = PipelineReport(records)
         self.report = document.build(
-            _gather(trainer, record),
+            records,
             strategy=name,
             options=options,
             versions=_versions(trainer.strategy.root_device),
             aggregations=AGGREGATIONS,
+            pipeline=pipeline.section(),
         )
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         if not trainer.is_global_zero:
@@ -118,7 +140,7 @@ class RunReport(Callback):
         if self._print_table:
             table.show(self.report)
         if self._write_file and not _is_fast_dev_run(trainer):
-            self._write(directory)
+            self._write(directory, pipeline.picture())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -137,20 +159,26 @@ class RunReport(Callback):
                 return callback
         return kind(log=False)
 
-    def _write(self, directory: str) -> None:
+    def _write(self, directory: str, picture: str | None) -> None:
         assert self.report is not None
         path = Path(directory) / document.FILE_NAME
+        picture_path = path.with_name(schedule_picture.FILE_NAME)
         try:
             if "://" in directory:
                 raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
             document.write(self.report, path)
+            if picture is None:
+                picture_path.unlink(missing_ok=True)
+            else:
+                document.write_text(picture, picture_path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.
             rank_zero_warn(f"the report was not written to {directory}: {error}")
             return
         self.path = path
+        self.picture_path = None if picture is None else picture_path
         if self._print_table:
-            print(f"written to {path}")
+            print(f"written to {path}" if picture is None else f"written to {path}\nand {picture_path}")
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

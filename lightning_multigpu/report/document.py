@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.report.schema import SCHEMA_VERSION, validate
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
@@ -25,6 +26,8 @@ class RankRecord:
     host: str
     steps: int
     metrics: Mapping[str, Statistics]
+    stages: StageRecord | None = None
+    """What its stages of a pipeline did and hold."""
 
 
 def build(
@@ -34,6 +37,7 @@ def build(
     options: Mapping[str, Any],
     versions: Mapping[str, str],
     aggregations: Mapping[str, Aggregation],
+    pipeline: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of :mod:`lightning_multigpu.report.schema`.
 
@@ -43,6 +47,7 @@ def build(
         options: the strategy's options that are not at their default, JSON-able.
         versions: of the software that took part, by name.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
+        pipeline: its section, where there is one.
 
     Raises:
         ValueError: there is no record, or two have the same rank.
@@ -54,7 +59,7 @@ def build(
     hosts: dict[int, str] = {}
     for record in in_order:
         hosts.setdefault(record.node, record.host)
-    return {
+    report = {
         "schema_version": SCHEMA_VERSION,
         "strategy": {"name": strategy, "options": dict(options)},
         "world": {"size": len(ranks), "nodes": len(hosts), "hosts": [hosts[node] for node in sorted(hosts)]},
@@ -70,6 +75,7 @@ def build(
         ],
         "aggregate": {"metrics": aggregate_ranks([record.metrics for record in in_order], aggregations)},
     }
+    return report if pipeline is None else {**report, "pipeline": dict(pipeline)}
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:
@@ -80,12 +86,20 @@ def write(report: Mapping[str, Any], path: Path) -> None:
         OSError: the folder cannot be made or written to.
     """
     validate(report)
+    write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes a file atomically.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2, allow_nan=False)
-            file.write("\n")
+            file.write(text)
         os.chmod(temporary, 0o644)  # mkstemp lets nobody else read
         os.replace(temporary, path)
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_multigpu.report import pipeline_table
+from lightning_multigpu.report.numbers import BYTES, number
+
 _COLUMNS = ("median", "mean", "p95")
-_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
         if row.key in metrics:
             statistics = metrics[row.key]
             unit, divisor = _scale(row.unit, statistics["median"])
-            table.add_row(row.label, *(_number(statistics[name] / divisor) for name in _COLUMNS), unit)
+            table.add_row(row.label, *(number(statistics[name] / divisor) for name in _COLUMNS), unit)
     return table
 
 
@@ -65,6 +66,8 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints the table to standard output or to ``console``; without colours and lines when that is no terminal."""
     console = Console() if console is None else console
     console.print(render(report, terminal=console.is_terminal))
+    if "pipeline" in report:
+        pipeline_table.show(report["pipeline"], console)
 
 
 def _exposed_share(report: Mapping[str, Any]) -> str | None:
@@ -78,16 +81,10 @@ def _exposed_share(report: Mapping[str, Any]) -> str | None:
 
 def _scale(unit: str, value: float) -> tuple[str, float]:
     if unit == "bytes":
-        for name, size in _BYTES:
+        for name, size in BYTES:
             if abs(value) >= size:
                 return name, size
     return unit, 1.0
-
-
-def _number(value: float) -> str:
-    """Three significant digits, or all digits before the point; never an exponent."""
-    digits_before_point = math.floor(math.log10(abs(value))) + 1 if value else 1
-    return f"{value:,.{max(0, 3 - digits_before_point)}f}"
 
 
 def _many(count: int, noun: str) -> str:

@@ -24,6 +24,7 @@ from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.failure_board import FailureBoard
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
+from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.batch_feed import BatchFeed
 from lightning_multigpu.strategies.collectives import CollectiveStrategy
@@ -218,6 +219,22 @@ class MultiGPUStrategy(CollectiveStrategy):
         """Optimizer steps of the attached Trainer so far; None before there is one."""
         module = self.lightning_module
         return None if module is None or module._trainer is None else module.trainer.global_step
+
+    def record_stages(self, *, count_activations: bool = True) -> None:
+        """Notes from now on, in every fit, what this rank's stages of a pipeline do, for :meth:`stage_record`.
+
+        Args:
+            count_activations: also counts, in one step, what autograd keeps for backward. That takes saved-tensor
+                hooks, with which ``torch.func.grad`` and its kin raise an error.
+        """
+
+    def stage_record(self) -> StageRecord | None:
+        """What this rank's stages of a pipeline did in the newest steps, and hold; None where there is no pipeline.
+
+        It belongs to the fit that runs, and is gone when that has been torn down: callbacks can have it up to their
+        ``on_train_end``.
+        """
+        return None
 
     # Starting and ending
 

@@ -24,7 +24,9 @@ from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.random_state import seed_of
 from lightning_multigpu.engine.pipeline.recompute import layers_of
+from lightning_multigpu.engine.pipeline.recorder import Recorder
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES, SCHEDULES, PipelineRunner, ScheduleName
+from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -121,6 +123,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._stages_per_rank = stages_per_rank
         self._balance = balance
         self._balance_due = False
+        self._recording = False, False
         self._chain: Chain | None = None
         self._bounds: list[tuple[int, int]] = []
         self._activation_checkpointing = activation_checkpointing
@@ -223,6 +226,8 @@ class PipelineStrategy(MultiGPUStrategy):
     def _runner(self, line: Line) -> PipelineRunner:
         assert self._chain is not None
         assert self._ownership is not None
+        recorder = Recorder(self.meter, self.root_device, self._ownership.held, self._ownership.buffers)
+        recorder.notes_steps, recorder.counts_activations = self._recording
         return PipelineRunner(
             self._chain,
             self._bounds,
@@ -232,6 +237,29 @@ class PipelineStrategy(MultiGPUStrategy):
             schedule=self._schedule,
             parameters=self._ownership.held,
             recompute=layers_of(self._chain, self._activation_checkpointing),
+            recorder=recorder,
+        )
+
+    @override
+    def record_stages(self, *, count_activations: bool = True) -> None:
+        self._recording = True, count_activations
+        if self._steps is not None:
+            recorder = self._steps.runner.recorder
+            recorder.notes_steps, recorder.counts_activations = self._recording
+
+    @override
+    def stage_record(self) -> StageRecord | None:
+        if self._steps is None:
+            return None
+        runner = self._steps.runner
+        return StageRecord(
+            pipeline=self.data_parallel_rank,
+            position=runner.position,
+            num_ranks=runner.line.num_ranks,
+            stages_per_rank=self.stages_per_rank,
+            schedule=self._schedule,
+            steps=runner.recorder.steps(),
+            memory=runner.recorder.memory(self.optimizers),
         )
 
     def _cuts(self, chain: Chain, num_stages: int) -> tuple[int, ...]:

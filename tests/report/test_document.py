@@ -103,7 +103,7 @@ SAMPLES = ("ranks", 0, "metrics", "throughput/samples_per_sec")
         (("steps",), ..., "report: steps missing"),
         (("steps",), 1.5, r"steps=1\.5: must be a whole number, at least 0"),
         (("steps",), True, "steps=True: must be a whole number"),
-        (("more",), 1, "report: more unknown; known: aggregate, ranks"),
+        (("more",), 1, "report: more unknown; known: aggregate, pipeline, ranks"),
         (("strategy", "name"), "", "strategy.name='': must be a text"),
         (("strategy", "options"), [], r"strategy.options=\[\]: must be an object"),
         (("world", "size"), 0, "world.size=0: must be a whole number, at least 1"),

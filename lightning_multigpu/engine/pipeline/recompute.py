@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.pipeline.chain import Chain
@@ -53,8 +53,11 @@ def recomputed(
         with _default_dtype(dtype), _kept_statistics(layer):
             return forward(*args, **kwargs)
 
+    leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors to keep in the outermost arguments only
     # torch would bring back its own random states only; a layer may draw Python's as well.
-    return checkpoint(run, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        lambda *kept: run(*tree_unflatten(kept, structure)), *leaves, use_reentrant=False, preserve_rng_state=False
+    )
 
 
 def layers_of(chain: Chain, choice: bool | Sequence[str | type]) -> frozenset[int]:

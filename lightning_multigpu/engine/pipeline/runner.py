@@ -24,6 +24,7 @@ from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.random_state import kept_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.recompute import recomputed
+from lightning_multigpu.engine.pipeline.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stage import Stage
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
@@ -56,6 +57,7 @@ class PipelineRunner:
         parameters: gives those that this rank holds.
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward comes in
             two parts.
+        recorder: notes what this rank does; by default one that takes no tensor for a buffer.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class PipelineRunner:
         schedule: ScheduleName,
         parameters: Callable[[], list[Parameter]],
         recompute: Collection[int] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self.line = line
         self.position = dist.get_rank(line.group)
+        self.recorder = recorder or Recorder(meter, device, parameters)
         self._device = device
         self._schedule = schedule
         self._bounds = bounds
@@ -81,7 +85,16 @@ class PipelineRunner:
         self._recompute = recompute
         self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part, self._run_layer)
         self.stages = [
-            Stage(functools.partial(self._compute, index), parameters, index, len(bounds), line, device, meter)
+            Stage(
+                functools.partial(self._compute, index),
+                parameters,
+                index,
+                len(bounds),
+                line,
+                device,
+                meter,
+                self.recorder,
+            )
             for index in range(self.position, len(bounds), line.num_ranks)
         ]
         own = [bounds[stage.stage_index] for stage in self.stages]
@@ -129,8 +142,13 @@ class PipelineRunner:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
         self._step, self._scales, self._losses = step, scales, {}
-        with kept_random_state(self._device), self._walk.installed():
-            for group in self._groups(kinds):
+        groups = self._groups(kinds)
+        with (
+            kept_random_state(self._device),
+            self._walk.installed(),
+            self.recorder.step(len(kinds), together=len(groups) == 1),
+        ):
+            for group in groups:
                 self._run_group(group, [kinds[m] for m in group], seed)
         self._step = lambda micro_batch: None
         return [self._losses[m] for m in sorted(self._losses)]

@@ -1,10 +1,11 @@
-"""How much of what a step computes is kept for its backward pass."""
+"""How much of what a step computes is kept for its backward pass: over a whole step, and at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -62,6 +63,66 @@ class SavedTensors:
             size_bytes = tensor.untyped_storage().nbytes()
             self.size_bytes[self.part] = self.size_bytes.get(self.part, 0) + size_bytes
         return kept
+
+
+class KeptActivations:
+    """Follows how many bytes autograd keeps for backward at a time: each piece of memory once, until it is freed.
+
+    Args:
+        held: parameters and buffers, which do not count.
+
+    Attributes:
+        size_bytes: kept at present.
+        peak_bytes: the most so far.
+    """
+
+    def __init__(self, held: Sequence[Tensor]) -> None:
+        self.size_bytes = 0
+        self.peak_bytes = 0
+        self._held = {_place(tensor) for tensor in held}
+        self._users: dict[int, int] = {}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What autograd saves within the block is counted, also where it frees it later."""
+        with saved_tensors_hooks(self._pack, _Kept.unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        kept = tensor.detach()  # autograd forbids to keep the tensor itself
+        if isinstance(tensor, StandIn) or not torch._C._has_storage(tensor):
+            return _Kept(kept)
+        place = _place(tensor)
+        if place in self._held:
+            return _Kept(kept)
+        users = self._users.get(place, 0)
+        self._users[place] = users + 1
+        if not users:
+            self.size_bytes += kept.untyped_storage().nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.size_bytes)
+        return _Kept(kept, self._freed)
+
+    def _freed(self, tensor: Tensor) -> None:
+        place = _place(tensor)
+        self._users[place] -= 1
+        if not self._users[place]:
+            del self._users[place]
+            self.size_bytes -= tensor.untyped_storage().nbytes()
+
+
+class _Kept:
+    """A tensor that autograd keeps, and who is to know when it does so no longer."""
+
+    def __init__(self, tensor: Tensor, freed: Callable[[Tensor], None] | None = None) -> None:
+        self._tensor = tensor
+        self._freed = freed
+
+    def unpack(self) -> Tensor:
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._freed is not None:
+            self._freed(self._tensor)
 
 
 def _place(tensor: Tensor) -> int:

@@ -11,7 +11,6 @@ Everything with a leading underscore here is torch's: ``tests/engine/pipeline/te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +21,9 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.communication.records import Transfer
+from lightning_multigpu.engine.pipeline.recorder import Recorder
 from lightning_multigpu.engine.pipeline.transfer import Header, Line
 from lightning_multigpu.engine.pipeline.walk import Carried
-
-
-@dataclass(frozen=True)
-class Event:
-    """A piece of work of a stage on a micro-batch, on the meter's clock.
-
-    ``kind`` is "forward", "backward" or, where the gradients of the weights are computed apart, "weight".
-    """
-
-    kind: str
-    micro_batch: int
-    start_s: float
-    end_s: float
 
 
 class StageModule(Module):
@@ -67,6 +54,7 @@ class Stage(_PipelineStageBase):
         line: to the other ranks.
         device: where the stage computes.
         meter: told of activations and gradients, as group "pipeline".
+        recorder: told of what the stage does.
     """
 
     def __init__(
@@ -78,11 +66,13 @@ class Stage(_PipelineStageBase):
         line: Line,
         device: torch.device,
         meter: Meter,
+        recorder: Recorder,
     ) -> None:
         super().__init__(StageModule(run, parameters), index, num_stages, device, line.group)
         self._runtime_validate = False
         self._line = line
         self._meter = meter
+        self._recorder = recorder
         self._keys: list[Any] = []
         self._headers_in: dict[Any, Header] = {}
         self._headers_out: dict[Any, Header] = {}
@@ -91,7 +81,6 @@ class Stage(_PipelineStageBase):
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._transfers: list[Transfer] = []
         self._without_gradient: set[int] = set()
-        self.events: list[Event] = []
         self.error: Exception | None = None
 
     def begin(self, keys: list[Any]) -> None:
@@ -102,7 +91,6 @@ class Stage(_PipelineStageBase):
         self._structures.clear()
         self._gradients.clear()
         self._without_gradient.clear()
-        self.events = []
         self.error = None
 
     def end(self) -> None:
@@ -138,6 +126,7 @@ class Stage(_PipelineStageBase):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
+        self._recorder.enter("receive", self.stage_index, fwd_chunk_id)
         key = self._keys[fwd_chunk_id]
         if key not in self._headers_in:
             self._headers_in[key] = self._line.receive_object(self._position(self.stage_index - 1))
@@ -150,6 +139,7 @@ class Stage(_PipelineStageBase):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
+        self._recorder.enter("send", self.stage_index, fwd_chunk_id)
         outputs, _ = self.fwd_cache[fwd_chunk_id]
         header = Header.of(Carried(self._structures[fwd_chunk_id], outputs))
         key = self._keys[fwd_chunk_id]
@@ -166,6 +156,7 @@ class Stage(_PipelineStageBase):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
+        self._recorder.enter("receive", self.stage_index, bwd_chunk_id)
         outputs, _ = self.fwd_cache[bwd_chunk_id]
         gradients = [_empty_like(output) if output.requires_grad else None for output in outputs]
         self._gradients[bwd_chunk_id] = gradients
@@ -174,6 +165,7 @@ class Stage(_PipelineStageBase):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
+        self._recorder.enter("send", self.stage_index, bwd_chunk_id)
         computed = self.bwd_cache.pop(bwd_chunk_id)
         received = self._received.pop(bwd_chunk_id)
         # A tensor that a layer hands on as it got it is detached by now, and no longer says that it needs a gradient.
@@ -196,40 +188,41 @@ class Stage(_PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._settle()
-        start_s = self._meter.now()
+        self._recorder.enter("forward", self.stage_index, fwd_chunk_id, received=not self.is_first)
         try:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             self._keep(error)
             raise
-        self.events.append(Event("forward", fwd_chunk_id, start_s, self._meter.now()))
+        self._recorder.enter("idle", self.stage_index, fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._settle()
         received = self._received.get(bwd_chunk_id, ())
-        start_s = self._meter.now()
         outputs, _ = self.fwd_cache[bwd_chunk_id]
         if not self.is_last and not any(output.requires_grad for output in outputs):
             self.fwd_cache.pop(bwd_chunk_id)
             self._without_gradient.add(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
+            self._recorder.enter("idle", self.stage_index, bwd_chunk_id)
             return
+        self._recorder.enter("backward", self.stage_index, bwd_chunk_id, received=not self.is_last)
         self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # only its length is used
         try:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             self._keep(error)
             raise
-        self.events.append(Event("backward", bwd_chunk_id, start_s, self._meter.now()))
+        self._recorder.enter("idle", self.stage_index, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._settle()
         if bwd_chunk_id in self._without_gradient:
             return
-        start_s = self._meter.now()
+        self._recorder.enter("weight", self.stage_index, bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.events.append(Event("weight", bwd_chunk_id, start_s, self._meter.now()))
+        self._recorder.enter("idle", self.stage_index, bwd_chunk_id)
 
     def _keep(self, error: RuntimeError) -> None:
         """torch wraps what the user's code raises; the user shall see it as it was."""

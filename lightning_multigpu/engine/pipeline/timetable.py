@@ -67,13 +67,13 @@ def in_flight(order: Sequence[Work]) -> dict[int, int]:
     return peak
 
 
-def step_time(
+def work_times(
     orders: Sequence[Sequence[Work]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
-) -> float:
-    """Seconds that a batch takes forward and backward, without the optimizer.
+) -> dict[Work, tuple[float, float]]:
+    """When all work of a batch begins and ends, in seconds from the beginning of the first.
 
     A rank works off its order; each pass begins when what it needs has arrived, and a rank that sends is busy with it.
     Where the gradients of the weights are computed apart, they are taken for half of the backward pass.
@@ -86,7 +86,7 @@ def step_time(
     last = len(forward_s) - 1
     apart = any(work.kind == "weight" for order in orders for work in order)
     share = 0.5 if apart else 1.0
-    ends: dict[tuple[str, int, int], float] = {}
+    times: dict[Work, tuple[float, float]] = {}
     free = [0.0] * len(orders)
     position = [0] * len(orders)
     while any(place < len(order) for place, order in zip(position, orders, strict=True)):
@@ -95,22 +95,35 @@ def step_time(
             while position[rank] < len(order):
                 work = order[position[rank]]
                 stage, micro_batch = work.stage, work.micro_batch
+                needed: Work | None = None
                 if work.kind == "forward":
-                    needed = ("forward", stage - 1, micro_batch) if stage > 0 else None
+                    needed = Work("forward", stage - 1, micro_batch) if stage > 0 else None
                     seconds = forward_s[stage] + (transfer_s[stage] if stage < last else 0.0)
                 elif work.kind == "backward":
-                    needed = ("backward", stage + 1, micro_batch) if stage < last else ("forward", stage, micro_batch)
+                    after = stage < last
+                    needed = Work("backward", stage + 1, micro_batch) if after else Work("forward", stage, micro_batch)
                     seconds = backward_s[stage] * share + (transfer_s[stage - 1] if stage > 0 else 0.0)
                 else:
-                    needed, seconds = ("backward", stage, micro_batch), backward_s[stage] * (1 - share)
-                if needed is not None and needed not in ends:
+                    needed, seconds = Work("backward", stage, micro_batch), backward_s[stage] * (1 - share)
+                if needed is not None and needed not in times:
                     break
-                start_s = max(free[rank], ends[needed] if needed is not None else 0.0)
-                free[rank] = ends[work.kind, stage, micro_batch] = start_s + seconds
+                start_s = max(free[rank], times[needed][1] if needed is not None else 0.0)
+                free[rank] = start_s + seconds
+                times[work] = start_s, free[rank]
                 position[rank] += 1
                 moved = True
         assert moved, "the orders wait for each other"
-    return max(free)
+    return times
+
+
+def step_time(
+    orders: Sequence[Sequence[Work]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: Sequence[float],
+) -> float:
+    """Seconds that a batch takes forward and backward, without the optimizer; arguments as for :func:`work_times`."""
+    return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s).values())
 
 
 def _all_forward_first(rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[Work]:

@@ -92,7 +92,8 @@ def test_what_is_inside_is_not_kept() -> None:
         train(Layer(), 1, True, mask=mask)
     outside = 1  # what train() itself multiplies by
     assert plain > 5
-    assert len(kept) == outside
+    inputs = 2  # the layer's own, and the mask
+    assert len(kept) == outside + inputs
 
 
 def test_layers_are_named() -> None:

@@ -1,0 +1,21 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all digits before the point; never an exponent."""
+    digits_before_point = math.floor(math.log10(abs(value))) + 1 if value else 1
+    return f"{value:,.{max(0, 3 - digits_before_point)}f}"
+
+
+def size(size_bytes: float) -> str:
+    """With its unit: 12.3 MB."""
+    for unit, unit_bytes in BYTES:
+        if abs(size_bytes) >= unit_bytes:
+            return f"{number(size_bytes / unit_bytes)} {unit}"
+    return f"{number(size_bytes)} B"

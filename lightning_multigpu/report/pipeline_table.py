@@ -1,0 +1,68 @@
+"""The pipelines of a report as tables for people: how each rank spent a step, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_multigpu.report.numbers import number, size
+
+_SECONDS = ("forward", "backward", "weight", "send", "receive", "idle")
+_MEMORY = {
+    "parameters_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activations_bytes": "activations",
+    "device_peak_bytes": "GPU, at most",
+}
+
+
+def show(section: Mapping[str, Any], console: Console) -> None:
+    """Prints two tables a pipeline, a row a rank; the first is left out where no step was timed."""
+    pipelines = section["pipelines"]
+    for index, pipeline in enumerate(pipelines):
+        name = section["schedule"] if len(pipelines) == 1 else f"{section['schedule']}, pipeline {index}"
+        if "wall_s" in pipeline:
+            console.print(_times(pipeline, name, terminal=console.is_terminal))
+        console.print(_memory(pipeline, name, terminal=console.is_terminal))
+
+
+def _times(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
+    ranks = pipeline["ranks"]
+    shown = [kind for kind in _SECONDS if kind != "weight" or any(rank["weight_passes"] for rank in ranks)]
+    table = _table(f"{name}, {pipeline['num_micro_batches']} micro-batches: ms of the median step", terminal=terminal)
+    for column in (*shown, "bubble %", "theory %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for rank in ranks:
+        shares = (rank["bubble"], rank["theoretical_bubble"])
+        table.add_row(
+            str(rank["rank"]),
+            *(number(1e3 * rank[f"{kind}_s"]) for kind in shown),
+            *(f"{100 * share:.1f}" for share in shares),
+        )
+    measured, theory = (f"{100 * pipeline[key]:.1f} %" for key in ("bubble", "theoretical_bubble"))
+    table.caption = f"of {number(1e3 * pipeline['wall_s'])} ms the ranks do not work for {measured}; in theory {theory}"
+    return table
+
+
+def _memory(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
+    ranks = pipeline["ranks"]
+    table = _table(f"{name}: memory of the ranks", terminal=terminal)
+    table.add_column("stages")
+    shown = [key for key in _MEMORY if any(key in rank for rank in ranks)]
+    for key in shown:
+        table.add_column(_MEMORY[key], justify="right", no_wrap=True)
+    for rank in ranks:
+        stages = ", ".join(str(stage) for stage in rank["stages"])
+        table.add_row(str(rank["rank"]), stages, *(size(rank[key]) if key in rank else "" for key in shown))
+    return table
+
+
+def _table(title: str, *, terminal: bool) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD if terminal else box.ASCII)
+    table.add_column("rank", justify="right")
+    return table

@@ -1,0 +1,119 @@
+"""A pipeline's schedule as a picture: a row a rank, a box for each pass over a micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from lightning_multigpu.engine.pipeline.timeline import BUSY, Interval, Timeline, span
+
+FILE_NAME = "pipeline_schedule.svg"
+
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+_COLOURS = {
+    "forward": "#56b4e9",
+    "backward": "#e69f00",
+    "weight": "#009e73",
+    "send": "#8a8a8a",
+    "receive": "#d9d9d9",
+}
+_LEFT, _WIDTH, _RIGHT = 70, 1100, 20
+_ROW, _GAP, _TITLE, _AXIS = 26, 4, 30, 34
+_LEGEND = 34
+_DIGIT = 6.5  # the width of one, and of the space around a number
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The timelines of some ranks in one step, under a title; ``labels`` name the ranks."""
+
+    title: str
+    labels: Sequence[str]
+    timelines: Sequence[Timeline]
+
+
+def draw(panels: Sequence[Panel]) -> str:
+    """Panels one below the other, on the same scale of time, each from its first pass to its last; as an SVG document.
+
+    Passes carry the number of their micro-batch where there is room; where ranks have several stages, the later ones
+    are darker. What is white is idle. A pointer that rests on a box shows what it is, and its milliseconds.
+
+    Raises:
+        ValueError: a panel has no pass.
+    """
+    spans = [span(panel.timelines) for panel in panels]
+    wall_s = max(end_s - start_s for start_s, end_s in spans)
+    body: list[str] = []
+    top = 0.0
+    for panel, (start_s, end_s) in zip(panels, spans, strict=True):
+        body += _panel(panel, start_s, end_s, top, _WIDTH / wall_s)
+        top += _TITLE + len(panel.labels) * (_ROW + _GAP) + _AXIS
+    kinds = [k for k in _COLOURS if any(i.kind == k for panel in panels for line in panel.timelines for i in line)]
+    several = any(i.stage >= len(panel.timelines) for panel in panels for line in panel.timelines for i in line)
+    body += _legend(kinds, top, "; darker: later stages of the rank" if several else "")
+    width, height = _LEFT + _WIDTH + _RIGHT, top + _LEGEND
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" '
+        f'viewBox="0 0 {width} {height:g}" font-family="sans-serif" font-size="12">'
+    )
+    return "\n".join([head, f'<rect width="{width}" height="{height:g}" fill="white"/>', *body, "</svg>", ""])
+
+
+def _panel(panel: Panel, start_s: float, end_s: float, top: float, scale: float) -> Iterator[str]:
+    """``scale``: pixels a second."""
+    yield _text(10, top + 19, panel.title, weight="bold")
+    stages = sorted({i.stage for timeline in panel.timelines for i in timeline if i.kind in BUSY})
+    per_rank = math.ceil(len(stages) / len(panel.timelines))
+    for row, (label, timeline) in enumerate(zip(panel.labels, panel.timelines, strict=True)):
+        y = top + _TITLE + row * (_ROW + _GAP)
+        yield _text(10, y + 17, label)
+        for interval in timeline:
+            begin_s, stop_s = max(interval.start_s, start_s), min(interval.end_s, end_s)
+            if stop_s > begin_s:
+                local = interval.stage // len(panel.timelines)
+                opacity = (1 + local) / per_rank if interval.kind in BUSY and per_rank > 1 else 1.0
+                x, width = _LEFT + (begin_s - start_s) * scale, (stop_s - begin_s) * scale
+                yield _box(interval, label, x, y, width, 0.35 + 0.65 * opacity)
+    yield from _axis((end_s - start_s), top + _TITLE + len(panel.labels) * (_ROW + _GAP), scale)
+
+
+def _box(interval: Interval, label: str, x: float, y: float, width: float, opacity: float) -> str:
+    name = f"{label}, stage {interval.stage}: {interval.kind}, micro-batch {interval.micro_batch}"
+    rect = (
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_ROW}" fill="{_COLOURS[interval.kind]}" '
+        f'fill-opacity="{min(1.0, opacity):.2f}"'
+    )
+    if interval.kind in BUSY:
+        rect += ' stroke="white" stroke-width="0.6"'
+    box = f"{rect}><title>{escape(name)}, {1e3 * interval.seconds:.3f} ms</title></rect>"
+    number = str(interval.micro_batch)
+    if interval.kind in BUSY and width >= _DIGIT * (1 + len(number)):
+        box += _text(x + width / 2, y + 17, number, anchor="middle")
+    return box
+
+
+def _axis(wall_s: float, y: float, scale: float) -> Iterator[str]:
+    """Milliseconds, in steps of 1, 2 or 5 times a power of ten, at most twelve."""
+    wall_ms = 1e3 * wall_s
+    power = 10 ** math.floor(math.log10(wall_ms / 12))
+    step_ms = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 12 >= wall_ms)
+    yield f'<line x1="{_LEFT}" y1="{y:g}" x2="{_LEFT + wall_s * scale:.2f}" y2="{y:g}" stroke="black"/>'
+    for tick in range(math.floor(wall_ms / step_ms) + 1):
+        x = _LEFT + tick * step_ms / 1e3 * scale
+        yield f'<line x1="{x:.2f}" y1="{y:g}" x2="{x:.2f}" y2="{y + 4:g}" stroke="black"/>'
+        yield _text(x, y + 16, f"{tick * step_ms:g}", anchor="middle")
+    yield _text(10, y + 16, "ms")
+
+
+def _legend(kinds: Sequence[str], top: float, further: str) -> Iterator[str]:
+    for place, kind in enumerate(kinds):
+        x = _LEFT + 130 * place
+        yield f'<rect x="{x}" y="{top + 6:g}" width="14" height="14" fill="{_COLOURS[kind]}"/>'
+        yield _text(x + 20, top + 18, kind)
+    yield _text(_LEFT + 130 * len(kinds), top + 18, f"white: idle; numbers: micro-batches{further}")
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
+    return f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'

@@ -1,0 +1,214 @@
+"""A rank's marks become its timeline, and what autograd keeps is counted while it is kept."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.pipeline.recompute import recomputed
+from lightning_multigpu.engine.pipeline.recorder import KEPT_STEPS, Recorder
+from lightning_multigpu.engine.pipeline.saved_tensors import KeptActivations
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.timeline import Interval
+
+
+class Ticking:
+    """A clock on which a second passes between two readings."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def recorder(*parameters: nn.Parameter) -> Recorder:
+    made = Recorder(Meter(clock=Ticking()), torch.device("cpu"), lambda: list(parameters))
+    made.notes_steps = made.counts_activations = True
+    return made
+
+
+def warm(made: Recorder, num_micro_batches: int = 2) -> Recorder:
+    """Past the step in which memory is counted."""
+    with made.step(num_micro_batches, together=True):
+        pass
+    return made
+
+
+def test_marks_become_intervals() -> None:
+    made = warm(recorder())
+    with made.step(2, together=True):
+        made.enter("receive", 1, 0)
+        made.enter("forward", 1, 0, received=True)
+        made.enter("idle", 1, 0)
+        made.enter("send", 1, 0)
+        made.enter("receive", 1, 1)
+        made.enter("forward", 1, 1, received=True)
+    [found] = made.steps()
+    assert (found.number, found.num_micro_batches) == (2, 2)
+    start = found.timeline[0].start_s
+    assert found.timeline == (
+        Interval("receive", 1, 0, start, start + 1),
+        Interval("forward", 1, 0, start + 1, start + 2),
+        Interval("send", 1, 0, start + 3, start + 4),
+        Interval("receive", 1, 1, start + 4, start + 5),
+        Interval("forward", 1, 1, start + 5, start + 6),
+    )
+
+
+def test_what_was_asked_for_in_advance_is_waited_for_at_last() -> None:
+    made = warm(recorder())
+    with made.step(1, together=True):
+        made.enter("receive", 2, 0)
+        made.enter("forward", 0, 0)
+        made.enter("idle", 0, 0)
+        made.enter("backward", 2, 0, received=True)
+    [found] = made.steps()
+    assert [(i.kind, i.stage) for i in found.timeline] == [
+        ("receive", 2), ("forward", 0), ("receive", 2), ("backward", 2)
+    ]  # fmt: skip
+
+
+def test_only_steps_in_one_run_that_succeed_count() -> None:
+    made = recorder()
+    with made.step(2, together=False):
+        made.enter("forward", 0, 0)
+    warm(made)
+    with pytest.raises(ZeroDivisionError), made.step(2, together=True):
+        made.enter("forward", 0, 1 // 0)
+    made.enter("forward", 0, 0)  # outside of a step
+    with made.step(2, together=True):
+        made.enter("forward", 0, 0)
+    assert [(step.number, len(step.timeline)) for step in made.steps()] == [(4, 1)]
+
+
+def test_nothing_is_noted_until_somebody_asks() -> None:
+    made = recorder()
+    made.notes_steps = False
+    warm(made)
+    assert made.steps() == ()
+    made.notes_steps, made.counts_activations = True, False
+    with made.step(2, together=True):
+        made.enter("forward", 0, 0)
+        gradient = torch.func.grad(torch.sin)(torch.zeros(()))  # which saved-tensor hooks forbid
+    assert gradient == 1
+    assert [step.number for step in made.steps()] == [2]
+    assert made.memory([]).activations_bytes is None
+
+
+def test_the_newest_steps_are_kept() -> None:
+    made = warm(recorder())
+    for _ in range(KEPT_STEPS + 3):
+        with made.step(2, together=True):
+            made.enter("forward", 0, 0)
+    assert [step.number for step in made.steps()] == list(range(5, 5 + KEPT_STEPS))
+
+
+def test_memory_of_a_rank() -> None:
+    layer = nn.Linear(4, 8, dtype=torch.float64)
+    made = recorder(*layer.parameters())
+    optimizer = torch.optim.Adam(layer.parameters())
+    values = 4 * 8 + 8
+    with made.step(2, together=True):
+        hidden = layer(torch.ones(2, 4, dtype=torch.float64)).exp()
+        hidden.exp().sum().backward()
+    optimizer.step()
+    layer.zero_grad()
+    found = made.memory([optimizer])
+    assert found.parameters_bytes == 8 * values
+    assert found.gradients_bytes == 8 * values
+    assert found.optimizer_bytes == 2 * 8 * values + 2 * 4  # and a float32 that counts the steps, a parameter
+    assert found.activations_bytes == 8 * (2 * 4 + 2 * 8 + 2 * 8)
+    assert found.device_peak_bytes is None
+
+
+def test_memory_is_counted_again_for_more_micro_batches_only() -> None:
+    made = recorder()
+    x = torch.ones(10, requires_grad=True)
+    for size, count in ((10, 2), (4, 1), (8, 2), (6, 3)):
+        with made.step(count, together=True):
+            x[:size].exp().sum().backward()
+    assert made.memory([]).activations_bytes == 4 * 6
+    assert [step.num_micro_batches for step in made.steps()] == [1, 2]
+
+
+def peak(kept: KeptActivations, run: Any) -> int:
+    with kept.counted():
+        run()
+    assert kept.size_bytes == 0, "what was kept is free again"
+    return kept.peak_bytes
+
+
+def test_the_peak_is_over_all_that_is_kept_at_a_time() -> None:
+    x = torch.ones(10, requires_grad=True)
+
+    def one_after_the_other() -> None:
+        for _ in range(5):
+            x.exp().sum().backward()
+
+    def all_at_once() -> None:
+        for result in [x.exp().sum() for _ in range(5)]:
+            result.backward()
+        x.exp().sum().backward()
+
+    assert peak(KeptActivations([]), one_after_the_other) == 40
+    assert peak(KeptActivations([]), all_at_once) == 5 * 40
+
+
+def test_pieces_of_memory_count_once_and_parameters_do_not() -> None:
+    weight = nn.Parameter(torch.ones(10, 10))
+    x = torch.ones(4, 10, requires_grad=True)
+
+    def run() -> None:
+        y = x @ weight  # keeps x and the weight
+        (y.exp() * x[:2].repeat(2, 1)).sum().backward()  # keeps exp(y), which two functions want, and the repeated x
+
+    assert peak(KeptActivations([weight]), run) == 3 * 160
+    assert peak(KeptActivations([]), run) == 3 * 160 + 400
+
+
+def test_layers_that_run_again_keep_their_input() -> None:
+    layer = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 10))
+    x = torch.ones(4, 10, requires_grad=True)
+    kept = KeptActivations(list(layer.parameters()))
+
+    def run() -> None:
+        hidden = x * 2  # kept as the layer's input only
+        recomputed(layer, layer.forward, (hidden,), {}, lambda: None).sum().backward()
+
+    assert peak(kept, run) == 160
+    assert peak(KeptActivations(list(layer.parameters())), lambda: layer(x * 2).sum().backward()) == 160 + 800
+
+
+def test_counting_changes_no_gradient_and_keeps_nothing() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Softmax(-1))
+    x = torch.randn(3, 6)
+    layer(x).square().sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    with KeptActivations([]).counted():
+        hidden = layer[:3](x)
+        checkpoint(layer[3], hidden, use_reentrant=False).square().sum().backward()
+    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    gone = weakref.ref(hidden)
+    del hidden
+    assert gone() is None
+
+
+def test_tensors_without_memory_of_their_own_are_let_through() -> None:
+    table = torch.eye(3).to_sparse().requires_grad_()
+    stand_in = StandIn(torch.ones(3, 3), "parameter x").requires_grad_()
+    with KeptActivations([]).counted():
+        torch.sparse.mm(table, torch.ones(3, 2, requires_grad=True)).sum().backward()
+        stand_in.exp()
+    assert table.grad is not None

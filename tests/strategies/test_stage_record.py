@@ -1,0 +1,207 @@
+"""What the report of a real fit says about a pipeline: its passes, its bubble, and what each stage holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.report.document import read
+from lightning_multigpu.report.schedule_picture import FILE_NAME
+from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
+from tests.world import World, rank
+
+WIDTH = 32
+
+
+class Deep(L.LightningModule):
+    """Eight equal layers; each keeps its input, which the one before keeps as well, and what is inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(8))
+        )
+        self.register_buffer("scale", torch.ones(64, WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_() * self.scale[: len(batch)]  # type: ignore[index]
+        return self.layers(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def report(
+    directory: Path,
+    batches: int = 5,
+    *,
+    module: L.LightningModule | None = None,
+    ranks: int = 2,
+    count_activations: bool = True,
+    **options: Any,
+) -> Any:
+    """The pipelines' section, and the picture, of a fit of some batches of 64 samples."""
+    callback = RunReport(print_table=False, count_activations=count_activations)
+    trainer = make_trainer(
+        Case(max_epochs=1, precision="32-true"),
+        PipelineStrategy(start_method="popen", **options),
+        ranks,
+        callbacks=[callback],
+        default_root_dir=directory,
+    )
+    data: Any = [torch.ones(64, WIDTH)] * batches
+    trainer.fit(module or Deep(), DataLoader(data, batch_size=None))
+    assert callback.report is not None
+    if rank() == 0:
+        assert read(directory / "multigpu_report.json") == callback.report
+        assert callback.picture_path in (None, directory / FILE_NAME)
+        return callback.report["pipeline"], callback.picture_path is not None
+    return callback.report["pipeline"], None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "passes", "theory"),
+    [
+        ("gpipe", 6, (6, 6, 0), 1 / 7),
+        ("1f1b", 6, (6, 6, 0), 1 / 7),
+        ("interleaved", 4, (8, 8, 0), 1 / 9),
+        ("zero_bubble", 4, (8, 8, 8), 1 / 25),
+    ],
+)
+def test_passes_and_times_of_each_rank(
+    schedule: Any, count: int, passes: Any, theory: float, tmp_path: Path, world2: World
+) -> None:
+    (found, drawn), (again, _) = world2.run(report, tmp_path, schedule=schedule, num_micro_batches=count)
+    assert found == again
+    assert drawn
+    assert found["schedule"] == schedule
+    [pipeline] = found["pipelines"]
+    assert pipeline["num_micro_batches"] == count
+    assert 0 < pipeline["bubble"] < 1
+    assert pipeline["theoretical_bubble"] == pytest.approx(theory)
+    assert [entry["rank"] for entry in pipeline["ranks"]] == [1, 0]
+    for entry in pipeline["ranks"]:
+        assert tuple(entry[f"{kind}_passes"] for kind in ("forward", "backward", "weight")) == passes
+        assert 0 < entry["bubble"] < 1
+        times = {key: value for key, value in entry.items() if key.endswith("_s")}
+        assert all(value >= 0 for value in times.values())
+        assert sum(times.values()) == pytest.approx(pipeline["wall_s"])
+        assert times["forward_s"] > 0
+        assert times["backward_s"] > 0
+        assert times["receive_s"] > 0
+        assert times["send_s"] > 0
+        assert (times["weight_s"] > 0) == (schedule == "zero_bubble")
+    last = pipeline["ranks"][1]
+    # The last rank has nothing to do until the first micro-batch has come.
+    assert last["bubble"] * pipeline["wall_s"] >= last["receive_s"]
+
+
+def test_a_stage_holds_its_own_parameters_gradients_and_states(tmp_path: Path, world2: World) -> None:
+    (found, _), _ = world2.run(report, tmp_path, num_micro_batches=4)
+    ranks = found["pipelines"][0]["ranks"]
+    whole = sum(parameter.numel() * 4 for parameter in Deep().parameters())
+    assert [entry["parameters_bytes"] for entry in ranks] == [whole / 2, whole / 2]
+    assert [entry["gradients_bytes"] for entry in ranks] == [whole / 2, whole / 2]
+    tensors = 4 * 4  # a stage
+    assert [entry["optimizer_bytes"] for entry in ranks] == [2 * whole / 2 + 4 * tensors] * 2
+
+
+def activations(directory: Path, world: World, **options: Any) -> list[int]:
+    (found, _), _ = world.run(report, directory, batches=3, num_micro_batches=16, **options)
+    return [entry["activations_bytes"] for entry in found["pipelines"][0]["ranks"]]
+
+
+def test_what_is_kept_for_backward(tmp_path: Path, world2: World) -> None:
+    gpipe = activations(tmp_path, world2, schedule="gpipe")
+    alternating = activations(tmp_path, world2, schedule="1f1b")
+    again = activations(tmp_path, world2, schedule="gpipe", activation_checkpointing=True)
+    # Of a micro-batch of 4 samples the first stage keeps the input, what follows tanh, and the next layer's input; all
+    # micro-batches at once, or as many as there are ranks. The buffer that is kept as well does not count.
+    micro_batch = 4 * WIDTH * 4
+    assert gpipe[0] == 16 * 4 * (1 + 4) * micro_batch
+    assert alternating[0] == 2 * 4 * (1 + 4) * micro_batch
+    assert again[0] == 16 * 4 * micro_batch
+    assert alternating[0] <= 0.3 * gpipe[0]
+    assert again[0] < 0.5 * gpipe[0]
+
+
+def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:
+    (found, drawn), *_ = world4.run(report, tmp_path, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
+    assert drawn
+    assert [[entry["rank"] for entry in p["ranks"]] for p in found["pipelines"]] == [[1, 0], [3, 2]]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_too_few_batches_for_a_time(batches: int, tmp_path: Path, world2: World) -> None:
+    (tmp_path / FILE_NAME).write_text("of an earlier fit")
+    (found, drawn), _ = world2.run(report, tmp_path, batches=batches, num_micro_batches=4)
+    assert not drawn
+    assert not (tmp_path / FILE_NAME).exists()
+    for entry in found["pipelines"][0]["ranks"]:
+        assert "forward_s" not in entry
+        assert ("activations_bytes" in entry) == (batches == 2)
+        assert entry["gradients_bytes"] > 0
+
+
+class Differentiating(Deep):
+    """Its step is one that saved-tensor hooks would break."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + torch.func.grad(torch.sin)(torch.zeros(()))
+
+
+def differentiate(directory: Path) -> Any:
+    return report(directory, 2, module=Differentiating(), num_micro_batches=4, count_activations=False)
+
+
+def test_activations_need_not_be_counted(tmp_path: Path, world2: World) -> None:
+    (found, drawn), _ = world2.run(differentiate, tmp_path)
+    assert drawn, "the second batch is timed then"
+    assert all("activations_bytes" not in entry for entry in found["pipelines"][0]["ranks"])
+
+
+def test_layers_that_have_moved_are_recorded_where_they_are(tmp_path: Path, world2: World) -> None:
+    (found, _), _ = world2.run(report, tmp_path, num_micro_batches=4, balance="memory")
+    assert [entry["forward_passes"] for entry in found["pipelines"][0]["ranks"]] == [4, 4]
+
+
+class Frozen(Deep):
+    """The first stage has nothing to train, and no gradient comes back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[:4].requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+
+def frozen(directory: Path) -> Any:
+    return report(directory, module=Frozen(), num_micro_batches=4)
+
+
+def test_a_stage_without_gradients_has_no_backward_passes(tmp_path: Path, world2: World) -> None:
+    (found, _), _ = world2.run(frozen, tmp_path)
+    first, last = found["pipelines"][0]["ranks"]
+    assert (first["forward_passes"], first["backward_passes"], last["backward_passes"]) == (4, 0, 4)
+    assert first["gradients_bytes"] == first["activations_bytes"] == 0
+
+
+def whole(directory: Path, strategy: str) -> dict[str, Any]:
+    callback = RunReport(print_table=False)
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback], default_root_dir=directory)
+    trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
+    assert callback.report is not None
+    return callback.report
+
+
+def test_other_regimes_have_no_such_section(tmp_path: Path, world2: World) -> None:
+    assert "pipeline" not in world2.run(whole, tmp_path, "ring_ddp")[0]
