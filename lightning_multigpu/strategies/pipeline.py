@@ -19,6 +19,7 @@ from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_co
 from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.gradients import StageSums
+from lightning_multigpu.engine.pipeline.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.micro_batches import checksum_of, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
@@ -54,7 +55,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     Args:
         module: the name of the container whose layers are split, "model.layers" for example; "auto" takes the one
-            with the most parameters.
+            with the most parameters, and the blocks of a Hugging Face model.
         schedule: "gpipe" runs all forward passes first; "1f1b" alternates as soon as it can, so that fewer
             micro-batches are in memory at a time; "interleaved" does so with several stages a rank, which are idle for
             less; "zero_bubble" also computes the gradients of the weights later, where a rank would be idle.
@@ -132,6 +133,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._agreement: StageAgreement | None = None
         self._outputs = RealOutputs()
         self._metrics: list[Any] = []
+        self._models: ModelsInStages | None = None
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
         self._buffers_due = True
@@ -214,6 +216,7 @@ class PipelineStrategy(MultiGPUStrategy):
             bookkeeping = self.metered(self.new_group("data"), "control")
             self._data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
         self._metrics = gather_metrics_by(module, self._gather_metric)
+        self._models = ModelsInStages(module)
         seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
         self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
         self._balance_due = self._balance in ("time", "memory") and module.trainer.state.fn == TrainerFn.FITTING
@@ -246,6 +249,8 @@ class PipelineStrategy(MultiGPUStrategy):
             self._agreement.end()
         for metric in self._metrics:
             metric.dist_sync_fn = None
+        if self._models is not None:
+            self._models.end()
         if trainer is not None and self._outputs in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._outputs)  # type: ignore[attr-defined]
         regular = (
@@ -258,6 +263,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._data_axis = None
         self._ownership = self._steps = self._sums = self._stages = self._agreement = self._chain = None
         self._metrics = []
+        self._models = None
         self._step_args = None
         super().teardown()
 
