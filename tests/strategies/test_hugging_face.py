@@ -52,12 +52,16 @@ MODELS = {"gpt2": gpt2, "llama": llama}
 class Decoder(L.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.model = MODELS[kind]()
-        # More parameters than the blocks have, but no chain.
-        self.heads = nn.ModuleList(nn.Linear(8, 80) for _ in range(8))
+        self.kind = kind
         self.losses: list[float] = []
         self.num_held = 0
+        self.build()
+
+    def build(self) -> None:
+        torch.manual_seed(3)
+        self.model = MODELS[self.kind]()
+        # More parameters than the blocks have, but no chain.
+        self.heads = nn.ModuleList(nn.Linear(8, 80) for _ in range(8))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
@@ -76,6 +80,17 @@ class Decoder(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+class Late(Decoder):
+    """Builds its model when every rank knows which part of it is its own."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            super().build()
 
 
 class Text(Dataset[Any]):
@@ -101,8 +116,8 @@ def num_targets(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def train(kind: str, name: str | None, **options: Any) -> dict[str, Any]:
-    module = Decoder(kind)
+def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: Any) -> dict[str, Any]:
+    module = cls(kind)
     if name is None:
         trainer = make_trainer(CASE, "auto", 1)
     else:
@@ -113,7 +128,9 @@ def train(kind: str, name: str | None, **options: Any) -> dict[str, Any]:
     val_loss = float(trainer.callback_metrics["val_loss"])
     outputs = trainer.predict(module, DataLoader(Text(8), batch_size=4)) or []
     return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "weights": {
+            name: value.clone() for name, value in module.state_dict().items() if not isinstance(value, StandIn)
+        },
         "losses": module.losses,
         "val_loss": val_loss,
         "held": module.num_held,
@@ -160,6 +177,16 @@ def test_blocks_that_are_computed_again(one_device: tuple[str, dict[str, Any]], 
     """With a cache they would find their own keys in it."""
     kind, reference = one_device
     assert_same(world2.run(train, kind, "pipeline_1f1b", activation_checkpointing=True), reference)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_each_rank_builds_for_itself(kind: str, world2: World) -> None:
+    reference = train(kind, None, cls=Late)
+    last, first = world2.run(train, kind, "pipeline_1f1b", cls=Late)
+    assert 0 < len(first["weights"]) < len(last["weights"])
+    assert_same([{**result, "weights": last["weights"]} for result in (last, first)], reference)
+    for name, value in first["weights"].items():
+        torch.testing.assert_close(value, reference["weights"][name], rtol=1e-9, atol=1e-11)
 
 
 class Checkpointing(Decoder):
