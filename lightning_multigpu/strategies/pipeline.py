@@ -92,8 +92,8 @@ class PipelineStrategy(MultiGPUStrategy):
     give it; for that it is called twice.
 
     Raises:
-        ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training, before the first step, if the losses of micro-batches
-            do not add up to the loss of their batch.
+        ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training,
+            before the first step, if the losses of micro-batches do not add up to the loss of their batch.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class PipelineStrategy(MultiGPUStrategy):
         assert self._stages is not None
         states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
         line = self._steps.runner.line
-        if self._was_whole:
+        if True:
             self._ownership.restore(self._stages, line.ranks)
         elif self.data_parallel_rank == 0:
             self._ownership.gather(line)

@@ -103,7 +103,7 @@ def train(strategy: Any = "auto", ranks: int = 1, pipelines: int = 1, other_spli
 def train_in_stages(ranks: int = 2, **options: Any) -> dict[str, Any]:
     pipelines = ranks // options.get("pipeline_parallel_size", ranks)
     # Validation is of the same module, whose layers have to go elsewhere.
-    other = PipelineStrategy(balance=[2, 6]) if options.get("schedule") == "1f1b" else None
+    other = PipelineStrategy(balance=[6, 2]) if options.get("schedule") == "1f1b" else None
     result = train(PipelineStrategy(num_micro_batches=4, **options), ranks, pipelines, other)
     real = {name: value for name, value in result["weights"].items() if not isinstance(value, StandIn)}
     return {**result, "weights": real, "num_weights": len(result["weights"])}

@@ -19,11 +19,12 @@ class Drawn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.Parameter(torch.randn(3, 4))
-        self.after = nn.Parameter(torch.empty(4, 40))
+        after = nn.Parameter(torch.empty(4, 40))
+        after.no_decay = True  # type: ignore[attr-defined]
+        self.after = after
         nn.init.trunc_normal_(self.after, std=0.5)
         nn.init.trunc_normal_(self.before, mean=1.0, a=1.5, b=4.0)
         self.register_buffer("noise", torch.rand(5))
-        self.after.no_decay = True  # type: ignore[attr-defined]
 
 
 class Tied(nn.Module):
