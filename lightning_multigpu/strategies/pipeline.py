@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_counts, stage_bounds
 from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
@@ -41,7 +40,7 @@ from lightning_multigpu.strategies.pipeline_checks import (
 )
 from lightning_multigpu.strategies.stage_agreement import RealOutputs, StageAgreement, gather_metrics_by
 from lightning_multigpu.strategies.stage_balance import announce, measured_costs, move_layers
-from lightning_multigpu.strategies.stage_construction import built_by_stages, share_values
+from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states, share_values
 from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state, whole_state_dict
 from lightning_multigpu.strategies.stage_steps import StageSteps
 
@@ -244,10 +243,11 @@ class PipelineStrategy(MultiGPUStrategy):
             if module is None or not is_overridden("configure_model", module):
                 yield
                 return
-            set_rng_states(self.broadcast(collect_rng_states(include_cuda=self.root_device.type == "cuda")))
+            share_random_states(self.broadcast, self.root_device)
             size = self.pipeline_parallel_size
             position = size - 1 - self.global_rank % size
-            with built_by_stages(module, self.precision_plugin, self._split, position, size) as bounds:
+            precision, device = self.precision_plugin, self.root_device
+            with built_by_stages(module, precision, self._split, position, size, device) as bounds:
                 yield
             self._built_bounds = bounds
 
@@ -303,7 +303,7 @@ class PipelineStrategy(MultiGPUStrategy):
         assert self._stages is not None
         states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
         line = self._steps.runner.line
-        if True:
+        if self._was_whole:
             self._ownership.restore(self._stages, line.ranks)
         elif self.data_parallel_rank == 0:
             self._ownership.gather(line)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.construction import Construction
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.kept_state import kept_state
 from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.random_state import kept_random_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 Bounds = list[tuple[int, int]]
+_CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -29,6 +33,7 @@ def built_by_stages(
     split: Callable[[pl.LightningModule], tuple[Chain, Bounds]],
     position: int,
     num_ranks: int,
+    device: torch.device = _CPU,
 ) -> Iterator[Bounds]:
     """Within the block ``module.configure_model()`` leaves only the values that the rank at ``position`` will hold.
 
@@ -40,6 +45,7 @@ def built_by_stages(
         split: finds the layers and cuts them into stages.
         position: of this rank in the pipeline.
         num_ranks: of the pipeline.
+        device: where the module is built.
 
     Yields:
         The layers of each stage.
@@ -49,7 +55,7 @@ def built_by_stages(
     """
     construction = Construction()
     with _explained(module):
-        with kept_state(module), isolate_rng(include_cuda=module.device.type == "cuda"):
+        with kept_state(module), isolate_rng(include_cuda=False), kept_random_state(device):
             with precision.module_init_context(), construction.rehearsal():
                 module.configure_model()
             chain, bounds = split(module)
@@ -58,6 +64,16 @@ def built_by_stages(
         with construction.building(lambda tensor: held.get(id(tensor), True)):
             del chain, holdings
             yield bounds
+
+
+def share_random_states(broadcast: Callable[[Any], Any], device: torch.device) -> None:
+    """Gives every rank the random states of rank 0: torch's, Python's, NumPy's, and that of its own GPU."""
+    on_gpu = device.type == "cuda"
+    mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
+    states, gpu_state = broadcast(mine)
+    set_rng_states(states)
+    if on_gpu:
+        torch.cuda.set_rng_state(gpu_state, device)
 
 
 @contextmanager
