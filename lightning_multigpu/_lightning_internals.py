@@ -29,6 +29,13 @@ from lightning.fabric.utilities.imports import (
     # Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
     _IS_INTERACTIVE as IS_INTERACTIVE,
 )
+from lightning.fabric.utilities.seed import (
+    # All random states that Lightning knows of (torch's, Python's, NumPy's): ranks that build a module start from one.
+    _collect_rng_states as collect_rng_states,
+)
+from lightning.fabric.utilities.seed import (
+    _set_rng_states as set_rng_states,
+)
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
@@ -56,6 +63,7 @@ __all__ = [
     "argument_of",
     "check_cuda_fork",
     "check_main_guard",
+    "collect_rng_states",
     "disable_module_memory_sharing",
     "further_ddp_options",
     "interrupt",
@@ -63,6 +71,7 @@ __all__ = [
     "logging_as",
     "restore_handler_at_teardown",
     "set_num_threads_if_needed",
+    "set_rng_states",
     "writes_logs_after_this_batch",
 ]
 

@@ -140,8 +140,8 @@ class HierarchicalAllReduce:
     def begin(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Pending:
         """As a call, but may return while this rank's parts are still on their way; ``finish()`` does the rest.
 
-        Tensors then travel while the next one is encoded, and the wire is busy between two of them. Ranks need not begin
-        and finish in the same order as others do, but each finishes in the order in which it began.
+        Tensors then travel while the next one is encoded, and the wire is busy between two of them. Ranks need not
+        begin and finish in the same order as others do, but each finishes in the order in which it began.
         """
         if self.inside is None and self.compressed is not None and pieces:
             return self.compressed.begin(tensor, pieces, average=average)

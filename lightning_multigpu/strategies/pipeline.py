@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,6 +20,7 @@ from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_co
 from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.gradients import StageSums
+from lightning_multigpu.engine.pipeline.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.micro_batches import checksum_of, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
@@ -40,6 +42,7 @@ from lightning_multigpu.strategies.pipeline_checks import (
 )
 from lightning_multigpu.strategies.stage_agreement import RealOutputs, StageAgreement, gather_metrics_by
 from lightning_multigpu.strategies.stage_balance import announce, measured_costs, move_layers
+from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states, share_values
 from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state, whole_state_dict
 from lightning_multigpu.strategies.stage_steps import StageSteps
 
@@ -56,7 +59,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     Args:
         module: the name of the container whose layers are split, "model.layers" for example; "auto" takes the one
-            with the most parameters.
+            with the most parameters, and the blocks of a Hugging Face model.
         schedule: "gpipe" runs all forward passes first; "1f1b" alternates as soon as it can, so that fewer
             micro-batches are in memory at a time; "interleaved" does so with several stages a rank, which are idle for
             less; "zero_bubble" also computes the gradients of the weights later, where a rank would be idle.
@@ -86,9 +89,12 @@ class PipelineStrategy(MultiGPUStrategy):
     often. What ``activation_checkpointing`` computes again and does not keep is not accounted for. In validation, test
     and prediction without training the split is that of "parameters".
 
+    What ``configure_model`` makes is made on each rank for its own stages only, with the values that one device would
+    give it; for that it is called twice.
+
     Raises:
-        ValueError: an option is out of its range; in training, before the first step, if the losses of micro-batches
-            do not add up to the loss of their batch.
+        ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training,
+            before the first step, if the losses of micro-batches do not add up to the loss of their batch.
     """
 
     def __init__(
@@ -126,6 +132,8 @@ class PipelineStrategy(MultiGPUStrategy):
         self._recording = False, False
         self._chain: Chain | None = None
         self._bounds: list[tuple[int, int]] = []
+        self._built_bounds: list[tuple[int, int]] = []
+        self._was_whole = True
         self._activation_checkpointing = activation_checkpointing
         self._ownership: Ownership | None = None
         self._steps: StageSteps | None = None
@@ -135,6 +143,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._agreement: StageAgreement | None = None
         self._outputs = RealOutputs()
         self._metrics: list[Any] = []
+        self._models: ModelsInStages | None = None
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
         self._buffers_due = True
@@ -199,16 +208,15 @@ class PipelineStrategy(MultiGPUStrategy):
         """Splits the module, whose dtype is the final one by now, and moves this stage's part to its device."""
         assert self.lightning_module is not None
         module = self.lightning_module
-        num_stages = self.pipeline_parallel_size * self.stages_per_rank
-        chain = find_chain(module, self._module_name, num_stages)
-        bounds = stage_bounds(self._cuts(chain, num_stages), len(chain))
+        chain, bounds = self._split(module)
         self._chain, self._bounds = chain, bounds
         group = self.new_group("pipeline", descending=True)
         self._stages = self.metered(group, "pipeline")
         assert self._world is not None
         line = Line(group, self.meter, self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
         self._ownership = Ownership(module, chain, bounds, self._stages.rank, line.num_ranks)
-        self._ownership.share_values(self._world, 0)
+        assert self._data is not None
+        self._was_whole = share_values(self._ownership, self._world, self._data)
         self._ownership.drop()
         self._ownership.move(self.root_device)
         self._sums = StageSums(line, self.meter)
@@ -217,11 +225,34 @@ class PipelineStrategy(MultiGPUStrategy):
             bookkeeping = self.metered(self.new_group("data"), "control")
             self._data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
         self._metrics = gather_metrics_by(module, self._gather_metric)
+        self._models = ModelsInStages(module)
         seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
         self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
         self._balance_due = self._balance in ("time", "memory") and module.trainer.state.fn == TrainerFn.FITTING
         if not self._balance_due:
             rank_zero_info(describe_split(chain, bounds, line.ranks))
+
+    def _split(self, module: pl.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
+        num_stages = self.pipeline_parallel_size * self.stages_per_rank
+        chain = find_chain(module, self._module_name, num_stages)
+        return chain, self._built_bounds or stage_bounds(self._cuts(chain, num_stages), len(chain))
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Within the block ``configure_model`` builds the layers of this rank only, from rank 0's random states."""
+        module = self.lightning_module
+        with super().model_sharded_context():
+            if module is None or not is_overridden("configure_model", module):
+                yield
+                return
+            share_random_states(self.broadcast, self.root_device)
+            size = self.pipeline_parallel_size
+            position = size - 1 - self.global_rank % size
+            precision, device = self.precision_plugin, self.root_device
+            with built_by_stages(module, precision, self._split, position, size, device) as bounds:
+                yield
+            self._built_bounds = bounds
 
     def _runner(self, line: Line) -> PipelineRunner:
         assert self._chain is not None
@@ -274,6 +305,8 @@ class PipelineStrategy(MultiGPUStrategy):
             self._agreement.end()
         for metric in self._metrics:
             metric.dist_sync_fn = None
+        if self._models is not None:
+            self._models.end()
         if trainer is not None and self._outputs in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._outputs)  # type: ignore[attr-defined]
         regular = (
@@ -286,16 +319,22 @@ class PipelineStrategy(MultiGPUStrategy):
         self._data_axis = None
         self._ownership = self._steps = self._sums = self._stages = self._agreement = self._chain = None
         self._metrics = []
+        self._models = None
+        self._built_bounds = []
         self._step_args = None
         super().teardown()
 
     def _make_whole(self) -> None:
-        """Gives every rank what it had before the run: all values; and rank 0 the states of the optimizers."""
+        """Gives every rank all values, or rank 0 alone if no other had them; and rank 0 the optimizers' states."""
         assert self._ownership is not None
         assert self._steps is not None
         assert self._stages is not None
         states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
-        self._ownership.restore(self._stages, self._steps.runner.line.ranks)
+        line = self._steps.runner.line
+        if self._was_whole:
+            self._ownership.restore(self._stages, line.ranks)
+        elif self.data_parallel_rank == 0:
+            self._ownership.gather(line)
         if self.is_global_zero:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Module, ModuleList, Sequential
 
+from lightning_multigpu.engine.pipeline.hugging_face import block_lists, models_in
+
 _CONTAINERS = (Sequential, ModuleList)
 
 
@@ -43,7 +45,8 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     """The container called ``name``, or for "auto" the one with the most parameters that has a layer for every stage.
 
     Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested ones with equally many parameters the outer one
-    is taken. That the layers do form a chain is found out when they run.
+    is taken. That the layers do form a chain is found out when they run. Where there are Hugging Face models, only
+    their lists of blocks and an ``nn.Sequential`` outside of them are sure to be chains, and "auto" takes no other.
 
     Raises:
         ValueError: there is no such container, or it has too few layers; the message lists what there is.
@@ -51,7 +54,11 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     found = {path: child for path, child in module.named_modules() if isinstance(child, _CONTAINERS)}
     if name != "auto":
         return _named(module, name, num_stages, found)
-    usable = {path: child for path, child in found.items() if len(child) >= num_stages and _size(child) > 0}
+    usable = {
+        path: found[path]
+        for path in _likely(module, found)
+        if len(found[path]) >= num_stages and _size(found[path]) > 0
+    }
     if not usable:
         raise ValueError(
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
@@ -72,6 +79,19 @@ def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequenti
             "devices, or name a longer chain"
         )
     return Chain(name, tuple(found[name]))
+
+
+def _likely(module: Module, found: dict[str, Sequential | ModuleList]) -> list[str]:
+    """The containers that "auto" may take."""
+    blocks = set(block_lists(module))
+    if not blocks:
+        return list(found)
+    inside = {part for model in models_in(module).values() for part in model.modules()}
+    return [
+        path
+        for path, child in found.items()
+        if path in blocks or (isinstance(child, Sequential) and child not in inside)
+    ]
 
 
 def _size(container: Module) -> int:

@@ -17,7 +17,8 @@ from torch.nn import Module, Parameter
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.stand_in import StandIn, exchange
+from lightning_multigpu.engine.pipeline.transfer import Line
 
 
 @dataclass
@@ -77,10 +78,39 @@ class Ownership:
         holders = {id(h.tensor): h.holders for h in self.holdings}
         return {name: holders[id(tensor)] for name, tensor in _named_tensors(self._module)}
 
+    def is_whole(self) -> bool:
+        """Whether this rank has all values."""
+        return not any(isinstance(holding.tensor, StandIn) for holding in self.holdings)
+
+    def lacking(self) -> list[str]:
+        """Names of what this rank is to hold and has no values of."""
+        return [h.name for h in self.holdings if self.position in h.holders and isinstance(h.tensor, StandIn)]
+
     def share_values(self, group: MeteredGroup, source: int) -> None:
-        """Gives every rank of ``group`` the values of the world's rank ``source``: the start of a run."""
-        for part in _in_parts(self.holdings):
-            group.broadcast_tensors([holding.tensor for holding in part], src=source)
+        """Gives every rank of ``group`` the values that it holds, from the world's rank ``source``, which has all.
+
+        That is the start of a run.
+        """
+        self._share(self.holdings, group, source)
+
+    def share_held(self, everyone: MeteredGroup, peers: MeteredGroup) -> None:
+        """The same where no rank has all values, and each has those that it holds.
+
+        Args:
+            everyone: gets from its first rank what all stages hold.
+            peers: the ranks with this position in all pipelines; they get from the first what only they hold.
+        """
+        self._share([h for h in self.holdings if len(h.holders) == self.num_ranks], everyone, everyone.first_rank)
+        if peers.size > 1:
+            self._share([h for h in self.holdings if h.holders == (self.position,)], peers, peers.first_rank)
+
+    def _share(self, holdings: Sequence[Holding], group: MeteredGroup, source: int) -> None:
+        for part in _in_parts(holdings):
+            values = [_with_values(holding.tensor) for holding in part]
+            group.broadcast_tensors(values, src=source)
+            for holding, value in zip(part, values, strict=True):
+                if isinstance(holding.tensor, StandIn) and self.position in holding.holders:
+                    self._exchange(holding, value)
 
     def drop(self) -> None:
         """Replaces what only other stages hold by stand-ins. The parameters stay the same Python objects."""
@@ -88,15 +118,30 @@ class Ownership:
 
     def _drop(self, holdings: Sequence[Holding]) -> None:
         for holding in holdings:
-            if self.position not in holding.holders and not isinstance(holding.tensor, StandIn):
-                kind = "parameter" if holding.is_parameter else "buffer"
-                self._exchange(holding, StandIn(holding.tensor.data, f"{kind} {holding.name}"))
+            if self.position in holding.holders:
+                continue
+            source = f"{'parameter' if holding.is_parameter else 'buffer'} {holding.name}"
+            if isinstance(holding.tensor, StandIn):
+                holding.tensor.source = source
+            else:
+                self._exchange(holding, StandIn(holding.tensor.data, source))
 
     def move(self, device: torch.device) -> None:
         """Moves what this stage holds to its device."""
         for holding in self.holdings:
             if self.position in holding.holders and holding.tensor.device != device:
                 holding.tensor.data = holding.tensor.data.to(device)
+
+    def gather(self, line: Line) -> None:
+        """Makes the module whole in the host's memory of the last position only; a collective of the pipeline."""
+        last = self.num_ranks - 1
+        for holding in self.holdings:
+            if self.position == holding.holders[0] and last not in holding.holders:
+                line.send(holding.tensor, last)
+            elif self.position == last and last not in holding.holders:
+                value = torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype)
+                self._exchange(holding, line.receive(value, holding.holders[0]))
+        line.finish()
 
     def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
         """Makes the module whole again, in the host's memory of every rank of ``group``: the end of a run.
@@ -166,7 +211,7 @@ class Ownership:
             new = Parameter(value, requires_grad=old.requires_grad)
             old.grad = None
         try:
-            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+            exchange(old, new)
         except RuntimeError:  # an autograd graph still refers to it
             for module in self._module.modules():
                 for table in (module._parameters, module._buffers):
@@ -198,6 +243,13 @@ def _holders_of_tensors(
             seen.add(id(tensor))
             found = holders[id(tensor)]
             yield name, tensor, tuple(sorted(found if len(found) == 1 else everywhere))
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    """The tensor; if it is a stand-in, memory for its values."""
+    if isinstance(tensor, StandIn):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor
 
 
 def _named_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 
+_OURS = ("source", "fixed", "_is_param")
+
 
 class StandIn(Tensor):
     """A tensor without values.
@@ -63,6 +65,17 @@ class StandIn(Tensor):
                 f"a step computes with {mine.source}, whose values are on another stage ({func}): {error}"
             ) from error
         return tree_map_only(Tensor, lambda result: StandIn(result, mine.source, device), results)
+
+
+def exchange(old: Tensor, new: Tensor) -> None:
+    """Makes ``old`` what ``new`` is; it stays the same Python object, with the attributes that others gave it.
+
+    Raises:
+        RuntimeError: a graph of autograd or a weak reference refers to one of them.
+    """
+    own = {name: value for name, value in vars(old).items() if name not in _OURS}
+    torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    vars(old).update(own)
 
 
 def first_stand_in(values: Any) -> StandIn | None:

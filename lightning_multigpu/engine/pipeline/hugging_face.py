@@ -1,0 +1,83 @@
+"""What a pipeline knows of Hugging Face's models: where their blocks are, and what they cannot do in stages.
+
+Nothing of ``transformers`` is imported; its models are known by what they say of themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.nn import Module, ModuleList
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+
+
+def models_in(module: Module) -> dict[str, Module]:
+    """Names and modules of the Hugging Face models in ``module``, inner ones included."""
+    return {
+        path: part
+        for path, part in module.named_modules()
+        if hasattr(part, "base_model_prefix") and hasattr(part, "config")
+    }
+
+
+def block_lists(module: Module) -> list[str]:
+    """Names of the lists of blocks of which Hugging Face models in ``module`` are made.
+
+    They are the lists in a model's ``base_model_pp_plan``. Of a model without a plan they are the lists of those
+    classes that it wants to keep in one piece (``_no_split_modules``).
+    """
+    found = []
+    for path, model in models_in(module).items():
+        if getattr(model, "base_model", None) is not model:
+            continue
+        plan = getattr(model.config, "base_model_pp_plan", None)
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        for name, part in model.named_modules():
+            planned = name in plan if plan else {type(layer).__name__ for layer in part.children()} <= blocks
+            if isinstance(part, ModuleList) and len(part) > 0 and planned:
+                found.append(f"{path}.{name}" if path else name)
+    return found
+
+
+class ModelsInStages:
+    """The Hugging Face models in a module for the time of a run: they cache nothing, and refuse to generate.
+
+    A stage would fill the cache of keys and values for its own blocks only, and a block that is computed again in
+    backward would find its first run in there.
+    """
+
+    def __init__(self, module: Module) -> None:
+        models = models_in(module).values()
+        self._handles = [
+            model.register_forward_pre_hook(_without_cache, prepend=True, with_kwargs=True)
+            for model in models
+            if "use_cache" in inspect.signature(model.forward).parameters
+        ]
+        self._generators = [model for model in models if callable(getattr(model, "generate", None))]
+        for model in self._generators:
+            vars(model)["generate"] = _refuse_to_generate
+
+    def end(self) -> None:
+        """Puts the models back as they were."""
+        for handle in self._handles:
+            handle.remove()
+        for model in self._generators:
+            vars(model).pop("generate", None)
+
+
+def _without_cache(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if kwargs.get("use_cache"):
+        raise PipelineError(
+            f"{type(model).__name__} is called with use_cache=True, and each stage of a pipeline would fill the cache "
+            "for its own blocks only; leave it out"
+        )
+    return args, {**kwargs, "use_cache": False}
+
+
+def _refuse_to_generate(*args: Any, **kwargs: Any) -> Any:
+    raise PipelineError(
+        "generate() runs the model once for every token, and the stages of a pipeline run it once a step; save a "
+        "checkpoint, load it on one device and generate there"
+    )

@@ -1,0 +1,147 @@
+"""A module that is built in parts has the values of one that is built as a whole, and the memory of its parts only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.engine.pipeline.construction import Construction
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+
+
+class Drawn(nn.Module):
+    """Values drawn before they are registered, and again afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(3, 4))
+        after = nn.Parameter(torch.empty(4, 40))
+        after.no_decay = True  # type: ignore[attr-defined]
+        self.after = after
+        nn.init.trunc_normal_(self.after, std=0.5)
+        nn.init.trunc_normal_(self.before, mean=1.0, a=1.5, b=4.0)
+        self.register_buffer("noise", torch.rand(5))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(3, 3))
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a.weight = self.b.weight = weight
+
+
+class Redrawn(nn.Sequential):
+    """All weights are drawn anew when all layers are there."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Embedding(5, 4, padding_idx=2), nn.Linear(4, 4))
+        self.apply(self.draw)
+
+    def draw(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.orthogonal_(module.weight)
+            nn.init.normal_(module.weight[1])
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(20, 30),
+    "transformer": lambda: nn.TransformerEncoderLayer(8, 2),
+    "lstm": lambda: nn.LSTM(4, 4, num_layers=2),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 5)),
+    "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose1d(2, 2, 3)),
+    "drawn": Drawn,
+    "tied": Tied,
+    "redrawn": Redrawn,
+}
+
+
+def build(builder: Callable[[], nn.Module], is_held: Callable[[str], bool]) -> nn.Module:
+    construction = Construction()
+    with torch.random.fork_rng(devices=[]), construction.rehearsal():
+        rehearsed = builder()
+    assert all(isinstance(parameter, StandIn) for parameter in rehearsed.parameters())
+    names = {id(tensor): name for name, tensor in (*rehearsed.named_parameters(), *rehearsed.named_buffers())}
+    with construction.building(lambda tensor: id(tensor) not in names or is_held(names[id(tensor)])):
+        return builder()
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_values_are_those_of_one_device(name: str, part: int) -> None:
+    torch.manual_seed(3)
+    whole = BUILDERS[name]()
+    expected = torch.rand(4)
+    names = list(whole.state_dict())
+    held = {entry for index, entry in enumerate(names) if index % 3 != part}
+    torch.manual_seed(3)
+    built = build(BUILDERS[name], held.__contains__)
+    assert torch.equal(torch.rand(4), expected), "random states are where they would be"
+    assert list(built.state_dict()) == names
+    num_held = 0
+    for entry, tensor in (*built.named_parameters(), *built.named_buffers()):
+        assert type(tensor.requires_grad) is bool
+        assert tensor.requires_grad == whole.state_dict(keep_vars=True)[entry].requires_grad
+        if isinstance(tensor, StandIn):
+            assert entry not in held
+        else:
+            num_held += 1
+            torch.testing.assert_close(tensor, whole.state_dict()[entry], rtol=0, atol=0)
+    assert num_held == len(held & {n for n, _ in (*built.named_parameters(), *built.named_buffers())})
+
+
+def test_attributes_of_parameters_stay() -> None:
+    for held in (True, False):
+        built = build(Drawn, lambda name, held=held: held)
+        assert built.after.no_decay is True
+
+
+def test_shared_parameters_stay_shared() -> None:
+    for held in (True, False):
+        built = build(Tied, lambda name, held=held: held)
+        assert built.a.weight is built.b.weight
+
+
+class Alternating:
+    """Builds something else each time."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = list(sizes)
+
+    def __call__(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(self.sizes.pop(0))))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((2, 1), r"does not make Linear.weight of shape \(2, 2\) as it did"),
+        ((1, 2), r"makes Linear.weight of shape \(2, 2\) where it made nothing"),
+    ],
+)
+def test_another_module_the_second_time(sizes: tuple[int, int], words: str) -> None:
+    with pytest.raises(PipelineError, match=words):
+        build(Alternating(*sizes), lambda name: True)
+
+
+def test_values_that_are_looked_at() -> None:
+    def builder() -> nn.Module:
+        linear = nn.Linear(2, 2)
+        assert float(linear.weight.sum()) < 100
+        return linear
+
+    with pytest.raises(PipelineError, match="parameter weight of a Linear"):
+        build(builder, lambda name: True)
+
+
+def test_torch_is_as_before_afterwards() -> None:
+    before = nn.init._no_grad_trunc_normal_
+    with pytest.raises(PipelineError):
+        build(Alternating(1, 2), lambda name: False)
+    assert nn.init._no_grad_trunc_normal_ is before
+    weight: Tensor = nn.Linear(2, 2).weight
+    assert not isinstance(weight, StandIn)

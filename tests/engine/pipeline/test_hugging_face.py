@@ -1,0 +1,114 @@
+"""The blocks of Hugging Face's models are found by what the models say, wherever else layers stand in a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from lightning_multigpu.engine.pipeline.chain import find_chain
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.hugging_face import ModelsInStages, block_lists
+
+TOKENS = {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1}
+
+
+LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, **TOKENS)
+
+
+def llama(num_layers: int = 2) -> LlamaModel:
+    return LlamaModel(LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": num_layers}))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=3, n_head=1, n_positions=4, **TOKENS))
+
+
+class Step(nn.Linear):
+    """A block."""
+
+
+class Planned(PreTrainedModel):
+    """Its plan names a list, and says nothing of larger ones."""
+
+    base_model_prefix = "planned"
+
+    class Config(PreTrainedConfig):
+        base_model_pp_plan = {"steps": (["x"], ["x"])}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(self.Config())
+        self.experts = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+        self.steps = nn.ModuleList(Step(2, 2) for _ in range(2))
+        self.towers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+
+
+class Unplanned(Planned):
+    _no_split_modules = ["Step"]  # noqa: RUF012
+
+    class Config(PreTrainedConfig):
+        pass
+
+
+def test_by_the_plan_of_the_model() -> None:
+    assert block_lists(llama()) == ["layers"]
+    assert block_lists(Planned()) == ["steps"]
+    assert find_chain(Planned(), "auto", 2).name == "steps"
+
+
+def test_by_the_classes_of_the_blocks_where_there_is_no_plan() -> None:
+    assert block_lists(Unplanned()) == ["steps"]
+    assert block_lists(nn.ModuleDict({"a": gpt2()})) == ["a.transformer.h"]
+    assert find_chain(gpt2(), "auto", 3).name == "transformer.h"
+
+
+def test_the_larger_of_several_models() -> None:
+    module = nn.ModuleDict({"small": llama(2), "large": llama(5)})
+    assert find_chain(module, "auto", 2).name == "large.layers"
+
+
+def test_a_larger_list_beside_the_model_need_not_be_a_chain() -> None:
+    module = nn.ModuleDict({"model": llama(), "heads": nn.ModuleList(nn.Linear(99, 99) for _ in range(4))})
+    assert find_chain(module, "auto", 2).name == "model.layers"
+    assert find_chain(module, "heads", 2).name == "heads"
+
+
+def test_a_larger_sequential_beside_the_model_is_one() -> None:
+    module = nn.ModuleDict({"model": llama(), "head": nn.Sequential(nn.Linear(99, 99), nn.Linear(99, 99))})
+    assert find_chain(module, "auto", 2).name == "head"
+
+
+def test_too_few_blocks_are_not_made_up_for_by_another_list() -> None:
+    module = nn.ModuleDict({"model": llama(), "heads": nn.ModuleList(nn.Linear(99, 99) for _ in range(4))})
+    with pytest.raises(ValueError, match=r"with 3 layers or more.*'model.layers' \(2 layers\)"):
+        find_chain(module, "auto", 3)
+
+
+@pytest.mark.parametrize("build", [gpt2, lambda: LlamaForCausalLM(LLAMA)])
+def test_nothing_is_cached_for_the_time_of_a_run(build: Callable[[], PreTrainedModel]) -> None:
+    model = build()
+    tokens = torch.ones(1, 3, dtype=torch.long)
+    before = model.config.to_dict()
+    models = ModelsInStages(nn.ModuleDict({"model": model}))
+    assert model(tokens).past_key_values is None
+    assert model(tokens, use_cache=False).past_key_values is None
+    assert model.base_model(tokens).past_key_values is None
+    with pytest.raises(PipelineError, match=r"is called with use_cache=True.*leave it out"):
+        model(tokens, use_cache=True)
+    with pytest.raises(PipelineError, match=r"generate\(\) runs the model once for every token.*on one device"):
+        model.generate(tokens)
+    assert model.config.to_dict() == before, "what a checkpoint keeps of the configuration stays the user's"
+    models.end()
+    assert model(tokens).past_key_values is not None
+    assert model.generate(tokens, max_new_tokens=1, do_sample=False).shape == (1, 4)

@@ -1,0 +1,210 @@
+"""Hugging Face's decoders in an ordinary LightningModule train under every schedule as on one device.
+
+They are built from a configuration: nothing is downloaded. Parts of them compute in float32 whatever the precision
+(RMSNorm, the loss), so the batches are such that splitting them only divides by powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from tests.strategies.tasks import Case, make_strategy, make_trainer
+from tests.world import World
+
+VOCABULARY, LENGTH = 24, 5
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
+SCHEDULES = ["model_parallel", "gpipe", "pipeline_1f1b", "pipeline_interleaved", "pipeline_zero_bubble"]
+
+
+def gpt2() -> PreTrainedModel:
+    """With a head that is tied to the embedding."""
+    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = GPT2Config(n_positions=8, n_embd=8, n_layer=4, n_head=2, loss_type="ForCausalLM", **TOKENS, **no_dropout)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> PreTrainedModel:
+    """With rotary embeddings and a head of its own."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=8,
+            **TOKENS,
+        )
+    )
+
+
+MODELS = {"gpt2": gpt2, "llama": llama}
+
+
+class Decoder(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.losses: list[float] = []
+        self.num_held = 0
+        self.build()
+
+    def build(self) -> None:
+        torch.manual_seed(3)
+        self.model = MODELS[self.kind]()
+        # More parameters than the blocks have, but no chain.
+        self.heads = nn.ModuleList(nn.Linear(8, 80) for _ in range(8))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+        self.log("train_loss", loss)
+        return loss  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.num_held = sum(not isinstance(parameter, StandIn) for parameter in self.model.parameters())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(batch["input_ids"], attention_mask=batch["attention_mask"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+class Late(Decoder):
+    """Builds its model when every rank knows which part of it is its own."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            super().build()
+
+
+class Text(Dataset[Any]):
+    """Of 5 and of 3 tokens by turns, padded in front or behind; padding is no target."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+        self.mask = torch.ones_like(self.tokens)
+        self.mask[1::4, 3:] = 0
+        self.mask[3::4, :2] = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens, mask = self.tokens[index], self.mask[index]
+        labels = tokens.masked_fill(mask == 0, -100)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def num_targets(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: Any) -> dict[str, Any]:
+    module = cls(kind)
+    if name is None:
+        trainer = make_trainer(CASE, "auto", 1)
+    else:
+        if name != "model_parallel":
+            options = {"num_micro_batches": 4, **options}
+        trainer = make_trainer(CASE, make_strategy(name, loss_reduction=num_targets, **options), 2)
+    trainer.fit(module, DataLoader(Text(32), batch_size=8), DataLoader(Text(8), batch_size=4))
+    val_loss = float(trainer.callback_metrics["val_loss"])
+    outputs = trainer.predict(module, DataLoader(Text(8), batch_size=4)) or []
+    return {
+        "weights": {
+            name: value.clone() for name, value in module.state_dict().items() if not isinstance(value, StandIn)
+        },
+        "losses": module.losses,
+        "val_loss": val_loss,
+        "held": module.num_held,
+        "logits": [output.logits for output in outputs if output != []],
+        "caches": [output.past_key_values is not None for output in outputs if output != []],
+        "tied": module.model.get_output_embeddings().weight is module.model.get_input_embeddings().weight,
+        "hooks": len(module.model._forward_pre_hooks),
+        "generates": callable(module.model.generate) and "generate" not in vars(module.model),
+    }
+
+
+CASE = Case(max_epochs=2, trainer={"use_distributed_sampler": False, "gradient_clip_val": 0.5})
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def one_device(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return request.param, train(request.param, None)
+
+
+def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    for result in results:
+        assert list(result["weights"]) == list(reference["weights"])
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+        assert result["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-6)
+        assert result["tied"] == reference["tied"]
+        assert 0 < result["held"] < reference["held"]
+        assert result["hooks"] == 0
+        assert result["generates"]
+    for mine, expected in zip(results[0]["logits"], reference["logits"], strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-11)
+    assert results[0]["caches"] == [False, False]
+    assert results[1]["logits"] == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_trains_as_on_one_device(name: str, one_device: tuple[str, dict[str, Any]], world2: World) -> None:
+    kind, reference = one_device
+    assert_same(world2.run(train, kind, name), reference)
+
+
+def test_blocks_that_are_computed_again(one_device: tuple[str, dict[str, Any]], world2: World) -> None:
+    """With a cache they would find their own keys in it."""
+    kind, reference = one_device
+    assert_same(world2.run(train, kind, "pipeline_1f1b", activation_checkpointing=True), reference)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_each_rank_builds_for_itself(kind: str, world2: World) -> None:
+    reference = train(kind, None, cls=Late)
+    last, first = world2.run(train, kind, "pipeline_1f1b", cls=Late)
+    assert 0 < len(first["weights"]) < len(last["weights"])
+    assert_same([{**result, "weights": last["weights"]} for result in (last, first)], reference)
+    for name, value in first["weights"].items():
+        torch.testing.assert_close(value, reference["weights"][name], rtol=1e-9, atol=1e-11)
+
+
+class Checkpointing(Decoder):
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.model.activation_checkpointing_enable()
+
+
+def train_checkpointing(kind: str, name: str) -> list[float]:
+    module = Checkpointing(kind)
+    strategy = make_strategy(name, loss_reduction=num_targets, num_micro_batches=4)
+    make_trainer(CASE, strategy, 2).fit(module, DataLoader(Text(32), batch_size=8))
+    return module.losses
+
+
+def test_models_that_compute_their_blocks_again_by_themselves(
+    one_device: tuple[str, dict[str, Any]], world2: World
+) -> None:
+    kind, reference = one_device
+    for losses in world2.run(train_checkpointing, kind, "pipeline_zero_bubble"):
+        assert losses == pytest.approx(reference["losses"], rel=1e-6)
