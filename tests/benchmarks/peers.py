@@ -32,6 +32,7 @@ from tests.benchmarks.shared_memory import ROUNDS
 from tests.world import free_port
 
 BASELINE = "gloo"
+IN_PLACE = "in place"  # shared memory, for a tensor that lies there, as the buckets of ring_ddp do
 _MPI_RANK = Path(__file__).with_name("mpi_rank.py")
 _DEEPSPEED_RANK = Path(__file__).with_name("deepspeed_rank.py")
 SIZES_KIB = (4, 1024, 16 * 1024, 64 * 1024)
@@ -48,6 +49,8 @@ def torch_rank(rank: int, num_ranks: int, name: str, directory: str) -> None:
     for size_kib in SIZES_KIB:
         blocks, calls = ROUNDS[size_kib]
         gradients = torch.ones(size_kib * 256)
+        if shared is not None and name == IN_PLACE:
+            shared.move(gradients, 0)
         seconds = []
         for block in range(blocks + 1):
             dist.barrier()
@@ -116,7 +119,7 @@ def main() -> None:
           f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; load {os.getloadavg()[0]:.1f} before")  # fmt: skip
     jobs: dict[str, Callable[[int, str], None]] = {
         name: lambda ranks, directory, name=name: torch_job(name, ranks, directory)  # type: ignore[misc]
-        for name in (BASELINE, "shared memory")
+        for name in (BASELINE, "shared memory", IN_PLACE)
     }
     for text in given.mpi:
         name, _, command = text.partition("=")

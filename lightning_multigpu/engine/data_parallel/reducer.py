@@ -183,9 +183,7 @@ class GradientReducer:
         finish = _nothing
         if self._error is None:
             try:
-                if self.all_reduce is not None and buffer.is_cpu and not buffer.is_sparse:
-                    self.all_reduce.move(buffer, index)  # each bucket once
-                finish = self._begin_move(buffer, pieces)
+                finish = self._begin_move(buffer, pieces, index)
             except BaseException as error:
                 self._error = error
         return finish, buffer, future
@@ -198,7 +196,8 @@ class GradientReducer:
                 self._error = error
         future.set_result(buffer)
 
-    def _begin_move(self, buffer: Tensor, pieces: Sequence[Piece]) -> Callable[[], None]:
+    def _begin_move(self, buffer: Tensor, pieces: Sequence[Piece], index: int | None = None) -> Callable[[], None]:
+        """Starts to average a tensor; ``index`` is that of a bucket, which comes again in every step."""
         assert self.all_reduce is not None
         if buffer.is_sparse:
             self._move(buffer, pieces)
@@ -206,6 +205,8 @@ class GradientReducer:
         staged = buffer.cpu()
         transfer = self._begin(buffer, self.all_reduce.sent_bytes(staged, pieces))
         try:
+            if index is not None and staged is buffer:
+                self.all_reduce.move(buffer, index)
             pending = self.all_reduce.begin(staged, pieces, average=True)
         except BaseException:
             transfer.broke()
