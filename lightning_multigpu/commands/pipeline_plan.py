@@ -47,7 +47,6 @@ from lightning_multigpu.engine.pipeline.plan import PipelinePlans
 from lightning_multigpu.engine.pipeline.runner import SCHEDULES
 from lightning_multigpu.engine.pipeline.stage_costs import LinkCost
 from lightning_multigpu.report.pipeline_plan import as_json, picture, print_plans
-from lightning_multigpu.strategies.pipeline import PipelineStrategy
 from lightning_multigpu.strategies.pipeline_plan import PipelinePlanner, PlanError
 
 if TYPE_CHECKING:
@@ -112,18 +111,11 @@ class PlanCLI(TrainingCLI):
 
     def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
         """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
-        strategy = self.trainer.strategy
-        if not isinstance(strategy, PipelineStrategy):
-            raise UsageError(
-                f"trainer.strategy is {type(strategy).__name__}, which is no pipeline; pass "
-                "--trainer.strategy=pipeline_1f1b, or another that "
-                f"'{PROGRAM} strategies' lists as a PipelineStrategy"
-            )
         wanted = self._wanted
         link = LinkCost(0.0, 8e-9 / wanted.link_gbit if wanted.link_gbit else 0.0)
         try:
             planner = PipelinePlanner(
-                strategy, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link
+                self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link
             )
             self.plans = planner.run(model, datamodule, self.config_init["fit"]["trainer"])
         except (PlanError, PipelineError) as error:

@@ -40,24 +40,31 @@ class PipelinePlanner:
     """Predicts what a pipeline takes under several schedules and with several numbers of micro-batches.
 
     Args:
-        strategy: of a Trainer that has been made with it; it is read and not run.
+        trainer: has the pipeline as its strategy; it is read and not run.
         schedules: their names; by default the strategy's own.
         num_micro_batches: by default those of 1, 2, 4, 8, 16 and the strategy's own number that the batch has samples
             for.
         link: what messages between neighbouring ranks cost.
 
     Raises:
-        PlanError: a schedule does not go with the strategy's options.
+        PlanError: the strategy is no pipeline, a schedule does not go with its options, or a callback does not go with
+            pipelines.
     """
 
     def __init__(
         self,
-        strategy: PipelineStrategy,
+        trainer: pl.Trainer,
         *,
         schedules: Sequence[str] | None,
         num_micro_batches: Sequence[int] | None,
         link: LinkCost,
     ) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, PipelineStrategy):
+            raise PlanError(
+                f"strategy={type(strategy).__name__} is no pipeline; pass strategy='pipeline_1f1b', or another that "
+                "'lightning-multigpu strategies' lists as a PipelineStrategy"
+            )
         self._strategy = strategy
         self._options = strategy.options
         self._schedules = schedules or [self._options["schedule"]]
@@ -65,11 +72,12 @@ class PipelinePlanner:
         size = strategy.pipeline_parallel_size
         num_devices = strategy.num_nodes * len(strategy.parallel_devices or [])
         self._found = PipelinePlans(size, num_devices // size, self._options["balance"], link)
-        for schedule in self._schedules:
-            try:
+        try:
+            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            for schedule in self._schedules:
                 check_activation_checkpointing(self._options["activation_checkpointing"], schedule)
-            except ValueError as error:
-                raise PlanError(f"schedule={schedule!r}: {error}") from error
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
     def run(
         self, module: pl.LightningModule, datamodule: pl.LightningDataModule | None, trainer_settings: Mapping[str, Any]
@@ -86,7 +94,6 @@ class PipelinePlanner:
         """
         try:
             check_module(module)
-            check_callbacks(trainer_settings.get("callbacks") or [])
         except ValueError as error:
             raise PlanError(str(error)) from error
         assert self._strategy.parallel_devices is not None
