@@ -73,7 +73,7 @@ def _head(plans: PipelinePlans, link_gbit: float | None) -> str:
 def _table(plans: PipelinePlans) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for title in ("M", "step ms", "bubble", "x one device", "fullest rank", "of it activations"):
+    for title in ("M", "step ms", "bubble", "x one device", "fullest rank", "activations"):
         table.add_column(title, justify="right")
     for _, plan in plans.plans:
         table.add_row(

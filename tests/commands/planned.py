@@ -30,11 +30,13 @@ class Model(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         self.behind = nn.Linear(WIDTH, 1, bias=False)
         self.optimizer = optimizer
+        self.steps = 0
         self.initial = {name: value.clone() for name, value in self.state_dict().items()}
         Model.made.append(self)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         events.append("step")
+        self.steps += 1
         loss: Tensor = self.behind(self.layers(self.before(batch[0]))).mean()
         self.log("loss", loss)
         return loss

@@ -181,6 +181,7 @@ def test_nothing_is_trained() -> None:
     [model] = Model.made
     assert events == ["step"] * events.count("step") + ["teardown"]
     assert len(events) > 1
+    assert model.steps == 0
     assert all(torch.equal(value, model.initial[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not torch.distributed.is_initialized()

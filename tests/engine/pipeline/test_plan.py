@@ -101,3 +101,12 @@ def test_memory_of_the_fullest_rank(schedule: str, in_flight: int) -> None:
     assert rank_zero.activations == (3 if schedule == "gpipe" else 1) * (5 + 10 + 2)
     assert found.fullest is last_rank
     assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations)
+
+
+def test_memory_of_all_stages_of_a_rank() -> None:
+    """Two micro-batches are in memory, but of the last stage one, whose backward follows at once."""
+    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
+    parts = [PartCost(saved_bytes=1), *(PartCost(0, 0, 5, 10) for _ in range(5)), PartCost(saved_bytes=2)]
+    last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
+    assert last_rank.activations == 2 * (1 + 10) + 2 * (5 + 10)
+    assert rank_zero.activations == 2 * (5 + 20) + (5 + 10 + 2)
