@@ -54,9 +54,14 @@ from lightning.pytorch.trainer.call import (
     # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
     _interrupt as interrupt,
 )
+from lightning.pytorch.utilities.exceptions import (
+    # Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure.
+    _TunerExitException as EndOfRun,
+)
 
 __all__ = [
     "IS_INTERACTIVE",
+    "EndOfRun",
     "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",

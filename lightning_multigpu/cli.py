@@ -60,6 +60,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("test", "run a model over its test data", "lightning_multigpu.commands.training"),
     Command("predict", "compute a model's predictions", "lightning_multigpu.commands.training"),
     Command("strategies", "list the training regimes and what they send", "lightning_multigpu.commands.strategies"),
+    Command("pipeline", "predict what a pipeline takes, without training", "lightning_multigpu.commands.pipeline"),
     Command("bench", "time collectives or strategies on this machine", "lightning_multigpu.commands.bench"),
     Command("emulate", "run a command on emulated hosts of this machine", "lightning_multigpu.commands.emulate"),
 )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_multigpu.engine.pipeline.kept_state import kept_state
+from lightning_multigpu.strategies.stage_logs import StageLogs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,3 +36,10 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
             yield
         finally:
             trainer.should_stop, trainer.loggers = stops, loggers
+
+
+def unlogged_loss(plugin: Precision, logs: StageLogs, call: Callable[[], Any]) -> Any:
+    """The loss that a training step returns, run by ``call`` in the Trainer's precision; what it logs is dropped."""
+    with plugin.train_step_context(), logs.recording(pass_on=False):
+        output = call()
+    return output.get("loss") if isinstance(output, Mapping) else output

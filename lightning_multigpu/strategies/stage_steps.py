@@ -16,6 +16,7 @@ from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.pipeline.losses import combined_loss
 from lightning_multigpu.engine.pipeline.micro_batches import (
+    first_part,
     num_micro_batches_of,
     signature_of,
     split_batch,
@@ -23,7 +24,7 @@ from lightning_multigpu.engine.pipeline.micro_batches import (
 )
 from lightning_multigpu.engine.pipeline.runner import PipelineRunner
 from lightning_multigpu.strategies.loss_probe import LossProbe
-from lightning_multigpu.strategies.rehearsal import without_trace
+from lightning_multigpu.strategies.rehearsal import unlogged_loss, without_trace
 from lightning_multigpu.strategies.stage_logs import StageLogs, combined
 
 if TYPE_CHECKING:
@@ -119,12 +120,10 @@ class StageSteps:
         At the end of the block random states, the module's buffers and attributes, and what the step has asked of the
         Trainer are what they were. Nothing is logged.
         """
-        part = split_batch(batch, num_micro_batches_of(batch, num_micro_batches))[0]
+        part = first_part(batch, num_micro_batches)
 
         def step() -> Any:
-            with self._plugin.train_step_context(), self._logs.recording(pass_on=False):
-                output = self._called("training_step", part, *others)
-            return output.get("loss") if isinstance(output, Mapping) else output
+            return unlogged_loss(self._plugin, self._logs, lambda: self._called("training_step", part, *others))
 
         with without_trace(self._module):
             yield step

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.pipeline.containers import map_only
 
 _HASHED_BYTES = 1 << 20
 
@@ -38,6 +39,15 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     assert size is not None
     bounds = [part.tolist() for part in torch.arange(size).tensor_split(num_parts)]
     return [_cut(batch, part[0], part[-1] + 1, size, "batch") for part in bounds]
+
+
+def first_part(batch: Any, wanted: int) -> Any:
+    """The first of ``wanted`` parts, or of as many as there are samples, in memory of its own.
+
+    What is kept of a view counts as all of the memory that it looks at, which is the whole batch.
+    """
+    part = split_batch(batch, num_micro_batches_of(batch, wanted))[0]
+    return map_only(Tensor, torch.clone, part)
 
 
 def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[float]:

@@ -43,7 +43,7 @@ class ChainProbe:
         chain: all layers.
         bounds: the layers ``[start, stop)`` of each stage at present; the rank at position p of P has p, P + p...
         ownership: what this rank holds.
-        line: to the other ranks.
+        line: to the other ranks; None where this rank has all layers.
         device: where this rank computes.
         seed: of the random numbers of the measurement, the same on all ranks.
     """
@@ -53,7 +53,7 @@ class ChainProbe:
         chain: Chain,
         bounds: Sequence[tuple[int, int]],
         ownership: Ownership,
-        line: Line,
+        line: Line | None,
         device: torch.device,
         seed: int,
     ) -> None:
@@ -79,26 +79,30 @@ class ChainProbe:
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
-        position, num_ranks = self._ownership.position, self._line.num_ranks
+        position, num_ranks = self._ownership.position, self._ownership.num_ranks
         with kept_random_state(self._device), self._kept_gradients(), self._installed(), self._walk.installed():
             for stage in range(position, len(self._bounds), num_ranks):
                 self._measure_stage(stage, step, (position - 1) % num_ranks, (position + 1) % num_ranks)
-        self._line.finish()
+        if self._line is not None:
+            self._line.finish()
         gc.collect()  # of what keeps graphs, which keep parameters from being exchanged
         return {part: self._fastest(costs) for part, costs in self._parts.items()}
 
     def link(self) -> LinkCost:
         """The slowest link between neighbouring ranks, from the fastest of a few round trips of 4 KiB and of 1 MiB.
 
-        A collective of the pipeline; a rank without a link to the slowest pair knows of its own only.
+        A collective of the pipeline; a rank without a link to the slowest pair knows of its own only. Without a line
+        messages take no time.
         """
+        slowest = LinkCost(0.0, 0.0)
+        if self._line is None:
+            return slowest
         mine = self._ownership.position
         num_ranks = self._line.num_ranks
-        slowest = LinkCost(0.0, 0.0)
         for position in range(num_ranks if num_ranks > 2 else 1):
             pair = (position, (position + 1) % num_ranks)
             if mine in pair:
-                small_s, large_s = (self._one_way_s(size, pair) for size in _PROBE_BYTES)
+                small_s, large_s = (self._one_way_s(self._line, size, pair) for size in _PROBE_BYTES)
                 per_byte = max(0.0, (large_s - small_s) / (_PROBE_BYTES[1] - _PROBE_BYTES[0]))
                 found = LinkCost(max(0.0, small_s - per_byte * _PROBE_BYTES[0]), per_byte)
                 slowest = max(slowest, found, key=lambda link: link.seconds(_PROBE_BYTES[1]))
@@ -112,6 +116,7 @@ class ChainProbe:
 
         def receive() -> Carried:
             if not arrived:
+                assert self._line is not None
                 arrived.append(self._line.receive_carried(before, self._device, gradients=True))
             return arrived[0]
 
@@ -134,6 +139,7 @@ class ChainProbe:
             self._note(1 + len(self._chain), forward_s, backward_s, 0)
         self._saved = SavedTensors(None)
         if left:
+            assert self._line is not None
             self._line.send_carried(Carried.of(result), behind)
 
     @contextmanager
@@ -223,20 +229,20 @@ class ChainProbe:
             for parameter, gradient in zip(held, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _one_way_s(self, size_bytes: int, pair: tuple[int, int]) -> float:
+    def _one_way_s(self, line: Line, size_bytes: int, pair: tuple[int, int]) -> float:
         first = self._ownership.position == pair[0]
         other = pair[1] if first else pair[0]
-        message = torch.zeros(size_bytes, dtype=torch.uint8, device=self._line.device)
+        message = torch.zeros(size_bytes, dtype=torch.uint8, device=line.device)
         seconds = []
         for _ in range(_ROUND_TRIPS):
             start_s = time.perf_counter()
             if first:
-                self._line.send(message, other)
-                self._line.receive(message, other)
+                line.send(message, other)
+                line.receive(message, other)
             else:
-                self._line.receive(message, other)
-                self._line.send(message, other)
-            self._line.finish()
+                line.receive(message, other)
+                line.send(message, other)
+            line.finish()
             self._synchronise()
             seconds.append((time.perf_counter() - start_s) / 2)
         return min(seconds)

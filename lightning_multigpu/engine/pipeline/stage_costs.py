@@ -7,12 +7,13 @@ wanted on the first stage only. Part n + 1 is run by the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import (
     ASGD,
     SGD,
@@ -87,6 +88,9 @@ class StageCosts:
         link: between neighbouring ranks.
         schedule, num_ranks, stages_per_rank, num_micro_batches: as in training.
 
+    Attributes:
+        orders: the work of each rank.
+
     Raises:
         ValueError: the lengths do not fit.
     """
@@ -110,8 +114,8 @@ class StageCosts:
         self.num_micro_batches = num_micro_batches
         self.parts = tuple(parts)
         self._link = link
-        self._orders: list[list[Work]] = timetable(schedule, num_ranks, stages_per_rank, num_micro_batches)
-        self._in_flight = {stage: count for order in self._orders for stage, count in in_flight(order).items()}
+        self.orders: list[list[Work]] = timetable(schedule, num_ranks, stages_per_rank, num_micro_batches)
+        self._in_flight = {stage: count for order in self.orders for stage, count in in_flight(order).items()}
         layers = self.parts[1:-1]
         self._forward = [0.0, *accumulate(part.forward_s for part in layers)]
         self._backward = [0.0, *accumulate(part.backward_s for part in layers)]
@@ -140,14 +144,18 @@ class StageCosts:
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Of the stage's layers and of what they keep for backward, when its rank has most micro-batches in flight.
+        """Of the stage's layers and of what they keep for backward.
 
         Parameters outside of the chain are not counted: every stage has them.
         """
+        return self._held[stop] - self._held[start] + self.activations_bytes(stage, start, stop)
+
+    def activations_bytes(self, stage: int, start: int, stop: int) -> int:
+        """What the stage's layers keep for backward, when its rank has most micro-batches in flight."""
         saved = self._saved[stop] - self._saved[start]
         saved += self.parts[0].saved_bytes if start == 0 else self.parts[start].output_bytes
         saved += self.parts[-1].saved_bytes if stop == self.num_layers else 0
-        return self._held[stop] - self._held[start] + saved * self._in_flight[stage]
+        return saved * self._in_flight[stage]
 
     def bounds(self, balance: MeasuredBalance) -> list[tuple[int, int]]:
         """The layers ``[start, stop)`` of each stage, so that the most expensive rank costs as little as possible."""
@@ -160,7 +168,7 @@ class StageCosts:
         """Predicted seconds of a batch, forward and backward, without the optimizer."""
         stages = list(enumerate(bounds))
         return step_time(
-            self._orders,
+            self.orders,
             [self.forward_s(stage, *bound) for stage, bound in stages],
             [self.backward_s(stage, *bound) for stage, bound in stages],
             [self.cut_s(stop) for _, stop in bounds[:-1]],
@@ -188,21 +196,44 @@ class StageCosts:
         return "\n".join(lines)
 
 
-def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
-    """Of each layer, the bytes of its parameters, their gradients and the states that the optimizers will keep.
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of parameters, of their gradients, and of the states that optimizers will keep of them."""
 
-    A parameter that an earlier layer has too counts for that one.
-    """
+    parameters: int
+    gradients: int
+    optimizers: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizers
+
+
+def held_bytes(parameters: Iterable[Parameter], optimizers: Sequence[Optimizer]) -> HeldBytes:
+    """What a rank that holds the parameters needs for them in training."""
     states: dict[Tensor, int] = {}
     for optimizer in optimizers:
         count = _STATES.get(type(optimizer))
         for group in optimizer.param_groups:
             states.update(dict.fromkeys(group["params"], UNKNOWN_STATES if count is None else count(group)))
+    sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in parameters}
+    trained = {parameter: size for parameter, size in sizes.items() if parameter.requires_grad}
+    return HeldBytes(
+        sum(sizes.values()),
+        sum(trained.values()),
+        sum(size * states.get(parameter, 0) for parameter, size in trained.items()),
+    )
+
+
+def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
+    """Of each layer, the bytes of its parameters, their gradients and the states that the optimizers will keep.
+
+    A parameter that an earlier layer has too counts for that one.
+    """
     seen: set[Tensor] = set()
     sizes = []
     for layer in chain.layers:
         own = set(layer.parameters()) - seen
         seen |= own
-        copies = {p: 1 + (p.requires_grad and 1 + states.get(p, 0)) for p in own}
-        sizes.append(sum(p.numel() * p.element_size() * count for p, count in copies.items()))
+        sizes.append(held_bytes(own, optimizers).total)
     return sizes

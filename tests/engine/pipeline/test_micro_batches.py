@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_multigpu.engine.pipeline.micro_batches import (
     checksum_of,
+    first_part,
     num_micro_batches_of,
     signature_of,
     split_batch,
@@ -86,3 +87,15 @@ def test_kinds_and_checksums() -> None:
     changed = large.clone()
     changed[::3] = 1
     assert checksum_of(large) != checksum_of(changed)
+
+
+def test_the_first_part_in_memory_of_its_own() -> None:
+    """A batch's part looked as large in memory as the batch, to what counts what autograd keeps."""
+    batch = {"x": torch.arange(12.0).reshape(6, 2), "name": "a"}
+    part = first_part(batch, 4)
+    assert part["x"].tolist() == [[0, 1], [2, 3]]
+    assert part["x"].untyped_storage().nbytes() == 2 * 2 * 4
+    assert part["name"] == "a"
+    assert len(first_part(batch, 100)["x"]) == 1
+    part["x"].zero_()
+    assert batch["x"][0, 1] == 1  # type: ignore[index]

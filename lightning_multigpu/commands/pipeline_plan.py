@@ -1,0 +1,144 @@
+"""``lightning-multigpu pipeline plan``: split, predicted step time, memory and picture of a pipeline, without training.
+
+It takes the configuration and the options of ``fit``, runs in one process on one device, and needs none of the other
+devices to be idle. ``--json PATH`` writes one object. Its keys are stable: a change of their meaning raises
+``schema_version``; new keys do not. Times are in seconds. ::
+
+    {
+      "schema_version": 1,
+      "num_ranks": 2, "num_pipelines": 1, "balance": "time", "link_gbit": null,
+      "batch_samples": 32,             of the first batch, those of one pipeline
+      "one_device_s": 0.4,             the same samples on one device, forward and backward
+      "plans": [
+        {
+          "schedule": "1f1b", "num_micro_batches": 4, "module": "blocks",
+          "step_s": 0.25,              forward and backward of the batch
+          "bubble": 0.2,               1 - busy / wall, over all ranks
+          "relative_throughput": 1.6,  one_device_s / step_s
+          "stages": [                  in order; for one micro-batch
+            {"rank": 1, "layers": [0, 4], "parameters_bytes": 1024,
+             "forward_s": 0.01, "backward_s": 0.02, "transfer_s": 0.0}
+          ],
+          "memory": [                  of each rank
+            {"rank": 1, "parameters_bytes": 1024, "gradients_bytes": 1024,
+             "optimizer_bytes": 2048, "activations_bytes": 4096}
+          ]
+        }
+      ]
+    }
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from lightning_multigpu.commands.options import OptionParser, names_of, number
+from lightning_multigpu.commands.training import TrainingCLI
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.plan import PipelinePlans
+from lightning_multigpu.engine.pipeline.runner import SCHEDULES
+from lightning_multigpu.engine.pipeline.stage_costs import LinkCost
+from lightning_multigpu.report.pipeline_plan import as_json, picture, print_plans
+from lightning_multigpu.strategies.pipeline_plan import PipelinePlanner, PlanError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+SCHEMA_VERSION = 1
+_DESCRIPTION = f"""\
+Predict what a pipeline takes, without training:
+
+  {PROGRAM} pipeline plan --config configs/gpipe.yaml --num-micro-batches 1 2 4 8
+
+All other options are those of "{PROGRAM} fit". One process takes the first training batch, measures the
+layers on one device (the first of the Trainer's), and trains nothing. What is predicted is forward and backward of a
+batch: not the optimizer, not the averaging of gradients between pipelines, and not what Lightning and torch's schedules
+take themselves.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Prints the plans; writes them and the picture where that was asked for.
+
+    Raises:
+        UsageError: an option, a configuration file or a setting is wrong, or the module cannot be split.
+        SystemExit: for ``--help``.
+    """
+    options, rest = _parser().parse_known_args(arguments)
+    if options.schedules is not None:
+        options.schedules = names_of("schedules", options.schedules, SCHEDULES)
+    for name in ("json", "picture"):
+        path: Path | None = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{name}={path}: there is no directory {path.parent}; make it first")
+    plans = PlanCLI(rest, options).plans
+    print_plans(Console(file=sys.stdout), plans, options.link_gbit)
+    if options.json is not None:
+        document = {"schema_version": SCHEMA_VERSION, **as_json(plans, options.link_gbit)}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    if options.picture is not None:
+        options.picture.write_text(picture(plans))
+    return 0
+
+
+class PlanCLI(TrainingCLI):
+    """Makes everything that ``fit`` would make, and plans in its place.
+
+    Args:
+        arguments: options of ``fit``.
+        wanted: the options of the plan.
+
+    Attributes:
+        plans: what was asked for.
+
+    Raises:
+        UsageError: something is wrong that keeps from training, or from planning.
+    """
+
+    plans: PipelinePlans
+
+    def __init__(self, arguments: Sequence[str], wanted: argparse.Namespace) -> None:
+        self._wanted = wanted
+        super().__init__(["fit", *arguments])
+
+    def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
+        """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
+        wanted = self._wanted
+        link = LinkCost(0.0, 8e-9 / wanted.link_gbit if wanted.link_gbit else 0.0)
+        try:
+            planner = PipelinePlanner(
+                self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link
+            )
+            self.plans = planner.run(model, datamodule, self.config_init["fit"]["trainer"])
+        except (PlanError, PipelineError) as error:
+            raise UsageError(str(error)) from error
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(f"{PROGRAM} pipeline plan", _DESCRIPTION)
+    add = parser.add_argument
+    add(
+        "--num-micro-batches",
+        type=number(int, 1),
+        nargs="+",
+        metavar="M",
+        help="into how many parts a batch is cut (1 2 4 8 16 and the strategy's own, as far as it has samples)",
+    )
+    add("--schedules", nargs="+", metavar="NAME", help=f"some of {', '.join(SCHEDULES)} (the strategy's own)")
+    add(
+        "--link-gbit",
+        type=number(float, 0, above=True),
+        metavar="G",
+        help="bandwidth between neighbouring devices, in Gbit/s (messages take no time)",
+    )
+    add("--picture", type=Path, metavar="PATH", help="draw the predicted schedules there, as SVG")
+    add("--json", type=Path, metavar="PATH", help="write the plans there too")
+    return parser

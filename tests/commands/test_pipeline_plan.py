@@ -1,0 +1,248 @@
+"""``lightning-multigpu pipeline plan``: what it predicts, what it refuses, and that it leaves everything alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.strategies import validation
+from tests.commands.planned import LAYERS, SAMPLES, WIDTH, Model, events
+
+pytestmark = [
+    # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+]
+
+CONFIG = """
+model: tests.commands.planned.Model
+data: tests.commands.planned.Data
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  strategy:
+    class_path: lightning_multigpu.PipelineStrategy
+    init_args: {module: layers}
+"""
+LAYER_BYTES = 4 * WIDTH * WIDTH
+INPUT_BYTES = 4 * WIDTH
+"""Of a sample, which each layer keeps."""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, with a configuration and nothing else; no process can be started."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
+    monkeypatch.setattr(validation, "available_cpu_count", lambda: 8)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "")  # so that it is taken away again when a run sets it
+        monkeypatch.delenv(name)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a process was about to be started")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    Model.made.clear()
+    events.clear()
+    yield tmp_path
+    Model.made.clear()
+
+
+def planned(*options: str) -> dict[str, Any]:
+    assert main(["pipeline", "plan", "--config=run.yaml", "--json=plan.json", *options]) == 0
+    document: dict[str, Any] = json.loads(Path("plan.json").read_text())
+    return document
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+    assert main(["pipeline", "plan", "--num-micro-batches", "1", "4", "--config=run.yaml"]) == 0
+    printed = capsys.readouterr().out
+    first, second, third, *_ = printed.splitlines()
+    assert first == "Pipeline over 'layers', 4 layers, on 2 ranks by balance='parameters'"
+    assert second.startswith("measured on the first 8 samples; as a whole on one device they take ")
+    assert third.endswith("messages between ranks take no time (--link-gbit sets a bandwidth)")
+    for number in (1, 4):
+        assert f"\n1f1b, M = {number}, for one micro-batch:\n  stage 0 on rank 1: layers 0 to 1, 2.05 kB of " in printed
+    assert "\n  stage 1 on rank 0: layers 2 to 3, " in printed
+    assert "\nfastest: 1f1b, M = " in printed
+    assert [path.name for path in project.iterdir()] == ["run.yaml"]
+
+
+def test_keys_of_the_document() -> None:
+    found = planned("--num-micro-batches=2")
+    assert {key: found[key] for key in list(found)[:6]} == {
+        "schema_version": 1,
+        "num_ranks": 2,
+        "num_pipelines": 1,
+        "balance": "parameters",
+        "link_gbit": None,
+        "batch_samples": SAMPLES,
+    }
+    assert list(found)[6:] == ["one_device_s", "plans"]
+    [plan] = found["plans"]
+    assert list(plan) == [
+        "module", "schedule", "num_micro_batches", "step_s", "bubble", "relative_throughput", "stages", "memory",
+    ]  # fmt: skip
+    assert (plan["module"], plan["schedule"], plan["num_micro_batches"]) == ("layers", "1f1b", 2)
+    assert plan["relative_throughput"] == pytest.approx(found["one_device_s"] / plan["step_s"])
+    assert [(stage["rank"], stage["layers"]) for stage in plan["stages"]] == [(1, [0, 2]), (0, [2, 4])]
+    assert [stage["parameters_bytes"] for stage in plan["stages"]] == [2 * LAYER_BYTES] * 2
+    assert all(stage["forward_s"] > 0 and stage["backward_s"] > 0 for stage in plan["stages"])
+
+
+def test_one_micro_batch_runs_through_all_stages_and_back() -> None:
+    found = planned("--num-micro-batches=1")
+    [plan] = found["plans"]
+    assert plan["step_s"] == pytest.approx(sum(s["forward_s"] + s["backward_s"] for s in plan["stages"]))
+    assert plan["bubble"] == pytest.approx(1 / 2)
+    # Every stage begins at the beginning of the step, and one device does that once.
+    assert 0 < found["one_device_s"] < plan["step_s"]
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("Adam", 2), ("SGD", 0)])
+def test_memory_counts_what_all_ranks_hold(optimizer: str, states: int) -> None:
+    found = planned("--num-micro-batches=4", f"--model.optimizer={optimizer}")
+    parameters = 2 * LAYER_BYTES + LAYER_BYTES + 4 * WIDTH
+    samples = SAMPLES // 4
+    # Under 1f1b the first stage has two micro-batches in memory. It keeps the inputs of "before" and of its two layers;
+    # the last stage what it has received, the inputs of its two layers and that of "behind".
+    for memory, (rank, kept) in zip(found["plans"][0]["memory"], ((1, 2 * 3), (0, 4)), strict=True):
+        assert memory == {
+            "rank": rank,
+            "parameters_bytes": parameters,
+            "gradients_bytes": parameters,
+            "optimizer_bytes": states * parameters,
+            "activations_bytes": kept * samples * INPUT_BYTES,
+        }
+
+
+def test_a_bandwidth_makes_steps_longer() -> None:
+    """Two samples of 64 bytes at 1 Mbit/s take 1.024 ms, one way."""
+    [plan] = planned("--num-micro-batches=4", "--link-gbit=0.001")["plans"]
+    assert [stage["transfer_s"] for stage in plan["stages"]] == pytest.approx([1.024e-3] * 2)
+    assert plan["step_s"] > 4 * 1.024e-3
+
+
+def test_usual_numbers_of_micro_batches_as_far_as_there_are_samples() -> None:
+    numbers = [plan["num_micro_batches"] for plan in planned()["plans"]]
+    assert numbers == [1, 2, 4, 8]
+    numbers = [plan["num_micro_batches"] for plan in planned("--trainer.strategy.num_micro_batches=3")["plans"]]
+    assert numbers == [1, 2, 3, 4, 8]
+
+
+def test_schedules_beside_each_other() -> None:
+    plans = planned("--num-micro-batches=4", "--schedules", "gpipe", "zero-bubble")["plans"]
+    assert [(plan["schedule"], len(plan["stages"])) for plan in plans] == [("gpipe", 2), ("zero_bubble", 4)]
+    assert [stage["rank"] for stage in plans[1]["stages"]] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("balance", ["time", "memory", "[1,3]"])
+def test_the_split_is_that_of_the_strategy(balance: str) -> None:
+    found = planned("--num-micro-batches=2", f"--trainer.strategy.balance={balance}")
+    bounds = [stage["layers"] for stage in found["plans"][0]["stages"]]
+    assert bounds[0][0] == 0
+    assert bounds[0][1] == bounds[1][0]
+    assert bounds[1][1] == LAYERS
+    if balance == "memory":  # two micro-batches of the first stage's are in memory
+        assert bounds == [[0, 2], [2, 4]]
+    if balance == "[1,3]":
+        assert bounds == [[0, 1], [1, 4]]
+        assert found["balance"] == [1, 3]
+
+
+def test_pipelines_side_by_side_share_a_batch() -> None:
+    found = planned("--trainer.devices=4", "--trainer.strategy.pipeline_parallel_size=2")
+    assert (found["num_ranks"], found["num_pipelines"], found["batch_samples"]) == (2, 2, SAMPLES // 2)
+    assert [plan["num_micro_batches"] for plan in found["plans"]] == [1, 2, 4]
+
+
+def test_the_picture_has_a_panel_a_plan(project: Path) -> None:
+    planned("--num-micro-batches", "1", "2", "--picture=plan.svg")
+    texts = [element.text or "" for element in ElementTree.parse("plan.svg").iter() if element.tag.endswith("text")]
+    assert [text.partition(":")[0] for text in texts if text.startswith("1f1b")] == ["1f1b, M = 1", "1f1b, M = 2"]
+    assert [text for text in texts if text.startswith("rank")] == ["rank 1", "rank 0"] * 2
+
+
+def test_nothing_is_trained() -> None:
+    planned("--num-micro-batches", "2", "8")
+    [model] = Model.made
+    assert events == ["step"] * events.count("step") + ["teardown"]
+    assert len(events) > 1
+    assert model.steps == 0
+    assert all(torch.equal(value, model.initial[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--num-micro-batches 0", "argument --num-micro-batches: '0': pass a whole number of at least 1"),
+        ("--num-micro-batches 2 9", "num_micro_batches=9: the first batch of a pipeline has 8 samples, and each "
+         "micro-batch needs one; pass 8 or less, or a larger batch"),
+        ("--link-gbit 0", "argument --link-gbit: '0': pass a number above 0"),
+        ("--schedules gpip", "--schedules: 'gpip' is unknown. Did you mean 'gpipe'?"),
+        ("--schedules zero_bubble --trainer.strategy.activation_checkpointing=true",
+         "activation_checkpointing under schedule='zero_bubble', whose backward comes in two parts"),
+        ("--schedules interleaved --trainer.strategy.balance=[1,3]", "balance=[1, 3] has 2 entries for 4 stages"),
+        ("--json no/such.json", "--json=no/such.json: there is no directory no; make it first"),
+        ("--picture no/such.svg", "--picture=no/such.svg: there is no directory no; make it first"),
+        ("--trainer.devices=1", "devices=1: a pipeline has a stage on each device and needs 2 or more; pass devices=2"),
+        ("--trainer.devices=5", "module='layers' has 4 layers for 5 stages; use 4 or fewer devices"),
+        ("--trainer.strategy.module=blocks", "module='blocks' is no part of the module; it must be an nn.Sequential"),
+        ("--trainer.strategy=ring_ddp", "strategy=RingDDPStrategy is no pipeline; pass strategy='pipeline_1f1b'"),
+        ("--trainer.strategy=auto --trainer.devices=1", "strategy=SingleDeviceStrategy is no pipeline; pass"),
+        ("--trainer.callbacks=EMAWeightAveraging",
+         "callbacks=[EMAWeightAveraging()] averages a copy of the whole model"),
+        ("--trainer.limit_train_batches=0", "the training loader has given no batch to measure"),
+        ("--trainer.max_epoch=1", "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
+        ("--model=tests.commands.planned.Residual", "the input of layer layers.1 is not the output of layer layers.0"),
+        ("--model=tests.commands.planned.Manual", "Manual.automatic_optimization=False: a pipeline runs backward"),
+        ("--model.optimizer=LBFGS", "LBFGS works on all parameters at once"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_in_one_message(
+    options: str, message: str, capsys: pytest.CaptureFixture[str], project: Path
+) -> None:
+    assert main(["pipeline", "plan", "--config=run.yaml", *options.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = [line for line in captured.err.splitlines() if "error:" in line]
+    assert line.startswith("lightning-multigpu pipeline: error: ")
+    assert message in line
+    assert "Traceback" not in captured.err
+    if "Residual" not in options:  # which only shows when the layers run
+        assert "step" not in events
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config=run.yaml"]])
+def test_what_to_do_comes_first(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", *arguments]) == 2
+    assert "what to do comes first, one of plan; lightning-multigpu pipeline --help" in capsys.readouterr().err
+
+
+def test_another_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "plna"]) == 2
+    assert "'plna' is no command of pipeline; known are plan. Did you mean 'plan'?" in capsys.readouterr().err
+
+
+def test_help_names_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline", "plan", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--num-micro-batches", "--schedules", "--link-gbit", "--picture", "--json"):
+        assert text.count(f"\n  {option} ") == 1
