@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.communication import reachable
+from lightning_multigpu.communication import shared_memory as shared_memory_module
 from lightning_multigpu.communication.hierarchy import MOST_MOVED, HierarchicalAllReduce
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
@@ -31,7 +32,8 @@ def _mappings() -> int:
 
 def _sums(dtype: torch.dtype, average: bool) -> list[Tensor]:
     results = []
-    with shared_memory() as shared:
+    with shared_memory() as shared, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory_module, "IN_PLACE_FROM_BYTES", 0)
         for key, numel in enumerate(NUMELS):
             tensor = contribution(shared.rank, numel, dtype)
             part = tensor[numel // 2 :]
