@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from tests.strategies.tasks import Case, make_strategy, make_trainer
+from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer
 from tests.world import World
 
 VOCABULARY, LENGTH = 24, 5
@@ -152,9 +152,7 @@ def one_device(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
     for result in results:
-        assert list(result["weights"]) == list(reference["weights"])
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(result, reference)
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-6)
         assert result["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-6)
         assert result["tied"] == reference["tied"]

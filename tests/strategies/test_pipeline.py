@@ -20,7 +20,17 @@ from lightning_multigpu.engine.pipeline.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 from lightning_multigpu.strategies.pipeline_checks import check_callbacks, check_module, check_optimizers
-from tests.strategies.tasks import Case, Classifier, eval_loader, fit, global_losses, make_trainer, state, train_loader
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    eval_loader,
+    fit,
+    global_losses,
+    make_trainer,
+    state,
+    train_loader,
+)
 from tests.world import World, rank
 
 SEED = 17
@@ -190,9 +200,7 @@ def by_hand() -> dict[str, Any]:
 
 def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
     for result in results:
-        assert list(result["weights"]) == list(reference["weights"])
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(result, reference)
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
         assert result["train"] == pytest.approx(reference["train"], rel=1e-6)
         assert result["val"] == results[0]["val"]
