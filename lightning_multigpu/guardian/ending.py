@@ -11,13 +11,16 @@ import time
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.last_waits import shortened
-from lightning_multigpu.guardian.proc import ENDED, STOPPED
+from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.guardian.workers import remove_temporary
 
 # Of failure_timeout_s, what ranks have to end by themselves; the rest is for the kernel and for the message.
 _OWN_TIME = 0.9
 _HURRY_S = 1.0
 _WRITE_LIMIT_S = 5
+_TIDY_LIMIT_S = 3.0
+_TIDY_LOOK_S = 0.05
 
 
 class Ending:
@@ -95,6 +98,22 @@ class Ending:
             sys.stderr.write(text)
             sys.stderr.flush()
         signal.alarm(0)
+
+    def tidy_up(self, ranks: Ranks) -> None:
+        """Removes what ranks leave that said goodbye after the failure, and were ended before they could remove it.
+
+        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. One that lives on for seconds
+        keeps what is its own.
+        """
+        deadline_s = clock_s() + _TIDY_LIMIT_S
+        left = [(rank.process, rank.temporary) for rank in ranks if rank.temporary is not None]
+        while left and clock_s() < deadline_s:
+            for process, directory in list(left):
+                if process.state() == ENDED:
+                    remove_temporary(directory)
+                    left.remove((process, directory))
+            if left:
+                time.sleep(_TIDY_LOOK_S)
 
     def text(self) -> str:
         """The message: the failed rank's traceback, whom the guardian had to end, what the others waited in, and,

@@ -88,6 +88,8 @@ class Process:
         self._hosts.close()
         if self._ending is not None:
             self._ending.report(self._file(), self._ranks)
+            self._listener.close()  # a further run of these processes may want the address
+            self._ending.tidy_up(self._ranks)
 
     def _is_over(self) -> bool:
         if self._ending is not None:
