@@ -57,7 +57,7 @@ def picture(plans: PipelinePlans) -> str:
 
 
 def _head(plans: PipelinePlans, link_gbit: float | None) -> str:
-    names = list(dict.fromkeys(f"{chain.name!r}, {len(chain)} layers" for chain, _ in plans.plans))
+    names = list(dict.fromkeys(chain.describe() for chain, _ in plans.plans))
     samples = "the first batch" if plans.num_samples is None else f"the first {plans.num_samples} samples"
     side_by_side = f" in each of {plans.num_pipelines} pipelines" if plans.num_pipelines > 1 else ""
     link = f"at {link_gbit:g} Gbit/s" if link_gbit else "take no time (--link-gbit sets a bandwidth)"

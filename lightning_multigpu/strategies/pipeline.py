@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ from lightning_multigpu.engine.pipeline.recompute import layers_of
 from lightning_multigpu.engine.pipeline.recorder import Recorder
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES, SCHEDULES, PipelineRunner, ScheduleName
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
+from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -36,7 +37,9 @@ from lightning_multigpu.strategies.pipeline_checks import (
     check_activation_checkpointing,
     check_callbacks,
     check_module,
+    check_num_split_points,
     check_optimizers,
+    check_split_points,
     check_stages_per_rank,
     describe_split,
 )
@@ -72,6 +75,9 @@ class PipelineStrategy(MultiGPUStrategy):
             stage's number of layers. "time" makes the slowest rank as fast as it can be, with what it sends; "memory"
             does so for the memory of the rank that needs most: parameters, gradients, optimizer states, and what is
             kept for backward of as many micro-batches as the schedule has in flight.
+        split_points: names of submodules, "net.decoder" for example, each the beginning of a further stage, for modules
+            that are no chain of layers. ``module`` is then what is cut, "auto" the smallest submodule that has all
+            points in its forward pass. That is traced by ``torch.export`` on the first batch.
         activation_checkpointing: layers whose intermediate results are computed again in backward instead of kept: True
             for all, or a list of classes, names of classes ("Block") and names of layers ("blocks.3").
         options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. ``loss_reduction`` also says
@@ -105,6 +111,7 @@ class PipelineStrategy(MultiGPUStrategy):
         num_micro_batches: int | Literal["auto"] = "auto",
         stages_per_rank: int | None = None,
         balance: Literal["parameters", "time", "memory"] | Sequence[int] = "parameters",
+        split_points: Sequence[str] | None = None,
         pipeline_parallel_size: int | None = None,
         activation_checkpointing: bool | Sequence[str | type] = False,
         **options: Any,
@@ -121,6 +128,7 @@ class PipelineStrategy(MultiGPUStrategy):
         if pipeline_parallel_size is not None:
             validation.check_positive("pipeline_parallel_size", pipeline_parallel_size, whole=True)
         check_activation_checkpointing(activation_checkpointing, schedule)
+        check_split_points(split_points, balance, activation_checkpointing)
         super().__init__(**options)
         self._pipeline_parallel_size = pipeline_parallel_size
         self._module_name = module
@@ -128,6 +136,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._num_micro_batches = num_micro_batches
         self._stages_per_rank = stages_per_rank
         self._balance = balance
+        self._split_points = split_points
         self._balance_due = False
         self._recording = False, False
         self._chain: Chain | None = None
@@ -158,6 +167,7 @@ class PipelineStrategy(MultiGPUStrategy):
             "num_micro_batches": self._num_micro_batches,
             "stages_per_rank": self._stages_per_rank,
             "balance": self._balance,
+            "split_points": self._split_points,
             "pipeline_parallel_size": self._pipeline_parallel_size,
             "activation_checkpointing": self._activation_checkpointing,
         }
@@ -185,6 +195,9 @@ class PipelineStrategy(MultiGPUStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         validation.check_pipeline(self)
+        if self._split_points is not None:
+            num_stages = self.pipeline_parallel_size * self.stages_per_rank
+            check_num_split_points(self._split_points, num_stages, self.stages_per_rank)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -229,11 +242,14 @@ class PipelineStrategy(MultiGPUStrategy):
         seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
         self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
         self._balance_due = self._balance in ("time", "memory") and module.trainer.state.fn == TrainerFn.FITTING
-        if not self._balance_due:
+        if not self._balance_due and not isinstance(chain, TracedChain):
             rank_zero_info(describe_split(chain, bounds, line.ranks))
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
         num_stages = self.pipeline_parallel_size * self.stages_per_rank
+        if self._split_points is not None:
+            traced = TracedChain(module, self._module_name, self._split_points, self.root_device)
+            return traced, [(stage, stage + 1) for stage in range(num_stages)]
         chain = find_chain(module, self._module_name, num_stages)
         return chain, self._built_bounds or stage_bounds(self._cuts(chain, num_stages), len(chain))
 
@@ -401,6 +417,9 @@ class PipelineStrategy(MultiGPUStrategy):
         (batch, *others), self._step_args = self._step_args, None
         if self._balance_due:
             self._split_by_measure(batch, others)
+        if self._is_untraced:
+            with self._steps.rehearsing(batch, others, self.num_micro_batches) as step:
+                self._arrange(step)
         outputs = self._steps.train(
             batch,
             others,
@@ -416,6 +435,30 @@ class PipelineStrategy(MultiGPUStrategy):
         multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
+
+    @property
+    def _is_untraced(self) -> bool:
+        return isinstance(self._chain, TracedChain) and not self._chain.is_arranged
+
+    def _arrange(self, step: Callable[[], Any]) -> None:
+        """Traces what ``split_points`` cut as the first step runs it, and leaves each rank its stages."""
+        assert self.lightning_module is not None
+        assert isinstance(self._chain, TracedChain)
+        assert self._ownership is not None
+        assert self._stages is not None
+        assert self._steps is not None
+        line = self._steps.runner.line
+        trains = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._chain.arrange(step, will_train=trains)
+        move_layers(self._bounds, self._ownership, self.optimizers, self._stages, line, self.root_device)
+        rank_zero_info(describe_split(self._chain, self._bounds, line.ranks))
+
+    def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
+        if self._is_untraced:
+            with self._steps.rehearsing_evaluation(hook, *args, **kwargs) as step:
+                self._arrange(step)
+        return self._steps.evaluate(hook, *args, **kwargs)
 
     def _split_by_measure(self, batch: Any, others: Sequence[Any]) -> None:
         """Measures the layers on the first batch, which is trained on afterwards, and splits them accordingly."""
@@ -452,20 +495,20 @@ class PipelineStrategy(MultiGPUStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         with self.precision_plugin.val_step_context():
-            return self._steps.evaluate("validation_step", *args, **kwargs)
+            return self._evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         with self.precision_plugin.test_step_context():
-            return self._steps.evaluate("test_step", *args, **kwargs)
+            return self._evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """What ``predict_step`` returns, on the last stage; an empty list elsewhere."""
         assert self._steps is not None
         with self.precision_plugin.predict_step_context():
-            output = self._steps.evaluate("predict_step", *args, **kwargs)
+            output = self._evaluate("predict_step", *args, **kwargs)
         return output if self._steps.runner.is_last else []
 
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:

@@ -98,12 +98,49 @@ def check_activation_checkpointing(choice: object, schedule: str) -> None:
         )
 
 
+def check_split_points(split_points: object, balance: object, activation_checkpointing: object) -> None:
+    """``split_points`` is None or a list of different names, and no other option splits as well.
+
+    Raises:
+        ValueError: it is not, or one does.
+    """
+    if split_points is None:
+        return
+    if isinstance(split_points, str) or not isinstance(split_points, Sequence):
+        raise ValueError(f"split_points={split_points!r} is no list; pass names of submodules, such as ['net.decoder']")
+    names = list(split_points)
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"split_points={names!r}: pass one or more different names of submodules, such as ['net.decoder']"
+        )
+    if balance != "parameters":
+        raise ValueError(f"balance={balance!r} and split_points={names!r} both split the module; leave one out")
+    if not isinstance(activation_checkpointing, bool):
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r}: between split_points there are no layers to name; "
+            "pass True for all"
+        )
+
+
+def check_num_split_points(split_points: Sequence[str], num_stages: int, stages_per_rank: int) -> None:
+    """The points make as many stages as there are.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if len(split_points) + 1 != num_stages:
+        num_ranks = num_stages // stages_per_rank
+        raise ValueError(
+            f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and {num_ranks} ranks with "
+            f"{stages_per_rank} each have {num_stages}; name {num_stages - 1} submodules, or change devices"
+        )
+
+
 def describe_split(chain: Chain, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
     """The stages as a few lines of text."""
     sizes = chain.parameter_bytes()
-    lines = [f"Pipeline over {chain.name!r}, {len(chain)} layers in {len(bounds)} stages:"]
+    lines = [f"Pipeline over {chain.describe()} in {len(bounds)} stages:"]
     for stage, (start, stop) in enumerate(bounds):
-        layers = f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
-        size_mb = sum(sizes[start:stop]) / 1e6
+        layers, size_mb = chain.describe_layers(start, stop), sum(sizes[start:stop]) / 1e6
         lines.append(f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, {size_mb:.3g} MB of parameters")
     return "\n".join(lines)

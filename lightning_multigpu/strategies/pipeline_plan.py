@@ -15,12 +15,14 @@ from lightning_multigpu.engine.pipeline.plan import PipelinePlans, Plan, one_dev
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES
 from lightning_multigpu.engine.pipeline.stage_costs import LinkCost, PartCost, StageCosts, held_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
 from lightning_multigpu.strategies.first_batch import FirstBatchStrategy, visit_first_batch
 from lightning_multigpu.strategies.pipeline import PipelineStrategy
 from lightning_multigpu.strategies.pipeline_checks import (
     check_activation_checkpointing,
     check_callbacks,
     check_module,
+    check_num_split_points,
     check_optimizers,
 )
 from lightning_multigpu.strategies.rehearsal import unlogged_loss, without_trace
@@ -115,15 +117,17 @@ class PipelinePlanner:
             found.num_samples = leading_size(batch)
             numbers = self._numbers_of_micro_batches(found.num_samples)
             parts = {number: first_part(batch, number) for number in (1, *numbers)}
-            chains = {schedule: self._chain(module, schedule) for schedule in self._schedules}
+            wanted = {schedule: self._chain(module, schedule) for schedule in self._schedules}
         except ValueError as error:
             raise PlanError(str(error)) from error
+        chains = {chain.name: chain for chain in wanted.values()}
         costs = {
             (chain.name, number): measured_parts(one, chain, part, others)
-            for chain in {chain.name: chain for chain in chains.values()}.values()
+            for chain in chains.values()
             for number, part in parts.items()
         }
-        for schedule, chain in chains.items():
+        for schedule in wanted:
+            chain = chains[wanted[schedule].name]
             alone_s = one_device_s(costs[chain.name, 1])
             found.one_device_s = found.one_device_s or alone_s
             for number in numbers:
@@ -155,6 +159,10 @@ class PipelinePlanner:
             ValueError: there are none, too few, or others than a list as balance= counts.
         """
         num_stages = self._num_stages(schedule)
+        points = self._options["split_points"]
+        if points is not None:
+            check_num_split_points(points, num_stages, self._stages_per_rank(schedule))
+            return TracedChain(module, self._options["module"], points, module.device)
         chain = find_chain(module, self._options["module"], num_stages)
         if not isinstance(self._found.balance, str):
             cuts_of_counts(self._found.balance, len(chain), num_stages)

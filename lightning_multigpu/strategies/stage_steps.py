@@ -128,6 +128,17 @@ class StageSteps:
         with without_trace(self._module):
             yield step
 
+    @contextmanager
+    def rehearsing_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> Iterator[Callable[[], Any]]:
+        """The same for a step that :meth:`evaluate` runs, on the whole batch; it returns what the step returns."""
+
+        def step() -> Any:
+            with self._logs.recording(pass_on=False):
+                return self._called(hook, *args, **kwargs)
+
+        with without_trace(self._module):
+            yield step
+
     def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +14,7 @@ from lightning_multigpu.engine.pipeline.hugging_face import block_lists, models_
 _CONTAINERS = (Sequential, ModuleList)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Chain:
     """Layers in the order in which they run.
 
@@ -29,6 +31,26 @@ class Chain:
 
     def layer_name(self, index: int) -> str:
         return f"{self.name}.{index}"
+
+    def describe(self) -> str:
+        """What is split, for people."""
+        return f"{self.name!r}, {len(self)} layers"
+
+    def describe_layers(self, start: int, stop: int) -> str:
+        """The layers ``[start, stop)``, for people."""
+        return f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
+
+    def modules(self) -> set[Module]:
+        """All modules of which layers are made: what else there is belongs to every stage."""
+        return {part for layer in self.layers for part in layer.modules()}
+
+    def waiting(self) -> Iterable[Tensor]:
+        """Parameters and buffers of which it is not known yet which layers they belong to; all stages hold them."""
+        return ()
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within the block the user's code that runs the container calls the layers."""
+        return nullcontext()
 
     def parameter_bytes(self) -> list[int]:
         """Of each layer; a parameter that an earlier layer has too counts for that one."""

@@ -127,9 +127,11 @@ class Ownership:
                 self._exchange(holding, StandIn(holding.tensor.data, source))
 
     def move(self, device: torch.device) -> None:
-        """Moves what this stage holds to its device."""
+        """Moves what this stage holds to its device, but for what may become another stage's."""
+        waiting = {id(tensor) for tensor in self._chain.waiting()}
         for holding in self.holdings:
-            if self.position in holding.holders and holding.tensor.device != device:
+            is_held = self.position in holding.holders and id(holding.tensor) not in waiting
+            if is_held and holding.tensor.device != device:
                 holding.tensor.data = holding.tensor.data.to(device)
 
     def gather(self, line: Line) -> None:
@@ -225,10 +227,9 @@ def _holders_of_tensors(
     module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     holders: dict[int, set[int]] = {}
-    inside: set[Module] = set()
+    inside = chain.modules()
     for stage, (start, stop) in enumerate(bounds):
         for layer in chain.layers[start:stop]:
-            inside.update(layer.modules())
             for _, tensor in _named_tensors(layer):
                 holders.setdefault(id(tensor), set()).add(stage % num_ranks)
     everywhere = set(range(num_ranks))
@@ -241,7 +242,7 @@ def _holders_of_tensors(
     for name, tensor in _named_tensors(module):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found = holders[id(tensor)]
+            found = holders.get(id(tensor), everywhere)  # of layers that have not been traced, or not been used
             yield name, tensor, tuple(sorted(found if len(found) == 1 else everywhere))
 
 

@@ -107,7 +107,8 @@ class ChainWalk:
         for index, layer in enumerate(self.chain.layers):
             layer.__dict__["forward"] = functools.partial(self._call, index, layer.forward)
         try:
-            yield
+            with self.chain.entered():
+                yield
         finally:
             for layer, forward in zip(self.chain.layers, before, strict=True):
                 if forward is None:
