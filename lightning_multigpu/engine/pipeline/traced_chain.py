@@ -270,7 +270,7 @@ def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
 
 
 def _children(module: Module, parent: str) -> str:
-    found = _part(module, parent)
-    parent = "" if found is None else parent
-    names = [f"{parent}.{child}" if parent else child for child, _ in (found or module).named_children()]
-    return f"{parent or 'it'!r} has {', '.join(map(repr, names)) or 'none'}"
+    found = _part(module, parent) if parent else None
+    prefix, title = (f"{parent}.", repr(parent)) if found is not None else ("", "the module")
+    names = [f"{prefix}{child}" for child, _ in (found or module).named_children()]
+    return f"{title} has {', '.join(map(repr, names)) or 'no parts'}"

@@ -1,0 +1,325 @@
+"""The pieces of a traced module give together what the module gives; what cannot be cut is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
+from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
+
+CPU = torch.device("cpu")
+POINTS = ["net.b", "net.c"]
+Forward = Callable[["Net", Tensor], Any]
+
+
+class Net(nn.Module):
+    def __init__(self, forward: Forward | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.c.weight = self.a.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.inactive = nn.Linear(4, 4)
+        self.constant = torch.arange(4.0)
+        self.register_buffer("scale", torch.full((4,), 0.5))
+        self.own_forward = forward
+
+    def forward(self, x: Tensor, number: float = 1.0, *, mask: Tensor | None = None) -> Any:
+        if self.own_forward is not None:
+            return self.own_forward(self, x)
+        first = torch.relu_(self.a(x))
+        y = self.norm(self.b(first)) * number + self.constant + first
+        y = y if mask is None else y * mask
+        z = self.c(y * self.scale)
+        if self.training:
+            z = torch.dropout(z, 0.5, True)
+        return [z + first, {"first": first, "kind": "pair", "none": None}]
+
+
+class Outer(nn.Module):
+    def __init__(self, forward: Forward | None = None) -> None:
+        super().__init__()
+        self.net = Net(forward)
+        self.head = nn.Linear(4, 1)
+
+
+def chain_of(outer: Outer, points: list[str] = POINTS, name: str = "auto") -> TracedChain:
+    return TracedChain(outer, name, points, CPU)
+
+
+def run(net: Net, *, number: float = 1.5, samples: int = 5) -> list[Tensor]:
+    torch.manual_seed(3)
+    x, mask = torch.randn(samples, 4), torch.rand(4) > 0.3
+    out, further = net(x, number, mask=mask)
+    assert further["kind"] == "pair"
+    assert further["none"] is None
+    loss = out.square().sum() + further["first"].sum()
+    if loss.requires_grad:
+        loss.backward()
+    return [out, further["first"]]
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_pieces_compute_what_the_module_computes() -> None:
+    outer = Outer()
+    reference = copy.deepcopy(outer)
+    chain = chain_of(outer)
+    for samples, number in ((5, 1.5), (3, 1.5), (5, 0.5), (5, 1.5)):
+        with chain.entered():
+            found = run(outer.net, samples=samples, number=number)
+        for mine, theirs in zip(found, run(reference.net, samples=samples, number=number), strict=True):
+            assert torch.equal(mine, theirs)
+    torch.testing.assert_close(gradients(outer), gradients(reference), rtol=1e-6, atol=1e-7)
+    assert dict(outer.named_buffers()).keys() == dict(reference.named_buffers()).keys()
+    for name, buffer in outer.named_buffers():
+        assert torch.equal(buffer, reference.get_buffer(name)), name
+
+
+def test_evaluation_is_traced_by_itself() -> None:
+    outer = Outer()
+    reference = copy.deepcopy(outer)
+    chain = chain_of(outer)
+    for mode in (True, False, True):
+        outer.train(mode), reference.train(mode)
+        with torch.inference_mode(not mode):
+            with chain.entered():
+                found = run(outer.net)
+            for mine, theirs in zip(found, run(reference.net), strict=True):
+                assert torch.equal(mine, theirs)
+    assert int(outer.net.norm.num_batches_tracked) == 2
+
+
+def test_each_stage_computes_its_own_piece() -> None:
+    """Stages hand on what later ones need, and have stand-ins for the parameters of others."""
+    reference = Outer().net
+    expected = run(reference)
+    carried: Carried | None = None
+    for stage in range(3):
+        outer = Outer()
+        chain = chain_of(outer)
+        chain.arrange(lambda net=outer.net: run(net), will_train=True)
+        bounds = [(0, 1), (1, 2), (2, 3)]
+        ownership = Ownership(outer, chain, bounds, stage, 3)
+        ownership.drop()
+        lacking = {name for name, p in outer.named_parameters() if isinstance(p, StandIn)}
+        own = [{"net.a.bias"}, {"net.b.weight", "net.b.bias", "net.norm.weight", "net.norm.bias"}, {"net.c.bias"}]
+        assert lacking == set().union(*(names for other, names in enumerate(own) if other != stage))
+        assert isinstance(outer.net.norm.running_mean, StandIn) == (stage != 1)
+        walk = ChainWalk(chain, *bounds[stage])
+        with walk.installed():
+            left, result = walk.run(lambda net=outer.net: run(net), lambda received=carried: received)
+        assert left == (stage < 2)
+        carried = Carried.of(result) if left else None
+    for mine, theirs in zip(result, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_whose_tensors_are_whose() -> None:
+    chain = chain_of(Outer())
+    chain.arrange(lambda: run(chain._whole), will_train=False)
+    a, b, c = (set(dict(piece.named_parameters())) for piece in chain.layers)
+    assert (a, c) == ({"a.weight", "a.bias"}, {"a.weight", "c.bias"})
+    assert b == {"b.weight", "b.bias", "norm.weight", "norm.bias"}
+    assert set(dict(chain.layers[1].named_buffers())) >= {"norm.running_mean", "norm.num_batches_tracked"}
+    assert chain.parameter_bytes() == [4 * 20, 4 * 28, 4 * 4]
+
+
+def test_what_only_training_uses_is_known_when_evaluation_comes_first() -> None:
+    outer = Outer()
+    chain = chain_of(outer)
+    outer.eval()
+    with torch.inference_mode():
+        chain.arrange(lambda: run(outer.net), will_train=True)
+    assert not any(part.training for part in outer.modules())
+    assert "norm.num_batches_tracked" in chain.layers[1].names
+
+
+def test_tensors_that_move_between_stages_are_refused() -> None:
+    def moves(net: Net, x: Tensor) -> Tensor:
+        x = net.a(x) if len(x) == 2 else x + 1
+        x = net.b(x)
+        return net.c.bias + (x if len(x) == 2 else nn.functional.linear(x, net.b.weight))
+
+    outer = Outer(moves)
+    chain = chain_of(outer, ["net.b"], "net")
+    chain.arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
+    outer.net.own_forward = lambda net, x: net.b(net.inactive(nn.functional.linear(x, net.b.weight)))
+    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'b.weight' .* that did were: 1; move"):
+        outer.net(torch.zeros(3, 4))
+
+
+def test_statistics_of_a_new_mode_are_refused_on_one_stage_only() -> None:
+    outer = Outer(lambda net, x: net.b(net.norm(net.a(x)) if net.training else net.a(x)))
+    chain = chain_of(outer, ["net.b"], "net")
+    outer.eval()
+    chain.arrange(lambda: outer.net(torch.zeros(3, 4)), will_train=False)
+    outer.train()
+    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'norm.running_mean' .* were: none"):
+        outer.net(torch.zeros(3, 4))
+
+
+def branches(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x)) if x.sum() > 0 else net.b(x)
+
+
+def draws(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x) * random.random())
+
+
+def draws_numpy(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x) * float(np.random.rand()))
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.b(net.a(x)))
+
+
+def without_grad(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = net.b(net.a(x))
+    return net.c(x)
+
+
+def writes_argument(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    x.add_(1)
+    return net.b(x + y)
+
+
+def writes_view(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    column = y[:, 0]
+    z = net.b(x)
+    column.add_(z.sum())
+    return y * column.sum() + z
+
+
+def writes_shared(net: Net, x: Tensor) -> Tensor:
+    net.scale.add_(1)
+    return net.b(net.a(x)) * net.scale
+
+
+def norm_twice(net: Net, x: Tensor) -> Tensor:
+    return net.norm(net.b(net.norm(net.a(x))))
+
+
+def statistics_twice(net: Net, x: Tensor) -> Tensor:
+    mean, var = net.norm.running_mean, net.norm.running_var
+    x = nn.functional.batch_norm(net.a(x), mean, var, training=True)
+    return nn.functional.batch_norm(net.b(x), mean, var, training=True)
+
+
+def independent(net: Net, x: Tensor) -> Tensor:
+    net.a(x)
+    return net.b(x)
+
+
+def size_of_a_value(net: Net, x: Tensor) -> Tensor:
+    number = net.a(x).sum().item()
+    return net.b(x) * number
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (branches, r"torch.export cannot trace the forward pass of Net: .* without branches"),
+        (draws, "Python's random or of NumPy"),
+        (draws_numpy, "Python's random or of NumPy"),
+        (twice, "split point 'b' is called 2 times"),
+        (lambda net, x: net.a(x), "split point 'b' is called 0 times"),
+        (without_grad, r"cut into 1 pieces, and the split points 'b' make 2"),
+        (writes_argument, "changes an argument in place .*work on a copy"),
+        (writes_view, "shares its memory, is needed too"),
+        (writes_shared, r"stage 0 changes 'scale' in place, and the stages \[0, 1\] use it"),
+        (norm_twice, r"changes 'norm.num_batches_tracked' in place, and the stages \[0, 1\] use it"),
+        (statistics_twice, r"changes 'norm.running_mean' in place, and the stages \[0, 1\] use it"),
+        (independent, "nothing that is computed before split point 1 is needed behind it"),
+        (size_of_a_value, "gives a SymFloat that is needed behind it, and only tensors travel"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:
+    outer = Outer(forward)
+    with pytest.raises(PipelineError, match=message):
+        chain_of(outer, ["net.b"]).arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
+
+
+def test_what_arrives_may_be_changed_in_place() -> None:
+    """Also if it is needed unchanged for its own gradient: what has arrived is a leaf that wants one."""
+
+    def changes(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = net.b(y)
+        y.relu_()
+        return z + net.c(y)
+
+    outer = Outer(changes)
+    chain = chain_of(outer, ["net.b", "net.c"])
+    chain.arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
+    x = torch.randn(3, 4)
+    expected = outer.net(x)
+    arrived = Carried((), ())
+    for stage in range(3):
+        walk = ChainWalk(chain, stage, stage + 1)
+        with walk.installed():
+            left, result = walk.run(lambda: outer.net(x), lambda received=arrived: received)
+        if left:
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in Carried.of(result).tensors)
+            arrived = Carried(Carried.of(result).structure, leaves)
+    assert torch.equal(result, expected)
+
+
+def test_a_step_that_does_not_call_the_module_is_refused() -> None:
+    with pytest.raises(PipelineError, match="the step returned without calling 'net'"):
+        chain_of(Outer()).arrange(lambda: None, will_train=True)
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "message"),
+    [
+        (
+            ["net.d"],
+            "auto",
+            "split_points names 'net.d', which is no part of the module; 'net' has 'net.a', 'net.b', 'net.c'",
+        ),
+        (["mlp.d"], "auto", "'mlp.d', which is no part of the module; the module has 'net', 'head'"),
+        (["head"], "net", "split_points names 'head', which is not within module='net'"),
+        (["net.b"], "nets", "module='nets' is no part of the module; the module has 'net', 'head'"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused(points: list[str], name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chain_of(Outer(), points, name)
+
+
+@pytest.mark.parametrize(
+    ("points", "name"),
+    [(["net.b"], "net"), (["net.b", "head"], ""), (["net.b", "net.c"], "net"), (["blocks.1", "blocks.2"], "")],
+)
+def test_the_smallest_module_with_a_forward_pass_is_cut(points: list[str], name: str) -> None:
+    outer = Outer()
+    outer.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    assert chain_of(outer, points).name == (name or "Outer")
+
+
+def test_many_shapes_are_warned_of() -> None:
+    outer = Outer()
+    chain = chain_of(outer, ["net.b"])
+    with chain.entered():
+        for samples in range(2, 10):
+            run(outer.net, samples=samples)
+        with pytest.warns(UserWarning, match="traced for 9 kinds of arguments, .*drop_last=True"):
+            run(outer.net, samples=10)

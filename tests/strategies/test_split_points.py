@@ -1,0 +1,297 @@
+"""Modules of any form, cut at named submodules: they train as on one device, and each stage holds its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.micro_batches import split_batch
+from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from tests.strategies.tasks import Case, assert_same_weights, make_trainer
+from tests.world import World
+
+SEED = 23
+WIDTH, VOCABULARY = 6, 9
+POINTS = ["net.middle", "net.deep", "net.up"]
+
+
+class Ladder(nn.Module):
+    """A skip connection over all split points, dropout, BatchNorm, work in place, tied weights, two kinds of input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)  # BatchNorm leaves a bias a gradient of rounding errors only
+        self.first = nn.BatchNorm1d(WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.BatchNorm1d(WIDTH)
+        self.deep = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up.weight = self.down.weight
+        self.auxiliary = nn.BatchNorm1d(WIDTH)  # in training only
+        self.register_buffer("offset", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: float) -> dict[str, Any]:
+        skip = torch.relu(self.first(self.down(x)))
+        y = self.second(self.middle(skip * mask)) + self.offset
+        if self.training:
+            y = y + 0.1 * self.auxiliary(y)
+        z = self.deep(y) * scale
+        return {"y": torch.tanh(self.up(z + skip)), "skip": skip, "nothing": None}
+
+
+class LadderTask(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.net = Ladder()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.losses: list[float] = []
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.tokens(batch["tokens"])
+        x = x + 0.1 * torch.randn_like(x) if self.training else x
+        found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
+        return self.head(found["y"] + 0.1 * found["skip"])
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.logits(batch), batch["targets"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.held = [name for name, value in self.named_parameters() if not isinstance(value, StandIn)]
+        self.own_buffers = [name for name, value in self.named_buffers() if not isinstance(value, StandIn)]
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.logits(batch).argmax(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class ByHand(LadderTask):
+    """The same on one device, in the same micro-batches with the same random numbers."""
+
+    num_points = 3
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = torch.zeros(())
+        parts = split_batch(batch, min(4, len(batch["tokens"])))
+        begins = [self.net, self.net.middle, self.net.deep, self.net.up]
+        if self.num_points == 1:
+            begins = [self.net, self.net.deep]
+        for micro_batch, part in enumerate(parts):
+            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
+            handles = [
+                module.register_forward_pre_hook(
+                    lambda *_, i=i, p=place: set_random_state(seed_of(*p, 1 + i), self.device)
+                )
+                for i, module in enumerate(begins)
+            ]
+            set_random_state(seed_of(*place, 0), self.device)
+            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
+            for handle in handles:
+                handle.remove()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class ByHandOnce(ByHand):
+    num_points = 1
+
+
+class Tokens(Dataset[Any]):
+    def __init__(self, num_samples: int) -> None:
+        self.tokens = torch.randint(VOCABULARY, (num_samples, 2), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[index, 0], "targets": self.tokens[index, 1]}
+
+
+CASE = Case(
+    trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.3, "max_epochs": 2}
+)
+
+
+def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **further: Any) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, num_sanity_val_steps=sanity, **further)
+    # The last batch is a short one. Were its micro-batches of two sizes, BatchNorm would see them in another order.
+    loader = DataLoader(Tokens(56), batch_size=16)
+    trainer.fit(module, loader, DataLoader(Tokens(10), batch_size=5))
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "losses": module.losses,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "held": module.held,
+        "buffers": module.own_buffers,
+        "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
+    }
+
+
+def cut(ranks: int, *, points: list[str] = POINTS, sanity: int = 0, **options: Any) -> dict[str, Any]:
+    strategy = PipelineStrategy(split_points=points, num_micro_batches=4, start_method="popen", **options)
+    return train(LadderTask(), strategy, ranks, sanity=sanity)
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[str, Any]:
+    return train(ByHand(), "auto", 1)
+
+
+@pytest.fixture(scope="module")
+def by_hand_once() -> dict[str, Any]:
+    return train(ByHandOnce(), "auto", 1)
+
+
+def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    for result in results:
+        assert_same_weights(result, reference)
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+    assert results[0]["predicted"] == reference["predicted"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_stages_train_as_one_device(schedule: str, by_hand_once: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(cut, 2, points=["net.deep"], schedule=schedule, sanity=1), by_hand_once)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_two_stages_a_rank_train_as_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(cut, 2, schedule=schedule), by_hand)
+
+
+def test_four_stages_train_as_one_device(by_hand: dict[str, Any], world4: World) -> None:
+    assert_same(world4.run(cut, 4, sanity=1), by_hand)
+
+
+def test_activations_are_computed_again(by_hand: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(cut, 2, schedule="interleaved", activation_checkpointing=True), by_hand)
+
+
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_a_stage_holds_what_its_piece_uses(sanity: int, world2: World) -> None:
+    """Whether training or validation comes first, and with what only one of the two uses."""
+    last, first = world2.run(cut, 2, points=["net.deep"], sanity=sanity)
+    everywhere = {"tokens.weight", "head.weight", "head.bias", "net.down.weight"}
+    norms = [f"net.{norm}.{name}" for norm in ("first", "second", "auxiliary") for name in ("weight", "bias")]
+    own = {"net.middle.weight", *norms}
+    assert set(first["held"]) == everywhere | own
+    assert set(last["held"]) == everywhere | {"net.deep.1.weight", "net.deep.1.bias"}
+    assert last["buffers"] == []
+    assert len(first["buffers"]) == 10
+
+
+class Whole(LadderTask):
+    """The LightningModule's own forward pass is cut, and a parameter of it is used outside of that too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        found = self.net(x, (tokens > 1)[:, None].to(x.dtype), scale=0.7)
+        return self.head(found["y"])
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch["tokens"]), batch["targets"]) + self.head.bias.square().sum()
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["tokens"]).argmax(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def without_chance(module: LadderTask) -> LadderTask:
+    """Its micro-batches are independent of each other, and of random numbers."""
+    for name, part in module.net.named_children():
+        if isinstance(part, nn.BatchNorm1d):
+            setattr(module.net, name, nn.LayerNorm(WIDTH))
+    module.net.deep[2] = nn.Identity()
+    return module
+
+
+def cut_whole(points: list[str], **options: Any) -> dict[str, Any]:
+    strategy = PipelineStrategy(split_points=points, num_micro_batches=4, **options)
+    return train(without_chance(Whole()), strategy, 2, precision=options.pop("precision", "64-true"))
+
+
+@pytest.mark.parametrize("points", [["head"], ["net.deep"]])
+def test_the_lightning_module_itself_is_cut(points: list[str], world2: World) -> None:
+    assert_same(world2.run(cut_whole, points, module=""), train(without_chance(Whole()), "auto", 1))
+
+
+def resume() -> tuple[list[float], dict[str, Tensor]]:
+    path = "cut.ckpt"
+    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4)
+    case = Case(max_epochs=1)
+    loader = DataLoader(Tokens(32), batch_size=16)
+    torch.manual_seed(SEED)
+    first = make_trainer(case, strategy, 2, use_distributed_sampler=False)
+    first.fit(without_chance(LadderQuiet()), loader)
+    first.save_checkpoint(path)
+    module = without_chance(LadderQuiet())
+    again = make_trainer(
+        Case(max_epochs=2), PipelineStrategy(split_points=["net.up"], num_micro_batches=4), 2,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    again.fit(module, loader, ckpt_path=path)
+    again.strategy.barrier()
+    again.strategy.remove_checkpoint(path)
+    return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class LadderQuiet(LadderTask):
+    """Without noise."""
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.tokens(batch["tokens"])
+        found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
+        return self.head(found["y"] + 0.1 * found["skip"])
+
+
+def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
+    """The states of the optimizer go where the parameters are, once that is known."""
+    module = without_chance(LadderQuiet())
+    trainer = make_trainer(Case(max_epochs=2), "auto", 1)
+    trainer.fit(module, DataLoader(Tokens(32), batch_size=16))
+    for losses, weights in world2.run(resume):
+        assert losses == pytest.approx(module.losses[2:], rel=1e-9)
+        assert_same_weights({"weights": weights}, {"weights": module.state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split_points": "net.up"}, "split_points='net.up' is no list; pass names of submodules"),
+        ({"split_points": []}, "pass one or more different names"),
+        ({"split_points": ["net.up", "net.up"]}, "pass one or more different names"),
+        ({"split_points": ["net.up"], "balance": "time"}, "balance='time' and split_points=.*leave one out"),
+        ({"split_points": ["a"], "activation_checkpointing": ["Block"]}, "pass True for all"),
+    ],
+)
+def test_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineStrategy(**options)
+
+
+def test_points_make_as_many_stages_as_there_are() -> None:
+    with pytest.raises(ValueError, match=r"makes 3 stages, and 2 ranks with 1 each have 2; name 1 submodules"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(split_points=["net.deep", "net.up"]))
