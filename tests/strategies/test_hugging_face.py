@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer
@@ -46,7 +54,14 @@ def llama() -> PreTrainedModel:
     )
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+def t5() -> PreTrainedModel:
+    """An encoder and a decoder, which share the embedding and the head."""
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes, **TOKENS))
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5}
+DECODERS = ["gpt2", "llama"]
 
 
 class Decoder(L.LightningModule):
@@ -80,6 +95,13 @@ class Decoder(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+class Translator(Decoder):
+    """Its decoder is told the targets."""
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(**batch)
 
 
 class Late(Decoder):
@@ -123,7 +145,7 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
     else:
         if name != "model_parallel":
             options = {"num_micro_batches": 4, **options}
-        trainer = make_trainer(CASE, make_strategy(name, loss_reduction=num_targets, **options), 2)
+        trainer = make_trainer(CASE, make_strategy(name, **{"loss_reduction": num_targets, **options}), 2)
     trainer.fit(module, DataLoader(Text(32), batch_size=8), DataLoader(Text(8), batch_size=4))
     val_loss = float(trainer.callback_metrics["val_loss"])
     outputs = trainer.predict(module, DataLoader(Text(8), batch_size=4)) or []
@@ -145,7 +167,7 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
 CASE = Case(max_epochs=2, trainer={"use_distributed_sampler": False, "gradient_clip_val": 0.5})
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=DECODERS)
 def one_device(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, train(request.param, None)
 
@@ -171,13 +193,24 @@ def test_trains_as_on_one_device(name: str, one_device: tuple[str, dict[str, Any
     assert_same(world2.run(train, kind, name), reference)
 
 
+def num_all_targets(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def test_an_encoder_and_a_decoder_are_cut_between_them(world2: World) -> None:
+    results = world2.run(
+        train, "t5", "pipeline_1f1b", Translator, split_points=["model.decoder"], loss_reduction=num_all_targets
+    )
+    assert_same(results, train("t5", None, Translator))
+
+
 def test_blocks_that_are_computed_again(one_device: tuple[str, dict[str, Any]], world2: World) -> None:
     """With a cache they would find their own keys in it."""
     kind, reference = one_device
     assert_same(world2.run(train, kind, "pipeline_1f1b", activation_checkpointing=True), reference)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", DECODERS)
 def test_models_that_each_rank_builds_for_itself(kind: str, world2: World) -> None:
     reference = train(kind, None, cls=Late)
     last, first = world2.run(train, kind, "pipeline_1f1b", cls=Late)

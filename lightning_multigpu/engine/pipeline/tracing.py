@@ -94,9 +94,9 @@ def traced(
             )
     except Exception as error:
         raise PipelineError(
-            f"torch.export cannot trace the forward pass of {type(module).__name__}: {_first_lines(error)}. Write it "
-            "without branches and loops that depend on values of tensors, or split an nn.Sequential or nn.ModuleList, "
-            "which needs no tracing, with module="
+            f"torch.export cannot trace the forward pass of {type(module).__name__}: {_first_lines(error)}. If it runs "
+            "untraced, write it without what depends on values of tensors, such as branches and loops; or split an "
+            "nn.Sequential or nn.ModuleList, which needs no tracing, with module="
         ) from error
     finally:
         for hook in hooks:

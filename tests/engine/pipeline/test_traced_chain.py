@@ -236,7 +236,7 @@ def size_of_a_value(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (branches, r"torch.export cannot trace the forward pass of Net: .* without branches"),
+        (branches, r"torch.export cannot trace the forward pass of Net: .* depends on values"),
         (draws, "Python's random or of NumPy"),
         (draws_numpy, "Python's random or of NumPy"),
         (twice, "split point 'b' is called 2 times"),
