@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from typing_extensions import override
 
 from lightning_multigpu.bench.strategies.models import repeated
+from lightning_multigpu.engine.pipeline.timetable import step_time, timetable
 from lightning_multigpu.strategies.pipeline import PipelineStrategy
 from tests.benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from tests.world import free_port
@@ -217,11 +218,13 @@ def bubbles(spans: Sequence[Sequence[Span]], busy_s: float) -> tuple[float, floa
 
 
 def theory(name: str, num_ranks: int, num_micro_batches: int) -> float:
-    """Percent, with nothing but the operations themselves."""
-    idle, full = num_ranks - 1, num_micro_batches * stages_per_rank(name)
-    if name == "zero_bubble":
-        return 100 * 2 * idle / (3 * full + 2 * idle)
-    return 100 * idle / (full + idle)
+    """Percent, with nothing but the operations themselves in the schedule's order."""
+    schedule, v = "gpipe" if name == "model_parallel" else name, stages_per_rank(name)
+    orders = timetable(schedule, num_ranks, v, num_micro_batches)
+    stages = num_ranks * v
+    return 100 * (
+        1 - 3 * v * num_micro_batches / step_time(orders, [1.0] * stages, [2.0] * stages, [0.0] * (stages - 1))
+    )
 
 
 def show(name: str, num_ranks: int, num_micro_batches: int, operation_ms: float, ways: list[Any]) -> None:

@@ -42,8 +42,7 @@ class Net(nn.Module):
         y = self.norm(self.b(first)) * number + self.constant + first
         y = y if mask is None else y * mask
         z = self.c(y * self.scale)
-        if self.training:
-            z = torch.dropout(z, 0.5, True)
+        z = torch.dropout(z, 0.5, True) if self.training else z + self.inactive.bias
         return [z + first, {"first": first, "kind": "pair", "none": None}]
 
 
@@ -138,7 +137,7 @@ def test_whose_tensors_are_whose() -> None:
     assert chain.parameter_bytes() == [4 * 20, 4 * 28, 4 * 4]
 
 
-def test_what_only_training_uses_is_known_when_evaluation_comes_first() -> None:
+def test_what_training_and_evaluation_use_is_known_from_the_first() -> None:
     outer = Outer()
     chain = chain_of(outer)
     outer.eval()
@@ -146,6 +145,7 @@ def test_what_only_training_uses_is_known_when_evaluation_comes_first() -> None:
         chain.arrange(lambda: run(outer.net), will_train=True)
     assert not any(part.training for part in outer.modules())
     assert "norm.num_batches_tracked" in chain.layers[1].names
+    assert "inactive.bias" in chain.layers[2].names
 
 
 def test_tensors_that_move_between_stages_are_refused() -> None:
