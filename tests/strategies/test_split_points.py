@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.micro_batches import split_batch
@@ -238,6 +238,15 @@ def test_the_lightning_module_itself_is_cut(points: list[str], world2: World) ->
     assert_same(world2.run(cut_whole, points, module=""), train(without_chance(Whole()), "auto", 1))
 
 
+class LadderQuiet(LadderTask):
+    """Without noise."""
+
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.tokens(batch["tokens"])
+        found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
+        return self.head(found["y"] + 0.1 * found["skip"])
+
+
 def resume() -> tuple[list[float], dict[str, Tensor]]:
     path = "cut.ckpt"
     strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4)
@@ -258,15 +267,6 @@ def resume() -> tuple[list[float], dict[str, Tensor]]:
     return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-class LadderQuiet(LadderTask):
-    """Without noise."""
-
-    def logits(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.tokens(batch["tokens"])
-        found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
-        return self.head(found["y"] + 0.1 * found["skip"])
-
-
 def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
     """The states of the optimizer go where the parameters are, once that is known."""
     module = without_chance(LadderQuiet())
@@ -275,6 +275,60 @@ def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
     for losses, weights in world2.run(resume):
         assert losses == pytest.approx(module.losses[2:], rel=1e-9)
         assert_same_weights({"weights": weights}, {"weights": module.state_dict()})
+
+
+class LadderLate(LadderQuiet):
+    """Builds its net when the ranks know of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(6)
+            self.net = without_chance(LadderQuiet()).net
+
+
+def cut_quiet(ranks: int, cls: type[LadderTask], precision: str = "64-true", **options: Any) -> dict[str, Any]:
+    module = cls()
+    module = module if cls is LadderLate else without_chance(module)
+    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4, **options)
+    torch.manual_seed(SEED)
+    trainer = make_trainer(Case(max_epochs=2), strategy, ranks, precision=precision, use_distributed_sampler=False)
+    rank = trainer.strategy.data_parallel_rank
+    samples = Tokens(64) if ranks == 2 else Subset(Tokens(64), [i for i in range(64) if i // 8 % 2 == rank])
+    trainer.fit(module, DataLoader(samples, batch_size=16 * 2 // ranks))
+    return {"weights": {name: value.clone() for name, value in module.state_dict().items()}, "losses": module.losses}
+
+
+def one_device(cls: type[LadderTask], **further: Any) -> dict[str, Any]:
+    module = cls()
+    module = module if cls is LadderLate else without_chance(module)
+    trainer = make_trainer(Case(max_epochs=2), "auto", 1, **further)
+    trainer.fit(module, DataLoader(Tokens(64), batch_size=16))
+    return {"weights": module.state_dict(), "losses": module.losses}
+
+
+def test_a_module_of_configure_model(world2: World) -> None:
+    reference = one_device(LadderLate)
+    last, _ = world2.run(cut_quiet, 2, LadderLate)
+    assert_same_weights(last, reference)
+    assert last["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+
+
+def test_two_pipelines_side_by_side(world4: World) -> None:
+    reference = one_device(LadderQuiet)
+    for result in world4.run(cut_quiet, 4, LadderQuiet, pipeline_parallel_size=2):
+        assert_same_weights(result, reference)
+
+
+def test_bfloat16(world2: World) -> None:
+    """Cut or not, every operation rounds its inputs alike; what differs is the order of sums."""
+    reference = one_device(LadderQuiet, precision="bf16-mixed")
+    for result in world2.run(cut_quiet, 2, LadderQuiet, precision="bf16-mixed"):
+        for name, value in reference["weights"].items():
+            assert torch.linalg.vector_norm(result["weights"][name] - value) <= 3e-2 * torch.linalg.vector_norm(value)
 
 
 @pytest.mark.parametrize(

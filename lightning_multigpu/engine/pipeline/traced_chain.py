@@ -7,16 +7,16 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleDict, ModuleList, Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.split_points import find_whole
 from lightning_multigpu.engine.pipeline.tracing import Trace, traced
 
 _MANY_TRACES = 8
@@ -99,10 +99,10 @@ class TracedChain(Chain):
     layers: tuple[Piece, ...]
 
     def __init__(self, module: Module, name: str, points: Sequence[str], device: torch.device) -> None:
-        name = _smallest_around(module, points) if name == "auto" else name
-        self._whole = _checked(module, name, points)
+        name, self._whole = find_whole(module, name, points)
         super().__init__(name or type(module).__name__, tuple(Piece(self._whole, i) for i in range(len(points) + 1)))
-        self._points = [point[len(name) + 1 :] if name else point for point in points]
+        self._prefix = f"{name}." if name else ""
+        self._points = [point.removeprefix(self._prefix) for point in points]
         self._named_points = ["", *points]
         self._device = device
         self._traces: dict[Any, Trace] = {}
@@ -227,8 +227,8 @@ class TracedChain(Chain):
                 if self._is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
                     others = ", ".join(map(str, users)) or "none"
                     raise PipelineError(
-                        f"stage {piece.index} uses {name!r} for these arguments in this mode, and before the stages "
-                        f"that did were: {others}; move the split points so that it stays on one stage"
+                        f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, before "
+                        f"the stages that did were: {others}; move the split points so that it stays on one stage"
                     )
         if not self._is_arranged:
             for piece in self.layers:
@@ -239,38 +239,3 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
-
-
-def _smallest_around(module: Module, points: Sequence[str]) -> str:
-    """The name of the smallest submodule that has all points, and a forward pass."""
-    parts = [point.split(".")[:-1] for point in points]
-    common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
-    while common and isinstance(_part(module, ".".join(common)), ModuleList | ModuleDict | None):
-        common = common[:-1]
-    return ".".join(common)
-
-
-def _part(module: Module, name: str) -> Module | None:
-    return dict(module.named_modules()).get(name)
-
-
-def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
-    whole = _part(module, name)
-    if whole is None:
-        raise ValueError(f"module={name!r} is no part of the module; {_children(module, '')}")
-    for point in points:
-        if _part(module, point) is None:
-            parent = point.rpartition(".")[0]
-            raise ValueError(
-                f"split_points names {point!r}, which is no part of the module; {_children(module, parent)}"
-            )
-        if name and not point.startswith(f"{name}."):
-            raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
-    return whole
-
-
-def _children(module: Module, parent: str) -> str:
-    found = _part(module, parent) if parent else None
-    prefix, title = (f"{parent}.", repr(parent)) if found is not None else ("", "the module")
-    names = [f"{prefix}{child}" for child, _ in (found or module).named_children()]
-    return f"{title} has {', '.join(map(repr, names)) or 'no parts'}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining import pipe_split
 from torch.nn import Module
 from torch.utils._pytree import TreeSpec, tree_map_only
@@ -88,7 +89,7 @@ def traced(
         fake_args, fake_kwargs = tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.device), (args, kwargs))
     before = _other_random_states()
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), saved_tensors_hooks(_itself, _itself):
             program = torch.export.export(
                 _Call(module, forward, list(named)), (tensors, fake_args, fake_kwargs), strict=False
             )
@@ -136,6 +137,11 @@ class _Call(Module):
         return torch.func.functional_call(holder, values, (args, kwargs))
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    """In place of hooks that look at what is saved for backward, which has no values here."""
+    return tensor
+
+
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
@@ -154,6 +160,8 @@ def _check_called(points: Sequence[str], called: Sequence[str]) -> None:
                 f"split point {point!r} is called {counts[point]} times in a forward pass, and a stage begins once: "
                 "name a submodule that is called once"
             )
+    if list(called) != list(points):
+        raise PipelineError(f"the split points run in the order {_listed(called)}; name them in that order")
 
 
 def _other_random_states() -> list[Any]:

@@ -158,7 +158,7 @@ def test_tensors_that_move_between_stages_are_refused() -> None:
     chain = chain_of(outer, ["net.b"], "net")
     chain.arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
     outer.net.own_forward = lambda net, x: net.b(net.inactive(nn.functional.linear(x, net.b.weight)))
-    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'b.weight' .* that did were: 1; move"):
+    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'net.b.weight' .* that did were: 1; move"):
         outer.net(torch.zeros(3, 4))
 
 
@@ -168,7 +168,7 @@ def test_statistics_of_a_new_mode_are_refused_on_one_stage_only() -> None:
     outer.eval()
     chain.arrange(lambda: outer.net(torch.zeros(3, 4)), will_train=False)
     outer.train()
-    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'norm.running_mean' .* were: none"):
+    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'net.norm.running_mean' .* were: none"):
         outer.net(torch.zeros(3, 4))
 
 
@@ -257,6 +257,12 @@ def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:
         chain_of(outer, ["net.b"]).arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
 
 
+def test_points_are_named_in_the_order_in_which_they_run() -> None:
+    chain = chain_of(Outer(), POINTS[::-1])
+    with pytest.raises(PipelineError, match="run in the order 'b', 'c'; name them in that order"):
+        chain.arrange(lambda: run(chain._whole), will_train=True)
+
+
 def test_what_arrives_may_be_changed_in_place() -> None:
     """Also if it is needed unchanged for its own gradient: what has arrived is a leaf that wants one."""
 
@@ -280,6 +286,18 @@ def test_what_arrives_may_be_changed_in_place() -> None:
             leaves = tuple(tensor.detach().requires_grad_() for tensor in Carried.of(result).tensors)
             arrived = Carried(Carried.of(result).structure, leaves)
     assert torch.equal(result, expected)
+
+
+def test_tracing_tells_nothing_to_who_watches_what_is_saved() -> None:
+    outer = Outer()
+    chain = chain_of(outer)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.data_ptr()), t)[1], lambda t: t):
+        chain.arrange(lambda: run(outer.net), will_train=True)
+        assert not saved
+        with chain.entered():
+            run(outer.net)
+    assert saved
 
 
 def test_a_step_that_does_not_call_the_module_is_refused() -> None:
