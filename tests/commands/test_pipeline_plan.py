@@ -246,3 +246,16 @@ def test_help_names_every_option_once(capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     for option in ("--num-micro-batches", "--schedules", "--link-gbit", "--picture", "--json"):
         assert text.count(f"\n  {option} ") == 1
+
+
+def test_split_points_are_planned_as_they_are() -> None:
+    points = ["--trainer.strategy.module=auto", "--trainer.strategy.split_points=[layers.2]"]
+    (plan,) = planned(*points, "--num-micro-batches=2")["plans"]
+    assert [stage["layers"] for stage in plan["stages"]] == [[0, 1], [1, 2]]
+    assert [stage["parameters_bytes"] for stage in plan["stages"]] == [2 * LAYER_BYTES, (LAYERS - 2) * LAYER_BYTES]
+
+
+def test_split_points_that_do_not_fill_the_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    points = ["--trainer.strategy.module=auto", "--trainer.strategy.split_points=[layers.1,layers.2]"]
+    assert main(["pipeline", "plan", "--config=run.yaml", *points]) != 0
+    assert "makes 3 stages, and 2 ranks with 1 each have 2" in capsys.readouterr().err

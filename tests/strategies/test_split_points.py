@@ -54,6 +54,7 @@ class LadderTask(L.LightningModule):
         self.net = Ladder()
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[float] = []
+        self.num_validated = 0
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.tokens(batch["tokens"])
@@ -72,9 +73,12 @@ class LadderTask(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
         self.held = [name for name, value in self.named_parameters() if not isinstance(value, StandIn)]
+        optimizer = self.trainer.optimizers[0]
+        self.num_states = sum(bool(state) for state in optimizer.state.values())
         self.own_buffers = [name for name, value in self.named_buffers() if not isinstance(value, StandIn)]
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.num_validated += 1
         self.log("val_loss", self.loss(batch))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -141,6 +145,7 @@ def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **f
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "losses": module.losses,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "num_validated": module.num_validated - sanity,
         "held": module.held,
         "buffers": module.own_buffers,
         "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
@@ -172,7 +177,9 @@ def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_two_stages_train_as_one_device(schedule: str, by_hand_once: dict[str, Any], world2: World) -> None:
-    assert_same(world2.run(cut, 2, points=["net.deep"], schedule=schedule, sanity=1), by_hand_once)
+    results = world2.run(cut, 2, points=["net.deep"], schedule=schedule, sanity=1)
+    assert_same(results, by_hand_once)
+    assert [result["num_validated"] for result in results] == 2 * [by_hand_once["num_validated"]], "steps leave traces"
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
@@ -264,6 +271,7 @@ def resume() -> tuple[list[float], dict[str, Tensor]]:
     again.fit(module, loader, ckpt_path=path)
     again.strategy.barrier()
     again.strategy.remove_checkpoint(path)
+    assert module.num_states == len(module.held), "states of parameters that other stages have"
     return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
 
 
