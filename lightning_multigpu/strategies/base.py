@@ -1,37 +1,32 @@
-"""What all regimes share: ranks and their mesh, process groups, collectives, data, failures, and the meter."""
+"""What all regimes share: their options, start and end, data, checkpoints, failures, and the meter."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
-from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.failure_board import FailureBoard
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.strategies import validation
 from lightning_multigpu.strategies.batch_feed import BatchFeed
-from lightning_multigpu.strategies.collectives import CollectiveStrategy
 from lightning_multigpu.strategies.failure_watch import FailureWatch
 from lightning_multigpu.strategies.joining import Joining, check_model
 from lightning_multigpu.strategies.launcher import ScriptLauncher, is_notebook_fork_needed
-from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
+from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.run_signals import RunSignals
 from lightning_multigpu.strategies.spawn_launcher import SpawnLauncher
 from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
@@ -39,21 +34,16 @@ from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-log = logging.getLogger(__name__)
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MultiGPUStrategy(CollectiveStrategy):
+class MultiGPUStrategy(MeshStrategy):
     """The base of every regime of this pack.
 
-    Ranks form a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis. The base
-    puts all ranks on the data axis, a regime that splits the model says how far (:attr:`pipeline_parallel_size`,
-    :attr:`tensor_parallel_size`). Everything that follows from the mesh - sampler arguments, what a reduction of
-    metrics runs over, whose batch counts - is here; what a regime does with gradients and layers is not.
+    How a run starts and ends, whose batch counts, and how state is saved is here; what a regime does with gradients and
+    layers is not.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
@@ -77,9 +67,6 @@ class MultiGPUStrategy(CollectiveStrategy):
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
     """
-
-    pipeline_parallel_size = 1
-    tensor_parallel_size = 1
 
     def __init__(
         self,
@@ -109,6 +96,8 @@ class MultiGPUStrategy(CollectiveStrategy):
         validation.check_at_least("join_timeout_s", join_timeout_s, 1.0)
         validation.check_timeout(timeout)
         super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -122,16 +111,10 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.hang_report_s = hang_report_s or None
         self.failure_watch = FailureWatch(failure_timeout_s)
         self.joining = Joining(join_timeout_s)
-        self.groups: ProcessGroups | None = None
         self.signals = RunSignals()
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self.state_is_lost = False
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
         self._start_method = start_method
-        self._world: MeteredGroup | None = None
-        self._data: MeteredGroup | None = None
 
     @staticmethod
     def option_names() -> list[str]:
@@ -144,50 +127,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         """Options that this strategy runs with, for reports."""
         return {"uneven_inputs": self.feed.uneven_inputs, "loss_reduction": self.feed.loss_reduction}
 
-    # Ranks
-
-    @property
-    def is_distributed(self) -> bool:
-        """True: Lightning then injects a distributed sampler and reduces what is logged with ``sync_dist=True``."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes data, pipeline and tensor; None outside a run."""
-        return None if self.groups is None else self.groups.mesh
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    def data_parallel_size(self) -> int:
-        """How many different batches are trained on at once."""
-        return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which of those batches is this rank's."""
-        return self.global_rank // self._model_parallel_size
+    # What callbacks ask
 
     @property
     def owns_batch(self) -> bool:
@@ -198,22 +138,6 @@ class MultiGPUStrategy(CollectiveStrategy):
     def loss_scale(self) -> float:
         """What the loss of this rank's batch is multiplied by, so that the mean over ranks is that of one device."""
         return self.feed.loss_scale
-
-    @property
-    def _model_parallel_size(self) -> int:
-        return self.pipeline_parallel_size * self.tensor_parallel_size
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def steps_completed(self) -> int | None:
         """Optimizer steps of the attached Trainer so far; None before there is one."""
@@ -254,21 +178,10 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.feed.silence_warning()
         assert self.cluster_environment is not None
         with self.joining.limited(self):
-            self.groups = ProcessGroups(
-                self.cluster_environment,
-                self.root_device,
-                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
-                backend=self._process_group_backend,
-                timeout=self._timeout,
-                variables=self.environment_variables(),
-                store=self.joining.meet(self),
-            )
-            self._process_group_backend = self.groups.backend
-            self._world = self.metered(self.groups.world, "world")
-            self._data = self.metered(self.groups.mesh.get_group("data"), "metrics")
+            groups, world = self._join_groups(self.joining.meet(self))
             board = FailureBoard.open(self.cluster_environment.main_address, None)
-            self.joining.watch_again(self, self._world)
-        self.failure_watch.start(board, self.groups, poll=self.signals.push, follow=self.signals.follow)
+            self.joining.watch_again(self, world)
+        self.failure_watch.start(board, groups, poll=self.signals.push, follow=self.signals.follow)
         watching = self.failure_watch.watching
         self.meter.notes = None if watching is None else watching.notes
         on_interrupt = None if watching is None else watching.interrupted
@@ -276,19 +189,6 @@ class MultiGPUStrategy(CollectiveStrategy):
         counts = self.signals.begin(environment, patience_s=self.failure_timeout_s, on_interrupt=on_interrupt)
         if watching is not None and counts:
             watching.counts_interrupts()
-
-    def environment_variables(self) -> dict[str, str]:
-        """Variables that back ends read, for the time of the run; what the user has set stays."""
-        return {}
-
-    def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
-        """A further process group over this rank's line of ``axis``; a collective of the whole world.
-
-        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its first rank is
-        the world's last of that line.
-        """
-        assert self.groups is not None
-        return self.groups.new(axis, backend=backend, descending=descending)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -306,12 +206,7 @@ class MultiGPUStrategy(CollectiveStrategy):
         self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
         self.feed.restore_warning()
         super().teardown()
-        self._world = self._data = None
-        if self.groups is not None:
-            self.groups.leave(failed=self.failure_watch.failed)
-            self.groups = None
-        elif self.failure_watch.failed:  # in a hook after a first teardown, which leaves the world open
-            leave_world()
+        self._leave_groups()
 
     # Data
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -15,39 +14,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu.communication.collectives import MeteredGroup
-from lightning_multigpu.engine.pipeline.balance import balanced_cuts, cuts_of_counts, stage_bounds
-from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
+from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
-from lightning_multigpu.engine.pipeline.gradients import StageSums
-from lightning_multigpu.engine.pipeline.hugging_face import ModelsInStages
-from lightning_multigpu.engine.pipeline.micro_batches import checksum_of, num_micro_batches_of
-from lightning_multigpu.engine.pipeline.ownership import Ownership
-from lightning_multigpu.engine.pipeline.probe import ChainProbe
-from lightning_multigpu.engine.pipeline.random_state import seed_of
-from lightning_multigpu.engine.pipeline.recompute import layers_of
-from lightning_multigpu.engine.pipeline.recorder import Recorder
-from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES, SCHEDULES, PipelineRunner, ScheduleName
+from lightning_multigpu.engine.pipeline.runner import ScheduleName
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
-from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.transfer import Line
-from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies import pipeline_checks, validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.pipeline_checks import (
-    check_activation_checkpointing,
-    check_callbacks,
-    check_module,
-    check_num_split_points,
-    check_optimizers,
-    check_split_points,
-    check_stages_per_rank,
-    describe_split,
-)
-from lightning_multigpu.strategies.stage_agreement import RealOutputs, StageAgreement, gather_metrics_by
-from lightning_multigpu.strategies.stage_balance import announce, measured_costs, move_layers
-from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states, share_values
-from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state, whole_state_dict
-from lightning_multigpu.strategies.stage_steps import StageSteps
+from lightning_multigpu.strategies.pipeline_options import PipelineOptions
+from lightning_multigpu.strategies.running_pipeline import RunningPipeline
+from lightning_multigpu.strategies.split_model import SplitModel
+from lightning_multigpu.strategies.stage_agreement import RealOutputs
+from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -117,77 +94,43 @@ class PipelineStrategy(MultiGPUStrategy):
         **options: Any,
     ) -> None:
         validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
-        validation.check_choice("schedule", schedule, SCHEDULES)
-        if num_micro_batches != "auto":
-            validation.check_positive("num_micro_batches", num_micro_batches, whole=True)
-        if stages_per_rank is not None:
-            validation.check_positive("stages_per_rank", stages_per_rank, whole=True)
-        check_stages_per_rank(schedule, stages_per_rank)
-        if isinstance(balance, str):
-            validation.check_choice("balance", balance, ("parameters", "time", "memory"))
-        if pipeline_parallel_size is not None:
-            validation.check_positive("pipeline_parallel_size", pipeline_parallel_size, whole=True)
-        check_activation_checkpointing(activation_checkpointing, schedule)
-        check_split_points(split_points, balance, activation_checkpointing)
+        self._options = PipelineOptions(
+            module=module,
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            stages_per_rank=stages_per_rank,
+            balance=balance,
+            split_points=split_points,
+            pipeline_parallel_size=pipeline_parallel_size,
+            activation_checkpointing=activation_checkpointing,
+        )
         super().__init__(**options)
-        self._pipeline_parallel_size = pipeline_parallel_size
-        self._module_name = module
-        self._schedule: ScheduleName = schedule
-        self._num_micro_batches = num_micro_batches
-        self._stages_per_rank = stages_per_rank
-        self._balance = balance
-        self._split_points = split_points
-        self._balance_due = False
-        self._recording = False, False
-        self._chain: Chain | None = None
-        self._bounds: list[tuple[int, int]] = []
+        self._recording = {"steps": False, "activations": False}
         self._built_bounds: list[tuple[int, int]] = []
-        self._was_whole = True
-        self._activation_checkpointing = activation_checkpointing
-        self._ownership: Ownership | None = None
-        self._steps: StageSteps | None = None
-        self._sums: StageSums | None = None
-        self._stages: MeteredGroup | None = None
-        self._data_axis: DataAxis | None = None
-        self._agreement: StageAgreement | None = None
+        self._running: RunningPipeline | None = None
         self._outputs = RealOutputs()
-        self._metrics: list[Any] = []
-        self._models: ModelsInStages | None = None
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
-        self._buffers_due = True
 
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {
-            **super().options,
-            "module": self._module_name,
-            "schedule": self._schedule,
-            "num_micro_batches": self._num_micro_batches,
-            "stages_per_rank": self._stages_per_rank,
-            "balance": self._balance,
-            "split_points": self._split_points,
-            "pipeline_parallel_size": self._pipeline_parallel_size,
-            "activation_checkpointing": self._activation_checkpointing,
-        }
+        return {**super().options, **vars(self._options)}
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks of a pipeline."""
-        return self._pipeline_parallel_size or max(1, self.num_nodes * self.num_processes)
+        return self._options.pipeline_parallel_size or max(1, self.num_nodes * self.num_processes)
 
     @property
     def stages_per_rank(self) -> int:
         """Stages that each rank has."""
-        return self._stages_per_rank or (2 if self._schedule in LOOPED_SCHEDULES else 1)
+        return self._options.num_stages_of_rank
 
     @property
     def num_micro_batches(self) -> int:
         """Parts that a batch is cut into if it has that many samples."""
-        if self._num_micro_batches == "auto":
-            return 4 * self.pipeline_parallel_size
-        return self._num_micro_batches
+        return self._options.num_parts(self.pipeline_parallel_size)
 
     # Setting up
 
@@ -195,63 +138,63 @@ class PipelineStrategy(MultiGPUStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         validation.check_pipeline(self)
-        if self._split_points is not None:
-            num_stages = self.pipeline_parallel_size * self.stages_per_rank
-            check_num_split_points(self._split_points, num_stages, self.stages_per_rank)
+        self._options.check_num_ranks(self.pipeline_parallel_size)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            check_module(self.lightning_module)
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            pipeline_checks.check_module(self.lightning_module)
+            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, self._outputs)  # type: ignore[attr-defined]
         super().setup(trainer)
-        assert self._ownership is not None
-        assert self._sums is not None
-        self._agreement = StageAgreement(self.precision_plugin, self._ownership, self._sums)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
+        pipeline_checks.check_optimizers(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is the final one by now, and moves this stage's part to its device."""
         assert self.lightning_module is not None
+        assert self._world is not None
+        assert self._data is not None
         module = self.lightning_module
         chain, bounds = self._split(module)
-        self._chain, self._bounds = chain, bounds
         group = self.new_group("pipeline", descending=True)
-        self._stages = self.metered(group, "pipeline")
-        assert self._world is not None
-        line = Line(group, self.meter, self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
-        self._ownership = Ownership(module, chain, bounds, self._stages.rank, line.num_ranks)
-        assert self._data is not None
-        self._was_whole = share_values(self._ownership, self._world, self._data)
-        self._ownership.drop()
-        self._ownership.move(self.root_device)
-        self._sums = StageSums(line, self.meter)
-        runner = self._runner(line)
-        if self.data_parallel_size > 1:
-            bookkeeping = self.metered(self.new_group("data"), "control")
-            self._data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
-        self._metrics = gather_metrics_by(module, self._gather_metric)
-        self._models = ModelsInStages(module)
-        seed = self._stages.broadcast_object(torch.initial_seed() & (2**62 - 1), line.ranks[0])
-        self._steps = StageSteps(module, runner, self.precision_plugin, seed_of(seed, self.data_parallel_rank))
-        self._balance_due = self._balance in ("time", "memory") and module.trainer.state.fn == TrainerFn.FITTING
-        if not self._balance_due and not isinstance(chain, TracedChain):
-            rank_zero_info(describe_split(chain, bounds, line.ranks))
+        model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
+        model.share(self._world, self._data)
+        balance = self._options.measured_balance if module.trainer.state.fn == TrainerFn.FITTING else None
+        self._running = RunningPipeline(
+            model,
+            self._options,
+            balance=balance,
+            loss_reduction=self.feed.loss_reduction,
+            plugin=self.precision_plugin,
+            number=self.data_parallel_rank,
+            data_axis=self._data_axis(),
+            group_of=self._metered_group,
+        )
+        self._running.record(**self._recording)
+        if balance is None and not model.is_untraced:
+            rank_zero_info(pipeline_checks.describe_split(chain, bounds, model.line.ranks))
+
+    @property
+    def _pipeline(self) -> RunningPipeline:
+        assert self._running is not None
+        return self._running
+
+    def _data_axis(self) -> DataAxis | None:
+        if self.data_parallel_size == 1:
+            return None
+        bookkeeping = self.metered(self.new_group("data"), "control")
+        return DataAxis(self.new_group("data"), bookkeeping, self.meter)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
         num_stages = self.pipeline_parallel_size * self.stages_per_rank
-        if self._split_points is not None:
-            traced = TracedChain(module, self._module_name, self._split_points, self.root_device)
-            return traced, [(stage, stage + 1) for stage in range(num_stages)]
-        chain = find_chain(module, self._module_name, num_stages)
-        return chain, self._built_bounds or stage_bounds(self._cuts(chain, num_stages), len(chain))
+        chain = self._options.chain(module, num_stages, self.root_device)
+        return chain, self._built_bounds or self._options.bounds(chain, num_stages)
 
     @override
     @contextmanager
@@ -270,90 +213,29 @@ class PipelineStrategy(MultiGPUStrategy):
                 yield
             self._built_bounds = bounds
 
-    def _runner(self, line: Line) -> PipelineRunner:
-        assert self._chain is not None
-        assert self._ownership is not None
-        recorder = Recorder(self.meter, self.root_device, self._ownership.held, self._ownership.buffers)
-        recorder.notes_steps, recorder.counts_activations = self._recording
-        return PipelineRunner(
-            self._chain,
-            self._bounds,
-            line,
-            self.root_device,
-            self.meter,
-            schedule=self._schedule,
-            parameters=self._ownership.held,
-            recompute=layers_of(self._chain, self._activation_checkpointing),
-            recorder=recorder,
-        )
-
     @override
     def record_stages(self, *, count_activations: bool = True) -> None:
-        self._recording = True, count_activations
-        if self._steps is not None:
-            recorder = self._steps.runner.recorder
-            recorder.notes_steps, recorder.counts_activations = self._recording
+        self._recording = {"steps": True, "activations": count_activations}
+        if self._running is not None:
+            self._running.record(**self._recording)
 
     @override
     def stage_record(self) -> StageRecord | None:
-        if self._steps is None:
-            return None
-        runner = self._steps.runner
-        return StageRecord(
-            pipeline=self.data_parallel_rank,
-            position=runner.position,
-            num_ranks=runner.line.num_ranks,
-            stages_per_rank=self.stages_per_rank,
-            schedule=self._schedule,
-            steps=runner.recorder.steps(),
-            memory=runner.recorder.memory(self.optimizers),
-        )
-
-    def _cuts(self, chain: Chain, num_stages: int) -> tuple[int, ...]:
-        if isinstance(self._balance, str):
-            return balanced_cuts(chain.parameter_bytes(), num_stages)  # of "time" and "memory", until it is measured
-        return cuts_of_counts(self._balance, len(chain), num_stages)
+        return None if self._running is None else self._running.stage_record(self.optimizers)
 
     @override
     def teardown(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._agreement is not None:
-            self._agreement.end()
-        for metric in self._metrics:
-            metric.dist_sync_fn = None
-        if self._models is not None:
-            self._models.end()
         if trainer is not None and self._outputs in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.remove(self._outputs)  # type: ignore[attr-defined]
-        regular = (
-            trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not self.failure_watch.failed
-        )
-        if regular and self._steps is not None:
-            self._make_whole()
-        if self._data_axis is not None:
-            self._data_axis.close()
-        self._data_axis = None
-        self._ownership = self._steps = self._sums = self._stages = self._agreement = self._chain = None
-        self._metrics = []
-        self._models = None
+        if self._running is not None:
+            self._running.end()
+            if trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not self.failure_watch.failed:
+                self._running.model.make_whole(self.optimizers, is_first=self.data_parallel_rank == 0)
+        self._running = None
         self._built_bounds = []
         self._step_args = None
         super().teardown()
-
-    def _make_whole(self) -> None:
-        """Gives every rank all values, or rank 0 alone if no other had them; and rank 0 the optimizers' states."""
-        assert self._ownership is not None
-        assert self._steps is not None
-        assert self._stages is not None
-        states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
-        line = self._steps.runner.line
-        if self._was_whole:
-            self._ownership.restore(self._stages, line.ranks)
-        elif self.data_parallel_rank == 0:
-            self._ownership.gather(line)
-        if self.is_global_zero:
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                optimizer.load_state_dict(state)
 
     # Batches
 
@@ -361,13 +243,9 @@ class PipelineStrategy(MultiGPUStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; stages that have loaded different ones all get that of the last stage."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        assert self._steps is not None
-        assert self._stages is not None
-        line = self._steps.runner.line
-        if line.same_everywhere(checksum_of(batch)):
+        if self._pipeline.has_same_batch(batch):
             return batch
-        shared = self._stages.broadcast_object(batch, line.ranks[-1])
-        return super().batch_to_device(shared, device, dataloader_idx)
+        return super().batch_to_device(self._pipeline.batch_of_last(batch), device, dataloader_idx)
 
     # Training
 
@@ -382,15 +260,10 @@ class PipelineStrategy(MultiGPUStrategy):
         self._step_args = (*args, *kwargs.values())
         return torch.ones((), dtype=torch.float64, device=self.root_device)
 
-    def _share_buffers(self) -> None:
-        """Gives all pipelines the buffers of the first: before each step that follows an update, and validation."""
-        if self._data_axis is not None and self._ownership is not None:
-            self._data_axis.share_buffers(self._ownership.buffers())
-
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._share_buffers()
+        self._pipeline.share_buffers()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -404,146 +277,65 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
-        assert self._ownership is not None
-        assert self._sums is not None
+        assert self._step_args is not None
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
-        assert self._steps is not None
-        assert self._step_args is not None
-        if self._buffers_due:
-            self._share_buffers()
-        self._buffers_due = not self._accumulating
         (batch, *others), self._step_args = self._step_args, None
-        if self._balance_due:
-            self._split_by_measure(batch, others)
-        if self._is_untraced:
-            with self._steps.rehearsing(batch, others, self.num_micro_batches) as step:
-                self._arrange(step)
-        outputs = self._steps.train(
+        outputs = self._pipeline.train(
             batch,
             others,
             multiplier=float(multiplier),
-            num_micro_batches=self.num_micro_batches,
-            loss_reduction=self.feed.loss_reduction,
+            accumulating=self._accumulating,
+            optimizers=self.optimizers,
         )
         self._outputs.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        if not self._accumulating:
-            self._sums.sum_gradients(self._ownership.common())
-            if self._data_axis is not None:
-                self._data_axis.average_gradients(self._ownership.held())
         multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
 
-    @property
-    def _is_untraced(self) -> bool:
-        return isinstance(self._chain, TracedChain) and not self._chain.is_arranged
-
-    def _arrange(self, step: Callable[[], Any]) -> None:
-        """Traces what ``split_points`` cut as the first step runs it, and leaves each rank its stages."""
-        assert self.lightning_module is not None
-        assert isinstance(self._chain, TracedChain)
-        assert self._ownership is not None
-        assert self._stages is not None
-        assert self._steps is not None
-        line = self._steps.runner.line
-        trains = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self._chain.arrange(step, will_train=trains)
-        move_layers(self._bounds, self._ownership, self.optimizers, self._stages, line, self.root_device)
-        rank_zero_info(describe_split(self._chain, self._bounds, line.ranks))
+    # Evaluation
 
     def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
-        if self._is_untraced:
-            with self._steps.rehearsing_evaluation(hook, *args, **kwargs) as step:
-                self._arrange(step)
-        return self._steps.evaluate(hook, *args, **kwargs)
-
-    def _split_by_measure(self, batch: Any, others: Sequence[Any]) -> None:
-        """Measures the layers on the first batch, which is trained on afterwards, and splits them accordingly."""
-        assert self._chain is not None
-        assert self._ownership is not None
-        assert self._stages is not None
-        assert self._steps is not None
-        assert self._balance in ("time", "memory")
-        self._balance_due = False
-        line = self._steps.runner.line
-        seed = self.broadcast(torch.initial_seed() & (2**62 - 1))
-        probe = ChainProbe(self._chain, self._bounds, self._ownership, line, self.root_device, seed)
-        with self._steps.rehearsing(batch, others, self.num_micro_batches) as step:
-            costs = measured_costs(
-                probe,
-                step,
-                self._stages,
-                self._chain,
-                self.optimizers,
-                schedule=self._schedule,
-                num_ranks=line.num_ranks,
-                stages_per_rank=self.stages_per_rank,
-                num_micro_batches=num_micro_batches_of(batch, self.num_micro_batches),
-            )
-        before, self._bounds = self._bounds, self.broadcast(costs.bounds(self._balance))
-        move_layers(self._bounds, self._ownership, self.optimizers, self._stages, line, self.root_device)
-        self._steps.runner = self._runner(line)
-        self.meter.discard()
-        announce(self._balance, costs, self._bounds, before, self._chain.name, line)
-
-    # Evaluation
+        return self._pipeline.evaluate(hook, args, kwargs, self.optimizers)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
         with self.precision_plugin.val_step_context():
             return self._evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
         with self.precision_plugin.test_step_context():
             return self._evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """What ``predict_step`` returns, on the last stage; an empty list elsewhere."""
-        assert self._steps is not None
         with self.precision_plugin.predict_step_context():
             output = self._evaluate("predict_step", *args, **kwargs)
-        return output if self._steps.runner.is_last else []
-
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """The states of a metric on the last stages, where its samples are.
-
-        Within a step only those ask; outside, all ranks do.
-        """
-        assert self._steps is not None
-        group = self._metered_group(None if self._steps.running else dist.group.WORLD)
-        if group is None:
-            return [tensor]
-        states = group.gather_objects((self._steps.runner.is_last, tensor.cpu()))
-        return [state.to(tensor.device) for counts, state in states if counts]
+        return output if self._pipeline.steps.runner.is_last else []
 
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._ownership is None or self._steps is None or self.data_parallel_rank > 0:
+        if self._running is None or self.data_parallel_rank > 0:
             return state
-        return whole_state_dict(state, self._ownership, self._steps.runner.line)
+        return self._running.model.whole_state_dict(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
-        if self._ownership is None or self._steps is None or self.data_parallel_rank > 0:
+        if self._running is None or self.data_parallel_rank > 0:
             return super().optimizer_state(plain)
-        return whole_optimizer_state(plain, self._ownership, self._steps.runner.line)
+        return self._running.model.whole_optimizer_state(plain)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._ownership is not None
         states = [
-            own_optimizer_state(state, optimizer, self._ownership)
+            self._pipeline.model.own_optimizer_state(state, optimizer)
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

@@ -122,14 +122,14 @@ def check_split_points(split_points: object, balance: object, activation_checkpo
         )
 
 
-def check_num_split_points(split_points: Sequence[str], num_stages: int, stages_per_rank: int) -> None:
+def check_num_split_points(split_points: Sequence[str], num_ranks: int, stages_per_rank: int) -> None:
     """The points make as many stages as there are.
 
     Raises:
         ValueError: they do not.
     """
+    num_stages = num_ranks * stages_per_rank
     if len(split_points) + 1 != num_stages:
-        num_ranks = num_stages // stages_per_rank
         raise ValueError(
             f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and {num_ranks} ranks with "
             f"{stages_per_rank} each have {num_stages}; name {num_stages - 1} submodules, or change devices"

@@ -161,7 +161,7 @@ class PipelinePlanner:
         num_stages = self._num_stages(schedule)
         points = self._options["split_points"]
         if points is not None:
-            check_num_split_points(points, num_stages, self._stages_per_rank(schedule))
+            check_num_split_points(points, self._found.num_ranks, self._stages_per_rank(schedule))
             return TracedChain(module, self._options["module"], points, module.device)
         chain = find_chain(module, self._options["module"], num_stages)
         if not isinstance(self._found.balance, str):

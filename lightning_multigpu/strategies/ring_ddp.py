@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -15,17 +14,13 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import Compressor, make_compressor
-from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.strategies import validation
-from lightning_multigpu.strategies.automatic_compression import AUTO, is_auto, reducer_of_choice
+from lightning_multigpu.strategies.automatic_compression import AUTO, is_auto
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.compressed_gradients import CompressedGradients, pieces_of
-from lightning_multigpu.strategies.gradient_path import gradient_all_reduce
-
-_DDP_BUCKET_CAP_MB = 25.0
+from lightning_multigpu.strategies.compressed_gradients import CompressedGradients
+from lightning_multigpu.strategies.gradient_transport import GradientTransport
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
@@ -148,13 +143,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        backend = self._process_group_backend
-        bookkeeping = self.new_group("data", backend=backend)
+        bookkeeping = self.new_group("data")
         self._buffers = self.metered(bookkeeping, "data")
-        self._reducer = self._make_reducer()
-        bucket_cap_mb = self._bucket_cap_mb(model)
+        transport = self._transport()
+        self._reducer = transport.reducer()
+        bucket_cap_mb = transport.bucket_cap_mb(model, self._reducer, self._ddp_options["bucket_cap_mb"])
         if self._chooses_compression:
-            self._reducer = self._reducer_of_choice(self._reducer, bucket_cap_mb or _DDP_BUCKET_CAP_MB)
+            self._reducer = transport.reducer_of_choice(self._reducer, bucket_cap_mb, self._buffers)
         if self._reducer.all_reduce is not None and self._reducer.all_reduce.compressed is not None:
             self._compressed = CompressedGradients(self._reducer.all_reduce, self.precision_plugin)
         wrapped = DistributedDataParallel(
@@ -172,67 +167,20 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Nothing is left to do: the reducer was attached when the module was wrapped."""
 
-    def _bucket_cap_mb(self, model: Module) -> float | None:
-        """The option, or what suits the way that gradients take, or what a measurement recommends; None is for DDP."""
-        chosen: float | str | None = self._ddp_options["bucket_cap_mb"]
-        assert self._reducer is not None
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        if chosen is None:
-            all_reduce = self._reducer.all_reduce
-            if all_reduce is None or self._ddp_comm_hook is not None:
-                return None
-            return bucket_size.usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
-        if isinstance(chosen, str):
-            cost = bucket_size.measure(self._reducer.average, self.root_device)
-            chosen = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
-            rank_zero_info(
-                f"bucket_cap_mb='auto': {chosen:.2f} MiB, for {total_bytes / 2**20:.1f} MiB of gradients that take "
-                f"{cost.latency_s * 1e6:.0f} us a bucket and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
-            )
-            self.meter.discard()
-        return chosen
-
-    def _make_reducer(self) -> GradientReducer:
-        group = self.new_group("data", backend=self._process_group_backend)
-        hook = self._user_hook()
-        # On GPUs NCCL moves the gradients, unless they are to be compressed: that is done in the host's memory.
-        if hook is not None or (dist.get_backend(group) == "nccl" and self._compressor is None):
-            return GradientReducer(group, self.meter, hook=hook)
-        all_reduce = self._all_reduce_of_hosts()
-        if all_reduce.compressed is None:
-            return GradientReducer(group, self.meter, all_reduce=all_reduce)
+    def _transport(self) -> GradientTransport:
         assert self.lightning_module is not None
-        return GradientReducer(group, self.meter, all_reduce=all_reduce, pieces=pieces_of(self.lightning_module))
-
-    def _all_reduce_of_hosts(self) -> HierarchicalAllReduce:
-        """For gradients in the hosts' memory."""
         assert self.groups is not None
-        return gradient_all_reduce(
-            self.groups,
-            "data",
+        return GradientTransport(
+            module=self.lightning_module,
+            groups=self.groups,
+            meter=self.meter,
+            device=self.root_device,
+            num_hosts=self.num_nodes,
             ranks_per_host=self.num_processes,
             compressor=self._compressor,
-            shared_memory=self._shared_memory,
             compress_inside_hosts=self._compress_inside_hosts,
-        )
-
-    def _reducer_of_choice(self, plain: GradientReducer, bucket_cap_mb: float) -> GradientReducer:
-        """``plain``, or one with the compression that a measurement recommends."""
-        all_reduce = plain.all_reduce
-        if all_reduce is None and (self.num_nodes > 1 or self._compress_inside_hosts):
-            all_reduce = self._all_reduce_of_hosts()  # the way around NCCL that a compression would take
-        if all_reduce is None:
-            return plain
-        assert self.lightning_module is not None
-        assert self._buffers is not None
-        return reducer_of_choice(
-            self.lightning_module,
-            plain,
-            all_reduce,
-            bucket_bytes=bucket_cap_mb * 2**20,
-            ranks=self._buffers,
-            device=self.root_device,
+            shared_memory=self._shared_memory,
+            hook=self._user_hook(),
         )
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:

@@ -1,4 +1,4 @@
-"""Chooses the split of a pipeline by what its layers cost, measured on the first batch, and moves the layers there."""
+"""Chooses the split of a pipeline by what its layers cost, measured on the first batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
-from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.stage_costs import (
     LinkCost,
@@ -20,7 +19,6 @@ from lightning_multigpu.engine.pipeline.stage_costs import (
     layer_bytes,
 )
 from lightning_multigpu.engine.pipeline.transfer import Line
-from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state
 
 Bounds = list[tuple[int, int]]
 
@@ -54,19 +52,6 @@ def measured_costs(
         max(links, key=lambda link: link.seconds(1 << 20)),
         **pipeline,
     )
-
-
-def move_layers(
-    bounds: Bounds, ownership: Ownership, optimizers: Sequence[Optimizer], stages: MeteredGroup, line: Line, device: Any
-) -> None:
-    """Gives each rank the parameters, buffers and optimizer states of its new stages; a collective of the pipeline."""
-    states: list[dict[str, Any]] = []
-    if any(stages.gather_objects(any(bool(optimizer.state) for optimizer in optimizers))):  # a run that was resumed
-        states = [whole_optimizer_state(optimizer, ownership, line) for optimizer in optimizers]
-        states = stages.broadcast_object(states, line.ranks[-1])
-    ownership.split_again(bounds, stages, line.ranks, device)
-    for optimizer, state in zip(optimizers, states, strict=False):
-        optimizer.load_state_dict(own_optimizer_state(state, optimizer, ownership))
 
 
 def announce(

@@ -5,6 +5,7 @@ That weights, losses, metrics, clipping and checkpoints are those of one device 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -236,6 +237,25 @@ def test_tied_weights_stay_tied(world2: World) -> None:
 
 def test_all_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], world2: World) -> None:
     assert_same(world2.run(pipeline, 2, shifted=True), by_hand)
+
+
+def what_a_run_leaves() -> list[str]:
+    module, strategy = TinyGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen")
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2)
+    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+    trainer.fit(module, DataLoader(Text(8), batch_size=8), DataLoader(Text(8), batch_size=8))
+    left = {
+        "clipping over the stages": vars(trainer.precision_plugin).get("clip_grad_by_norm"),
+        "metrics gathered over the stages": module.accuracy.dist_sync_fn or module.latest_accuracy.dist_sync_fn,
+        "silence on sync_dist": any("use `self.log" in str(message) for _, message, *_ in warnings.filters),
+        "a callback": callbacks != trainer.callbacks,  # type: ignore[attr-defined]
+        "a pipeline": strategy.stage_record(),
+    }
+    return [name for name, value in left.items() if value]
+
+
+def test_a_run_leaves_nothing_of_its_own_in_other_objects(world2: World) -> None:
+    assert world2.run(what_a_run_leaves) == [[], []]
 
 
 class Watched(Classifier):

@@ -1,0 +1,143 @@
+"""The ranks of a run as a mesh, and process groups over its axes."""
+
+from __future__ import annotations
+
+from abc import ABC
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.strategies.collectives import CollectiveStrategy
+from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
+
+
+class MeshStrategy(CollectiveStrategy, ABC):
+    """Ranks form a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis.
+
+    All ranks are on the data axis. A regime that splits the model says how far (:attr:`pipeline_parallel_size`,
+    :attr:`tensor_parallel_size`)::
+
+        rank                      0  1  2  3  4  5  6  7
+        data_parallel_rank        0  0  0  0  1  1  1  1      with pipeline_parallel_size = 4
+
+    Args:
+        process_group_backend: of all groups unless another one is asked for; None for the device's default.
+        timeout: how long a collective may wait.
+        options: those of Lightning's strategies.
+    """
+
+    pipeline_parallel_size = 1
+    tensor_parallel_size = 1
+
+    def __init__(self, *, process_group_backend: str | None, timeout: timedelta, **options: Any) -> None:
+        super().__init__(**options)
+        self.groups: ProcessGroups | None = None
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout: timedelta | None = timeout
+        self._world: MeteredGroup | None = None
+        self._data: MeteredGroup | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning then injects a distributed sampler and reduces what is logged with ``sync_dist=True``."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks along the axes data, pipeline and tensor; None outside a run."""
+        return None if self.groups is None else self.groups.mesh
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different batches are trained on at once."""
+        return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of those batches is this rank's."""
+        return self.global_rank // self._model_parallel_size
+
+    @property
+    def _model_parallel_size(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def environment_variables(self) -> dict[str, str]:
+        """Variables that back ends read, for the time of the run; what the user has set stays."""
+        return {}
+
+    def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
+        """A further group over this rank's line of ``axis``; a collective of the whole world.
+
+        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its first rank is
+        the world's last of that line.
+        """
+        assert self.groups is not None
+        return self.groups.new(axis, backend=backend, descending=descending)
+
+    def _join_groups(self, store: Store | None) -> tuple[ProcessGroups, MeteredGroup]:
+        """Joins the other ranks through ``store``; returns the groups, and the collectives of the world."""
+        assert self.cluster_environment is not None
+        self.groups = groups = ProcessGroups(
+            self.cluster_environment,
+            self.root_device,
+            (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+            backend=self._process_group_backend,
+            timeout=self._timeout,
+            variables=self.environment_variables(),
+            store=store,
+        )
+        self._process_group_backend = groups.backend
+        self._world = world = self.metered(groups.world, "world")
+        self._data = self.metered(groups.mesh.get_group("data"), "metrics")
+        return groups, world
+
+    def _leave_groups(self) -> None:
+        self._world = self._data = None
+        if self.groups is not None:
+            self.groups.leave(failed=self.failure_watch.failed)
+            self.groups = None
+        elif self.failure_watch.failed:  # in a hook after a first teardown, which leaves the world open
+            leave_world()
