@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -245,7 +246,8 @@ class PipelineStrategy(MultiGPUStrategy):
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._pipeline.has_same_batch(batch):
             return batch
-        return super().batch_to_device(self._pipeline.batch_of_last(batch), device, dataloader_idx)
+        # Without the module's hooks, which have seen that batch where it was loaded.
+        return move_data_to_device(self._pipeline.batch_of_last(batch), device or self.root_device)
 
     # Training
 

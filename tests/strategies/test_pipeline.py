@@ -258,6 +258,21 @@ def test_a_run_leaves_nothing_of_its_own_in_other_objects(world2: World) -> None
     assert world2.run(what_a_run_leaves) == [[], []]
 
 
+class Augmented(TinyGPT):
+    """Changes batches on its device, on each rank in its own way."""
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        return {name: (value + self.trainer.global_rank) % VOCABULARY for name, value in batch.items()}
+
+
+def augmented() -> dict[str, Any]:
+    return train(Augmented(), PipelineStrategy(num_micro_batches=4, start_method="popen"), 2)
+
+
+def test_hooks_see_each_batch_once(by_hand: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(augmented), by_hand)
+
+
 class Watched(Classifier):
     """Looks at what this rank holds while it trains."""
 
