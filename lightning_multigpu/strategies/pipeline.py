@@ -86,8 +86,9 @@ class PipelineStrategy(MultiGPUStrategy):
     take rank 0's conclusion, and the layers that have to move, move. The batch is then trained on as if nothing had
     been: neither loader nor sampler is touched, and random states, gradients, buffers, metrics and the module's
     attributes are put back, logs and loggers left out. What a step does elsewhere, such as printing, it does more
-    often. What ``activation_checkpointing`` computes again and does not keep is not accounted for. In validation, test
-    and prediction without training the split is that of "parameters".
+    often. Layers of ``activation_checkpointing`` are measured as they are trained: their backward computes them again,
+    and what they keep is their input, besides once what the largest of them keeps while its own backward runs. In
+    validation, test and prediction without training the split is that of "parameters".
 
     What ``configure_model`` makes is made on each rank for its own stages only, with the values that one device would
     give it; for that it is called twice.
@@ -427,12 +428,14 @@ class PipelineStrategy(MultiGPUStrategy):
         self._balance_due = False
         line = self._steps.runner.line
         seed = self.broadcast(torch.initial_seed() & (2**62 - 1))
-        probe = ChainProbe(self._chain, self._bounds, self._ownership, line, self.root_device, seed)
+        again = layers_of(self._chain, self._activation_checkpointing)
+        probe = ChainProbe(self._chain, self._bounds, self._ownership, line, self.root_device, seed, again)
         with self._steps.rehearsing(batch, others, self.num_micro_batches) as step:
             costs = measured_costs(
                 probe,
                 step,
                 self._stages,
+                line,
                 self._chain,
                 self.optimizers,
                 schedule=self._schedule,

@@ -13,8 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.engine.pipeline.plan import PlannedMemory
+from lightning_multigpu.engine.pipeline.stage_costs import LinkCost
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_NAME
+from lightning_multigpu.strategies.pipeline_plan import PipelinePlanner
 from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
 from tests.world import World, rank
 
@@ -131,6 +134,39 @@ def test_what_is_kept_for_backward(tmp_path: Path, world2: World) -> None:
     assert again[0] == 16 * 4 * micro_batch
     assert alternating[0] <= 0.3 * gpipe[0]
     assert again[0] < 0.5 * gpipe[0]
+
+
+class Loading(Deep):
+    def train_dataloader(self) -> Any:
+        return DataLoader([torch.ones(64, WIDTH)], batch_size=None)  # type: ignore[arg-type]
+
+
+def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
+    strategy = PipelineStrategy(schedule=schedule, activation_checkpointing=again)
+    trainer = make_trainer(Case(max_epochs=1, precision="32-true"), strategy, 2)
+    planner = PipelinePlanner(trainer, schedules=None, num_micro_batches=[16], link=LinkCost(0.0, 0.0))
+    settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
+    [(_, plan)] = planner.run(Loading(), None, settings).plans
+    return list(plan.memory)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "again"),
+    [
+        ("1f1b", False),
+        ("gpipe", True),
+        ("1f1b", True),
+        ("1f1b", ["layers.4"]),
+        ("interleaved", ["layers.1", "layers.6"]),
+    ],
+)
+def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, tmp_path: Path, world2: World) -> None:
+    memory = predicted(schedule, again)
+    measured = activations(tmp_path, world2, schedule=schedule, activation_checkpointing=again)
+    assert [rank.activations for rank in memory] == measured
+    inside = 4 * 4 * WIDTH * 4  # what tanh keeps of a micro-batch of 4 samples
+    ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
+    assert [rank.recomputed for rank in memory] == [inside * has for has in ranks]
 
 
 def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:

@@ -39,13 +39,11 @@ def recomputed(
         set_random_state: puts random states where they were when the layer began.
     """
     dtype = torch.get_default_dtype()
-    in_place = any(getattr(part, "inplace", False) for part in layer.modules())
     ran = False
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal ran
-        if in_place:
-            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        args, kwargs = safe_inputs(layer, args, kwargs)
         if not ran:
             ran = True
             return forward(*args, **kwargs)
@@ -58,6 +56,13 @@ def recomputed(
     return checkpoint(
         lambda *kept: run(*tree_unflatten(kept, structure)), *leaves, use_reentrant=False, preserve_rng_state=False
     )
+
+
+def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The layer's arguments, as copies where it says that it works in place."""
+    if any(getattr(part, "inplace", False) for part in layer.modules()):
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+    return args, kwargs
 
 
 def layers_of(chain: Chain, choice: bool | Sequence[str | type]) -> frozenset[int]:
