@@ -45,6 +45,7 @@ from lightning_multigpu.strategies.stage_balance import announce, measured_costs
 from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states, share_values
 from lightning_multigpu.strategies.stage_state import own_optimizer_state, whole_optimizer_state, whole_state_dict
 from lightning_multigpu.strategies.stage_steps import StageSteps
+from lightning_multigpu.strategies.whole_checkpoint_io import map_files
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -484,6 +485,12 @@ class PipelineStrategy(MultiGPUStrategy):
         return [state.to(tensor.device) for counts, state in states if counts]
 
     # Checkpoints
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file, of which a stage then reads what it holds."""
+        map_files(self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
@@ -61,14 +62,16 @@ def whole_optimizer_state(optimizer: Optimizer, ownership: Ownership, line: Line
 
 
 def own_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, ownership: Ownership) -> dict[str, Any]:
-    """Of one device's optimizer state, what belongs to parameters that this stage holds."""
+    """Of one device's optimizer state, what belongs to parameters that this stage holds; copies."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     held = {
         number
         for number, holders in zip(numbers, _holders(optimizer, ownership), strict=False)
         if ownership.position in holders
     }
-    return {**state, "state": {number: value for number, value in state["state"].items() if number in held}}
+    own = {number: value for number, value in state["state"].items() if number in held}
+    # An optimizer keeps what it is given, and with it the file that the values may be mapped from.
+    return {**state, "state": tree_map_only(Tensor, torch.clone, own)}
 
 
 def _holders(optimizer: Optimizer, ownership: Ownership) -> list[tuple[int, ...]]:
