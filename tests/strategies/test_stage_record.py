@@ -239,5 +239,21 @@ def whole(directory: Path, strategy: str) -> dict[str, Any]:
     return callback.report
 
 
+def one_after_the_other(directory: Path) -> list[bool]:
+    """With one callback."""
+    callback = RunReport(print_table=False)
+    sections = []
+    for strategy in (PipelineStrategy(start_method="popen"), "ring_ddp"):
+        trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback], default_root_dir=directory)
+        trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
+        assert callback.report is not None
+        sections.append("pipeline" in callback.report)
+    return sections
+
+
+def test_a_later_fit_has_nothing_of_an_earlier_pipeline(tmp_path: Path, world2: World) -> None:
+    assert world2.run(one_after_the_other, tmp_path) == [[True, False]] * 2
+
+
 def test_other_regimes_have_no_such_section(tmp_path: Path, world2: World) -> None:
     assert "pipeline" not in world2.run(whole, tmp_path, "ring_ddp")[0]
