@@ -21,7 +21,8 @@ devices to be idle. ``--json PATH`` writes one object. Its keys are stable: a ch
           ],
           "memory": [                  of each rank
             {"rank": 1, "parameters_bytes": 1024, "gradients_bytes": 1024,
-             "optimizer_bytes": 2048, "activations_bytes": 4096}
+             "optimizer_bytes": 2048, "activations_bytes": 4096,
+             "recomputed_bytes": 0}  in addition while one layer of activation_checkpointing runs again and backward
           ]
         }
       ]

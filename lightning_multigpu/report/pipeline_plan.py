@@ -99,9 +99,10 @@ def _stages(plan: Plan) -> str:
             f"transfer {number(1e3 * stage.transfer_s)} ms"
         )
     fullest, held = plan.fullest, plan.fullest.held
+    again = f", a layer that runs again {size(fullest.recomputed)}" if fullest.recomputed else ""
     lines.append(
         f"  rank {fullest.rank} needs most: parameters {size(held.parameters)}, gradients {size(held.gradients)}, "
-        f"optimizer {size(held.optimizers)}, activations {size(fullest.activations)}"
+        f"optimizer {size(held.optimizers)}, activations {size(fullest.activations)}{again}"
     )
     return "\n".join(lines)
 
@@ -135,6 +136,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
                 "gradients_bytes": rank.held.gradients,
                 "optimizer_bytes": rank.held.optimizers,
                 "activations_bytes": rank.activations,
+                "recomputed_bytes": rank.recomputed,
             }
             for rank in plan.memory
         ],

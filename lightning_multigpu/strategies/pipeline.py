@@ -26,6 +26,7 @@ from lightning_multigpu.strategies.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.split_model import SplitModel
 from lightning_multigpu.strategies.stage_agreement import RealOutputs
 from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states
+from lightning_multigpu.strategies.whole_checkpoint_io import map_files
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -70,8 +71,9 @@ class PipelineStrategy(MultiGPUStrategy):
     take rank 0's conclusion, and the layers that have to move, move. The batch is then trained on as if nothing had
     been: neither loader nor sampler is touched, and random states, gradients, buffers, metrics and the module's
     attributes are put back, logs and loggers left out. What a step does elsewhere, such as printing, it does more
-    often. What ``activation_checkpointing`` computes again and does not keep is not accounted for. In validation, test
-    and prediction without training the split is that of "parameters".
+    often. Layers of ``activation_checkpointing`` are measured as they are trained: their backward computes them again,
+    and what they keep is their input, besides once what the largest of them keeps while its own backward runs. In
+    validation, test and prediction without training the split is that of "parameters".
 
     What ``configure_model`` makes is made on each rank for its own stages only, with the values that one device would
     give it; for that it is called twice.
@@ -319,6 +321,12 @@ class PipelineStrategy(MultiGPUStrategy):
         return output if self._pipeline.steps.runner.is_last else []
 
     # Checkpoints
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file, of which a stage then reads what it holds."""
+        map_files(self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

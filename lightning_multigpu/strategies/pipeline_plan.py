@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_multigpu.engine.batch_size import leading_size
@@ -13,6 +13,7 @@ from lightning_multigpu.engine.pipeline.micro_batches import first_part
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.plan import PipelinePlans, Plan, one_device_s, plan
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.recompute import layers_of
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES
 from lightning_multigpu.engine.pipeline.stage_costs import LinkCost, PartCost, StageCosts, held_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
@@ -118,18 +119,20 @@ class PipelinePlanner:
             numbers = self._numbers_of_micro_batches(found.num_samples)
             parts = {number: first_part(batch, number) for number in (1, *numbers)}
             wanted = {schedule: self._chain(module, schedule) for schedule in self._schedules}
+            chains = {chain.name: chain for chain in wanted.values()}
+            again = {name: layers_of(c, self._options["activation_checkpointing"]) for name, c in chains.items()}
         except ValueError as error:
             raise PlanError(str(error)) from error
-        chains = {chain.name: chain for chain in wanted.values()}
         costs = {
-            (chain.name, number): measured_parts(one, chain, part, others)
-            for chain in chains.values()
-            for number, part in parts.items()
+            (name, number): measured_parts(one, chain, parts[number], others, again[name])
+            for name, chain in chains.items()
+            for number in numbers
         }
+        name, chain = next(iter(chains.items()))
+        known = None if again[name] else costs.get((name, 1))
+        found.one_device_s = one_device_s(known or measured_parts(one, chain, parts[1], others))
         for schedule in wanted:
             chain = chains[wanted[schedule].name]
-            alone_s = one_device_s(costs[chain.name, 1])
-            found.one_device_s = found.one_device_s or alone_s
             for number in numbers:
                 predicted = self._plan(one, chain, schedule, number, costs[chain.name, number], found.one_device_s)
                 found.plans.append((chain, predicted))
@@ -210,15 +213,20 @@ class PipelinePlanner:
         return stage_bounds(cuts_of_counts(balance, len(chain), costs.num_stages), len(chain))
 
 
-def measured_parts(one: FirstBatchStrategy, chain: Chain, micro_batch: Any, others: Sequence[Any]) -> list[PartCost]:
+def measured_parts(
+    one: FirstBatchStrategy, chain: Chain, micro_batch: Any, others: Sequence[Any], recompute: Collection[int] = ()
+) -> list[PartCost]:
     """What each part of ``training_step`` costs on one device that has all layers; see :mod:`.stage_costs`.
 
+    Layers of ``recompute`` run again in backward.
     Random states, gradients, and the module's buffers and attributes are afterwards what they were.
     """
     module = one.lightning_module
     assert module is not None
     bounds = [(0, len(chain))]
-    probe = ChainProbe(chain, bounds, Ownership(module, chain, bounds, 0, 1), None, one.root_device, seed=0)
+    probe = ChainProbe(
+        chain, bounds, Ownership(module, chain, bounds, 0, 1), None, one.root_device, 0, recompute=recompute
+    )
     logs = StageLogs(module)
 
     def step() -> Any:

@@ -182,12 +182,14 @@ class RunningPipeline:
     def _measured_costs(self, batch: Any, others: Sequence[Any], optimizers: Sequence[Optimizer]) -> StageCosts:
         model = self.model
         seed = self._broadcast(torch.initial_seed() & _SEED_BITS)
-        probe = ChainProbe(model.chain, model.bounds, model.ownership, model.line, model.device, seed)
+        again = layers_of(model.chain, self._options.activation_checkpointing)
+        probe = ChainProbe(model.chain, model.bounds, model.ownership, model.line, model.device, seed, again)
         with self.steps.rehearsing(batch, others, self._num_micro_batches) as step:
             return measured_costs(
                 probe,
                 step,
                 model.stages,
+                model.line,
                 model.chain,
                 optimizers,
                 schedule=self._options.schedule,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.meter import Meter
@@ -157,14 +158,16 @@ class SplitModel:
         return {**state, "state": merged}
 
     def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Of one device's optimizer state, what belongs to parameters that this rank holds."""
+        """Of one device's optimizer state, what belongs to parameters that this rank holds; copies."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         held = {
             number
             for number, holders in zip(numbers, self._holders(optimizer), strict=False)
             if self.ownership.position in holders
         }
-        return {**state, "state": {number: value for number, value in state["state"].items() if number in held}}
+        own = {number: value for number, value in state["state"].items() if number in held}
+        # An optimizer keeps what it is given, and with it the file that the values may be mapped from.
+        return {**state, "state": tree_map_only(Tensor, torch.clone, own)}
 
     def _holders(self, optimizer: Optimizer) -> list[tuple[int, ...]]:
         """The positions that hold each parameter of the optimizer, in its order; all, for what is not the module's."""

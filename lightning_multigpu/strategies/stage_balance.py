@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.link import slowest_link
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.stage_costs import (
     LinkCost,
@@ -27,6 +28,7 @@ def measured_costs(
     probe: ChainProbe,
     step: Callable[[], Any],
     stages: MeteredGroup,
+    line: Line,
     chain: Chain,
     optimizers: Sequence[Optimizer],
     **pipeline: Any,
@@ -37,10 +39,11 @@ def measured_costs(
         probe: measures.
         step: the user's step on a micro-batch.
         stages: all of the pipeline's ranks, to exchange what each has measured.
+        line: between them, which is measured too.
         chain, optimizers: what takes memory.
         pipeline: the further arguments of :class:`StageCosts`.
     """
-    mine = (probe.measure(step), probe.link())
+    mine = (probe.measure(step), slowest_link(line))
     parts: dict[int, PartCost] = {}
     links: list[LinkCost] = []
     for found, link in stages.gather_objects(mine):

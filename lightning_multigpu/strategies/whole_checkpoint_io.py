@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
 
@@ -18,7 +18,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
     which can end half-way, and a killed process leaves the temporary file. Here the data goes to a file without a name
     in the directory of the checkpoint, which the kernel forgets with the process, and gets its name when it is
     complete and on the disk. Where the file system knows no such files, a hidden one has a name from the beginning.
+
+    Attributes:
+        maps_files: whether a file that is loaded is mapped into memory, so that of its tensors only those are read that
+            are used. Those that stay in use keep the file's space on the disk.
     """
+
+    maps_files = False
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -37,6 +43,27 @@ class WholeCheckpointIO(TorchCheckpointIO):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
             raise
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self.maps_files and os.path.isfile(path):
+            with contextlib.suppress(RuntimeError):  # torch's former format, or a file system that cannot map
+                return self._mapped(path, *args, **kwargs)
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    @staticmethod
+    def _mapped(
+        path: Any, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
+        return loaded
+
+
+def map_files(io: CheckpointIO) -> None:
+    """Lets ``io``, or the one that it wraps, map files; nothing where the user has passed one of another kind."""
+    found = getattr(io, "checkpoint_io", io)
+    if isinstance(found, WholeCheckpointIO):
+        found.maps_files = True
 
 
 def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.strategies import validation
@@ -118,15 +120,52 @@ def test_memory_counts_what_all_ranks_hold(optimizer: str, states: int) -> None:
     parameters = 2 * LAYER_BYTES + LAYER_BYTES + 4 * WIDTH
     samples = SAMPLES // 4
     # Under 1f1b the first stage has two micro-batches in memory. It keeps the inputs of "before" and of its two layers;
-    # the last stage what it has received, the inputs of its two layers and that of "behind".
-    for memory, (rank, kept) in zip(found["plans"][0]["memory"], ((1, 2 * 3), (0, 4)), strict=True):
+    # the last stage those of its two layers, of which one is what it has received, and that of "behind".
+    for memory, (rank, kept) in zip(found["plans"][0]["memory"], ((1, 2 * 3), (0, 3)), strict=True):
         assert memory == {
             "rank": rank,
             "parameters_bytes": parameters,
             "gradients_bytes": parameters,
             "optimizer_bytes": states * parameters,
             "activations_bytes": kept * samples * INPUT_BYTES,
+            "recomputed_bytes": 0,
         }
+
+
+class Wide(nn.Module):
+    """Keeps its input, and 8 times as much inside; takes 10 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return self.layer(x).tanh()[:, :WIDTH]
+
+
+class WideModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Wide() for _ in range(LAYERS)))
+
+
+def test_layers_that_run_again_take_longer_and_keep_their_input() -> None:
+    model = "--model=tests.commands.test_pipeline_plan.WideModel"
+    plain, again = (
+        planned(model, "--num-micro-batches", "4", "1", f"--trainer.strategy.activation_checkpointing={choice}")
+        for choice in ("false", "true")
+    )
+    for before, after in zip(plain["plans"][1]["stages"], again["plans"][1]["stages"], strict=True):
+        assert before["forward_s"] > 0.02
+        assert before["backward_s"] < 0.02 < after["backward_s"]
+    assert plain["one_device_s"] < 4 * 0.02, "one device keeps what is inside"
+    assert again["one_device_s"] < 4 * 0.02
+    samples = SAMPLES // 4 * INPUT_BYTES
+    first, last = again["plans"][1]["memory"]
+    assert (first["activations_bytes"], last["activations_bytes"]) == (2 * 3 * samples, 3 * samples)
+    assert [rank["recomputed_bytes"] for rank in (first, last)] == [8 * samples] * 2
+    assert plain["plans"][1]["memory"][1]["activations_bytes"] > 2 * 8 * samples
 
 
 def test_a_bandwidth_makes_steps_longer() -> None:
@@ -191,6 +230,8 @@ def test_nothing_is_trained() -> None:
     ("options", "message"),
     [
         ("--num-micro-batches 0", "argument --num-micro-batches: '0': pass a whole number of at least 1"),
+        ("--trainer.strategy.activation_checkpointing=[Block]",
+         "activation_checkpointing=['Block'] names no layer of 'layers', whose layers are of the classes Linear"),
         ("--num-micro-batches 2 9", "num_micro_batches=9: the first batch of a pipeline has 8 samples, and each "
          "micro-batch needs one; pass 8 or less, or a larger batch"),
         ("--link-gbit 0", "argument --link-gbit: '0': pass a number above 0"),

@@ -152,14 +152,6 @@ class Profiled(Deep):
     def on_fit_start(self) -> None:
         self.profile.stop()
         total = peak = 0
-        print(
-            "MEM",
-            [
-                e.nbytes()
-                for e in self.profile.profiler.kineto_results.events()
-                if e.name() == "[memory]" and abs(e.nbytes()) > 10000
-            ],
-        )
         for event in self.profile.profiler.kineto_results.events():  # type: ignore[union-attr]
             if event.name() == "[memory]":
                 total += event.nbytes()
@@ -226,6 +218,15 @@ class Copying(Deep):
         self.blocks[7].linear.bias = nn.Parameter(self.blocks[0].linear.bias * 2)  # type: ignore[union-attr,operator]
 
 
+class FromTemplate(Deep):
+    """Takes values from a module that does not stay."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        template = nn.Linear(WIDTH, 3)
+        self.head.load_state_dict(template.state_dict())
+
+
 def split(module: L.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
     return find_chain(module, "auto", 2), [(0, 4), (4, 8)]
 
@@ -242,11 +243,31 @@ def test_values_that_are_looked_at_are_refused() -> None:
         built(Looking(), 0)
 
 
+def test_values_of_what_does_not_stay_are_there_for_those_who_take_them() -> None:
+    torch.manual_seed(7)
+    whole = FromTemplate()
+    whole.configure_model()
+    for position in (0, 1):
+        torch.manual_seed(7)
+        module = FromTemplate()
+        built(module, position)
+        assert torch.equal(module.head.weight, whole.head.weight)
+
+
 class Alone:
-    """A world of one rank."""
+    """A world of one rank, or of this one and ranks that say something."""
+
+    def __init__(self, *others: Any) -> None:
+        self.others = others
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
+        return [value, *self.others]
+
+
+def test_what_another_rank_lacks_is_told_on_every_rank() -> None:
+    other = (False, ["blocks.0.scale", "a", "b", "c", "d"])
+    with pytest.raises(ValueError, match=r"rank 1 has no values of blocks\.0\.scale, a, b and 2 more, which it is"):
+        share_values(built(Deep(), 1), Alone(other), Alone())  # type: ignore[arg-type]
 
 
 def test_values_that_come_from_other_stages_are_refused() -> None:

@@ -11,10 +11,12 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.strategies import stage_steps
-from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from lightning_multigpu.strategies.loss_probe import LossProbe
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 
 
@@ -138,6 +140,79 @@ def test_one_batch_is_computed_once_more(
     num_micro_batches: int, noise: float, runs: tuple[int, int], world2: World
 ) -> None:
     assert world2.run(count, num_micro_batches, noise) == [runs] * 2
+
+
+def leftovers(noise: float) -> tuple[list[int], list[int]]:
+    """Messages of this rank that nobody has waited for, after each pass and after the whole check."""
+    passes: list[int] = []
+    checks: list[int] = []
+    losses, check = LossProbe._losses, LossProbe.check
+
+    def noted_losses(self: LossProbe, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        found = losses(self, runner, *args, **kwargs)
+        passes.append(len(runner.line._pending))
+        return found
+
+    def noted_check(self: LossProbe, runner: Any, *args: Any, **kwargs: Any) -> None:
+        check(self, runner, *args, **kwargs)
+        checks.append(len(runner.line._pending))
+
+    LossProbe._losses, LossProbe.check = noted_losses, noted_check  # type: ignore[method-assign]
+    try:
+        count(2, noise)
+    finally:
+        LossProbe._losses, LossProbe.check = losses, check  # type: ignore[method-assign]
+    return passes, checks
+
+
+def test_what_was_sent_has_arrived_when_the_run_may_end(world2: World) -> None:
+    """A rank that ends takes with it what it has not sent."""
+    assert world2.run(leftovers, 0.1) == [([0, 0], [0])] * 2
+
+
+class Reentrant(Classifier):
+    """Its step computes what is behind the layers again in backward, in the way that forbids torch.autograd.grad."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+
+        def head(logits: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits.tanh().sin(), y)
+
+        return checkpoint(head, self.layers(x), use_reentrant=True)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def train_reentrant(strategy: Any, ranks: int) -> dict[str, Any]:
+    module = Reentrant()
+    made = PipelineStrategy(num_micro_batches=4, schedule=strategy) if strategy != "auto" else "auto"
+    make_trainer(Case(max_epochs=1), made, ranks).fit(module, train_loader(Case(), 1))
+    return {"weights": state(module)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_step_that_recomputes_with_reentrant_checkpoints_trains(schedule: str, world2: World) -> None:
+    reference = train_reentrant("auto", 1)
+    for result in world2.run(train_reentrant, schedule, 2):
+        assert_same_weights(result, reference)
+
+
+class ReentrantLayers(Classifier):
+    """The layers themselves run within it, without gradients and a second time in backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = checkpoint(self.layers, batch[0].clone().requires_grad_(), use_reentrant=True)
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+def train_reentrant_layers() -> None:
+    make_trainer(Case(max_epochs=1), PipelineStrategy(num_micro_batches=4), 2).fit(
+        ReentrantLayers(), train_loader(Case(), 1)
+    )
+
+
+def test_layers_within_a_reentrant_checkpoint_are_refused(world2: World) -> None:
+    with pytest.raises(Exception, match=r"the step runs the split part .layers. twice"):
+        world2.run(train_reentrant_layers)
 
 
 class TwoHeads(Classifier):

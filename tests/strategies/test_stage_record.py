@@ -13,8 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.engine.pipeline.plan import PlannedMemory
+from lightning_multigpu.engine.pipeline.stage_costs import LinkCost
+from lightning_multigpu.engine.pipeline.timeline import StageMemory, StageRecord
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_NAME
+from lightning_multigpu.strategies.pipeline_plan import PipelinePlanner
 from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
 from tests.world import World, rank
 
@@ -133,6 +137,39 @@ def test_what_is_kept_for_backward(tmp_path: Path, world2: World) -> None:
     assert again[0] < 0.5 * gpipe[0]
 
 
+class Loading(Deep):
+    def train_dataloader(self) -> Any:
+        return DataLoader([torch.ones(64, WIDTH)], batch_size=None)  # type: ignore[arg-type]
+
+
+def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
+    strategy = PipelineStrategy(schedule=schedule, activation_checkpointing=again)
+    trainer = make_trainer(Case(max_epochs=1, precision="32-true"), strategy, 2)
+    planner = PipelinePlanner(trainer, schedules=None, num_micro_batches=[16], link=LinkCost(0.0, 0.0))
+    settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
+    [(_, plan)] = planner.run(Loading(), None, settings).plans
+    return list(plan.memory)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "again"),
+    [
+        ("1f1b", False),
+        ("gpipe", True),
+        ("1f1b", True),
+        ("1f1b", ["layers.4"]),
+        ("interleaved", ["layers.1", "layers.6"]),
+    ],
+)
+def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, tmp_path: Path, world2: World) -> None:
+    memory = predicted(schedule, again)
+    measured = activations(tmp_path, world2, schedule=schedule, activation_checkpointing=again)
+    assert [rank.activations for rank in memory] == measured
+    inside = 4 * 4 * WIDTH * 4  # what tanh keeps of a micro-batch of 4 samples
+    ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
+    assert [rank.recomputed for rank in memory] == [inside * has for has in ranks]
+
+
 def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:
     (found, drawn), *_ = world4.run(report, tmp_path, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
     assert drawn
@@ -201,6 +238,23 @@ def whole(directory: Path, strategy: str) -> dict[str, Any]:
     trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
     assert callback.report is not None
     return callback.report
+
+
+def test_a_later_fit_has_nothing_of_an_earlier_pipeline(tmp_path: Path) -> None:
+    callback = RunReport(print_table=False)
+    callback._stages = StageRecord(
+        pipeline=0,
+        position=0,
+        num_ranks=1,
+        stages_per_rank=1,
+        schedule="1f1b",
+        steps=(),
+        memory=StageMemory(1, 1, 1, 1, None),
+    )
+    trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[callback], default_root_dir=tmp_path)
+    trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
+    assert callback.report is not None
+    assert "pipeline" not in callback.report
 
 
 def test_other_regimes_have_no_such_section(tmp_path: Path, world2: World) -> None:

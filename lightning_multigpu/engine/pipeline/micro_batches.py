@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.containers import map_only
 
 _HASHED_BYTES = 1 << 20
 
@@ -47,7 +47,7 @@ def first_part(batch: Any, wanted: int) -> Any:
     What is kept of a view counts as all of the memory that it looks at, which is the whole batch.
     """
     part = split_batch(batch, num_micro_batches_of(batch, wanted))[0]
-    return map_only(Tensor, torch.clone, part)
+    return _cloned(part)
 
 
 def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[float]:
@@ -118,29 +118,40 @@ def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
             )
         # With a version counter of its own: a step may change its micro-batch in place, and autograd counts writes.
         return value[start:stop].data
-    if isinstance(value, Mapping):
-        parts = {key: _cut(entry, start, stop, size, f"{where}[{key!r}]") for key, entry in value.items()}
-        return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        return _cut_sequence(value, start, stop, size, where)
+    if isinstance(value, list) and len(value) == size and next(tensors_in(value), None) is None:
+        return value[start:stop]
+    if _is_container(value):
+        return _rebuilt(value, lambda entry, place: _cut(entry, start, stop, size, where + place))
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return value
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {
-            field.name: _cut(getattr(value, field.name), start, stop, size, f"{where}.{field.name}")
-            for field in fields(value)
-        }
-        return replace(value, **parts)
     raise ValueError(
         f"{where} is a {type(value).__name__}, which cannot be cut into micro-batches: use tensors in dictionaries, "
         "lists, tuples or dataclasses, or num_micro_batches=1"
     )
 
 
-def _cut_sequence(value: Any, start: int, stop: int, size: int, where: str) -> Any:
-    if isinstance(value, list) and len(value) == size and next(tensors_in(value), None) is None:
-        return value[start:stop]
-    parts = [_cut(entry, start, stop, size, f"{where}[{index}]") for index, entry in enumerate(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*parts)
-    return type(value)(parts)
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return _rebuilt(value, lambda entry, place: _cloned(entry)) if _is_container(value) else value
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or (is_dataclass(value) and not isinstance(value, type))
+
+
+def _rebuilt(value: Any, change: Callable[[Any, str], Any]) -> Any:
+    """A container like ``value``; ``change`` is called with each entry and its place and returns the new one.
+
+    A dataclass is copied, so that its ``__init__`` and ``__post_init__`` do not run again.
+    """
+    if isinstance(value, Mapping):
+        entries = {key: change(entry, f"[{key!r}]") for key, entry in value.items()}
+        return entries if type(value) is dict else type(value)(entries)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        parts = [change(entry, f"[{index}]") for index, entry in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    new = copy.copy(value)
+    for field in fields(value):
+        object.__setattr__(new, field.name, change(getattr(value, field.name), f".{field.name}"))
+    return new

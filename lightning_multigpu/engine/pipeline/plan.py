@@ -40,15 +40,23 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes that a rank needs: for the parameters that it holds, and for what is kept for backward at most."""
+    """Bytes that a rank needs.
+
+    Attributes:
+        rank: of the pipeline.
+        held: for the parameters that it holds.
+        activations: for what is kept for backward at most.
+        recomputed: for what is kept in addition, of one layer at a time, while that layer's backward pass runs.
+    """
 
     rank: int
     held: HeldBytes
     activations: int
+    recomputed: int
 
     @property
     def total(self) -> int:
-        return self.held.total + self.activations
+        return self.held.total + self.activations + self.recomputed
 
 
 @dataclass(frozen=True)
@@ -138,9 +146,6 @@ def plan(
     forward_s = [costs.forward_s(stage, *bound) for stage, bound in stages]
     backward_s = [costs.backward_s(stage, *bound) for stage, bound in stages]
     cuts_s = [costs.cut_s(stop) for _, stop in bounds[:-1]]
-    activations = [0] * costs.num_ranks
-    for stage, bound in stages:
-        activations[stage % costs.num_ranks] += costs.activations_bytes(stage, *bound)
     return Plan(
         schedule,
         costs.num_micro_batches,
@@ -157,8 +162,8 @@ def plan(
         ),
         tuple(timelines(costs.orders, forward_s, backward_s, cuts_s)),
         tuple(
-            PlannedMemory(_rank(position, costs.num_ranks), held[position], activations[position])
-            for position in range(costs.num_ranks)
+            PlannedMemory(_rank(position, costs.num_ranks), held[position], *activations)
+            for position, activations in enumerate(costs.rank_activations_bytes(bounds))
         ),
         one_device_s,
     )

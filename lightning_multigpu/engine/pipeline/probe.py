@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,15 +26,14 @@ from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.random_state import kept_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.recompute import recomputed, safe_inputs
 from lightning_multigpu.engine.pipeline.saved_tensors import SavedTensors
-from lightning_multigpu.engine.pipeline.stage_costs import LinkCost, PartCost
+from lightning_multigpu.engine.pipeline.stage_costs import PartCost
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
 
 _FEWEST_RUNS, _MOST_RUNS = 3, 10
 _ENOUGH_S = 1.0
-_PROBE_BYTES = (4 << 10, 1 << 20)
-_ROUND_TRIPS = 8
 
 
 class ChainProbe:
@@ -46,6 +46,7 @@ class ChainProbe:
         line: to the other ranks; None where this rank has all layers.
         device: where this rank computes.
         seed: of the random numbers of the measurement, the same on all ranks.
+        recompute: indices of the layers that run again in backward, and are measured so.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ChainProbe:
         line: Line | None,
         device: torch.device,
         seed: int,
+        recompute: Collection[int] = (),
     ) -> None:
         self._chain = chain
         self._bounds = bounds
@@ -63,6 +65,7 @@ class ChainProbe:
         self._line = line
         self._device = device
         self._seed = seed
+        self._recompute = recompute
         self._walk = ChainWalk(chain, *bounds[ownership.position], self._begin_part)
         self._parts: dict[int, list[PartCost]] = {}
         self._part_start_s = 0.0
@@ -87,27 +90,6 @@ class ChainProbe:
             self._line.finish()
         gc.collect()  # of what keeps graphs, which keep parameters from being exchanged
         return {part: self._fastest(costs) for part, costs in self._parts.items()}
-
-    def link(self) -> LinkCost:
-        """The slowest link between neighbouring ranks, from the fastest of a few round trips of 4 KiB and of 1 MiB.
-
-        A collective of the pipeline; a rank without a link to the slowest pair knows of its own only. Without a line
-        messages take no time.
-        """
-        slowest = LinkCost(0.0, 0.0)
-        if self._line is None:
-            return slowest
-        mine = self._ownership.position
-        num_ranks = self._line.num_ranks
-        for position in range(num_ranks if num_ranks > 2 else 1):
-            pair = (position, (position + 1) % num_ranks)
-            if mine in pair:
-                small_s, large_s = (self._one_way_s(self._line, size, pair) for size in _PROBE_BYTES)
-                per_byte = max(0.0, (large_s - small_s) / (_PROBE_BYTES[1] - _PROBE_BYTES[0]))
-                found = LinkCost(max(0.0, small_s - per_byte * _PROBE_BYTES[0]), per_byte)
-                slowest = max(slowest, found, key=lambda link: link.seconds(_PROBE_BYTES[1]))
-        self._line.finish()
-        return slowest
 
     def _measure_stage(self, stage: int, step: Callable[[], Any], before: int, behind: int) -> None:
         start, stop = self._bounds[stage]
@@ -163,13 +145,14 @@ class ChainProbe:
         self._saved.part = 1 + index
         # Copies, so that a layer may work in place, as on anything that is no leaf.
         args, kwargs = tree_map_only(Tensor, self._saved.detached_copy, (args, kwargs))
+        again_bytes = self._inside_bytes(index, forward, args, kwargs) if index in self._recompute else 0
         self._synchronise()
         start_s = time.perf_counter()
-        output = forward(*args, **kwargs)
+        output = self._run_layer(index, forward, args, kwargs)
         self._synchronise()
         forward_s = time.perf_counter() - start_s
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self._note(1 + index, forward_s, self._backward(*tensors), _size_bytes(tensors))
+        self._note(1 + index, forward_s, self._backward(*tensors), _size_bytes(tensors), again_bytes)
         if index < len(self._chain) - 1:
             return output
         self._saved.part = 2 + index
@@ -177,6 +160,24 @@ class ChainProbe:
         self._synchronise()
         self._part_start_s = time.perf_counter()
         return output
+
+    def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if index not in self._recompute:
+            return forward(*args, **kwargs)
+        begin = functools.partial(self._begin_part, 1 + index)
+        return recomputed(self._chain.layers[index], forward, args, kwargs, begin)
+
+    def _inside_bytes(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> int:
+        """What the layer keeps besides its inputs if it does not run again; counted in the run that warms up."""
+        if not self._saved.counts:
+            return 0
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inside = SavedTensors([*self._ownership.held(), *self._ownership.buffers(), *inputs])
+        args, kwargs = safe_inputs(self._chain.layers[index], args, kwargs)
+        with inside.counted():
+            forward(*args, **kwargs)
+        self._begin_part(1 + index)
+        return sum(inside.size_bytes.values())
 
     def _end_before(self, inputs: Any) -> None:
         self._synchronise()
@@ -196,19 +197,21 @@ class ChainProbe:
         self._synchronise()
         return time.perf_counter() - start_s
 
-    def _note(self, part: int, forward_s: float, backward_s: float, output_bytes: int) -> None:
-        saved_bytes = self._saved.size_bytes.get(part, 0)
-        self._parts.setdefault(part, []).append(PartCost(forward_s, backward_s, output_bytes, saved_bytes))
+    def _note(
+        self, part: int, forward_s: float, backward_s: float, output_bytes: int, recomputed_bytes: int = 0
+    ) -> None:
+        saved_bytes, input_bytes = self._saved.size_bytes.get(part, 0), self._saved.input_bytes.get(part, 0)
+        cost = PartCost(forward_s, backward_s, output_bytes, saved_bytes, input_bytes, recomputed_bytes)
+        self._parts.setdefault(part, []).append(cost)
 
     @staticmethod
     def _fastest(costs: Sequence[PartCost]) -> PartCost:
         """Sizes from the run that warms up, in which they are counted; times from the others."""
         warm_up, *timed = costs
-        return PartCost(
-            min(cost.forward_s for cost in timed),
-            min(cost.backward_s for cost in timed),
-            warm_up.output_bytes,
-            warm_up.saved_bytes,
+        return replace(
+            warm_up,
+            forward_s=min(cost.forward_s for cost in timed),
+            backward_s=min(cost.backward_s for cost in timed),
         )
 
     def _begin_part(self, part: int) -> None:
@@ -228,24 +231,6 @@ class ChainProbe:
         finally:
             for parameter, gradient in zip(held, gradients, strict=True):
                 parameter.grad = gradient
-
-    def _one_way_s(self, line: Line, size_bytes: int, pair: tuple[int, int]) -> float:
-        first = self._ownership.position == pair[0]
-        other = pair[1] if first else pair[0]
-        message = torch.zeros(size_bytes, dtype=torch.uint8, device=line.device)
-        seconds = []
-        for _ in range(_ROUND_TRIPS):
-            start_s = time.perf_counter()
-            if first:
-                line.send(message, other)
-                line.receive(message, other)
-            else:
-                line.receive(message, other)
-                line.send(message, other)
-            line.finish()
-            self._synchronise()
-            seconds.append((time.perf_counter() - start_s) / 2)
-        return min(seconds)
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 
 
 def recomputed(
@@ -37,15 +38,16 @@ def recomputed(
         layer: whose forward pass it is.
         forward: the layer's own.
         set_random_state: puts random states where they were when the layer began.
+
+    Raises:
+        PipelineError: the layer has changed its input in place without saying so by an attribute ``inplace``.
     """
     dtype = torch.get_default_dtype()
-    in_place = any(getattr(part, "inplace", False) for part in layer.modules())
     ran = False
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal ran
-        if in_place:
-            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        args, kwargs = safe_inputs(layer, args, kwargs)
         if not ran:
             ran = True
             return forward(*args, **kwargs)
@@ -54,10 +56,26 @@ def recomputed(
             return forward(*args, **kwargs)
 
     leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors to keep in the outermost arguments only
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in inputs]
     # torch would bring back its own random states only; a layer may draw Python's as well.
-    return checkpoint(
+    output = checkpoint(
         lambda *kept: run(*tree_unflatten(kept, structure)), *leaves, use_reentrant=False, preserve_rng_state=False
     )
+    # torch itself notices this in backward, and not at all where hooks on saved tensors are in use.
+    if [tensor._version for tensor in inputs] != versions:
+        raise PipelineError(
+            f"a {type(layer).__name__} changes its input in place, and activation_checkpointing would compute it again "
+            "from what has been changed: let it work on a copy, or leave it out of activation_checkpointing"
+        )
+    return output
+
+
+def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The layer's arguments, as copies where it says that it works in place."""
+    if any(getattr(part, "inplace", False) for part in layer.modules()):
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+    return args, kwargs
 
 
 def layers_of(chain: Chain, choice: bool | Sequence[str | type]) -> frozenset[int]:

@@ -20,13 +20,16 @@ class SavedTensors:
 
     Attributes:
         part: the one that is running.
+        counts: whether anything is counted.
         size_bytes: of each part, so far.
+        input_bytes: of each part, what is its input among these.
     """
 
     def __init__(self, held: Sequence[Tensor] | None) -> None:
         self.part = 0
         self.size_bytes: dict[int, int] = {}
-        self._counts = held is not None
+        self.input_bytes: dict[int, int] = {}
+        self.counts = held is not None
         self._seen = {_place(tensor) for tensor in held or ()}
         self._kept: list[Tensor] = []  # what is alive has a place of its own
         self._copies: dict[int, int] = {}
@@ -34,7 +37,7 @@ class SavedTensors:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Within the block what autograd saves is counted."""
-        if not self._counts:
+        if not self.counts:
             yield
             return
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -46,7 +49,7 @@ class SavedTensors:
         if isinstance(tensor, StandIn) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()
-        if self._counts:
+        if self.counts:
             self._copies[_place(copy)] = _place(tensor)
             self._kept += [copy.detach(), tensor.detach()]
         return copy
@@ -56,12 +59,14 @@ class SavedTensors:
             return tensor
         kept = tensor.detach()  # autograd forbids to keep the tensor itself
         place = _place(tensor)
-        place = self._copies.get(place, place)
-        if place not in self._seen:
-            self._seen.add(place)
+        original = self._copies.get(place, place)
+        if original not in self._seen:
+            self._seen.add(original)
             self._kept.append(kept)
             size_bytes = tensor.untyped_storage().nbytes()
             self.size_bytes[self.part] = self.size_bytes.get(self.part, 0) + size_bytes
+            if original != place:  # a copy is what a part is given
+                self.input_bytes[self.part] = self.input_bytes.get(self.part, 0) + size_bytes
         return kept
 
 

@@ -60,12 +60,17 @@ class PartCost:
         forward_s, backward_s: seconds.
         output_bytes: what it hands on.
         saved_bytes: what it keeps for backward, besides parameters and what an earlier part keeps already.
+        input_bytes: of its input, among these.
+        recomputed_bytes: what it keeps beyond its input while its own backward pass runs, if it runs again for that;
+            nothing of it counts as saved.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     output_bytes: int = 0
     saved_bytes: int = 0
+    input_bytes: int = 0
+    recomputed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,14 +153,24 @@ class StageCosts:
 
         Parameters outside of the chain are not counted: every stage has them.
         """
-        return self._held[stop] - self._held[start] + self.activations_bytes(stage, start, stop)
+        kept = self.activations_bytes(stage, start, stop) + self.recomputed_bytes(start, stop)
+        return self._held[stop] - self._held[start] + kept
 
     def activations_bytes(self, stage: int, start: int, stop: int) -> int:
         """What the stage's layers keep for backward, when its rank has most micro-batches in flight."""
+        return self._in_flight[stage] * self._saved_bytes(start, stop)
+
+    def _saved_bytes(self, start: int, stop: int) -> int:
+        """What a stage keeps of a micro-batch."""
         saved = self._saved[stop] - self._saved[start]
-        saved += self.parts[0].saved_bytes if start == 0 else self.parts[start].output_bytes
+        received_bytes = max(0, self.parts[start].output_bytes - self.parts[1 + start].input_bytes)
+        saved += self.parts[0].saved_bytes if start == 0 else received_bytes
         saved += self.parts[-1].saved_bytes if stop == self.num_layers else 0
-        return saved * self._in_flight[stage]
+        return saved
+
+    def recomputed_bytes(self, start: int, stop: int) -> int:
+        """What is kept in addition while the backward pass of one layer, which has run again for it, uses it."""
+        return max(part.recomputed_bytes for part in self.parts[1 + start : 1 + stop])
 
     def bounds(self, balance: MeasuredBalance) -> list[tuple[int, int]]:
         """The layers ``[start, stop)`` of each stage, so that the most expensive rank costs as little as possible."""
@@ -175,11 +190,20 @@ class StageCosts:
         )
 
     def fullest_bytes(self, bounds: Sequence[tuple[int, int]]) -> int:
-        """What :meth:`memory_bytes` adds up to on the rank that needs most."""
-        ranks = [0] * self.num_ranks
-        for stage, bound in enumerate(bounds):
-            ranks[stage % self.num_ranks] += self.memory_bytes(stage, *bound)
-        return max(ranks)
+        """What the rank needs that needs most."""
+        needed = [kept + again for kept, again in self.rank_activations_bytes(bounds)]
+        for stage, (start, stop) in enumerate(bounds):
+            needed[stage % self.num_ranks] += self._held[stop] - self._held[start]
+        return max(needed)
+
+    def rank_activations_bytes(self, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Of each rank, by position, what it keeps for backward at most, and what a layer that runs again adds."""
+        found = []
+        for order in self.orders:
+            sizes = {stage: self._saved_bytes(*bounds[stage]) for stage in {work.stage for work in order}}
+            kept = sum(count * sizes[stage] for stage, count in in_flight(order, sizes).items())
+            found.append((kept, max(self.recomputed_bytes(*bounds[stage]) for stage in sizes)))
+        return found
 
     def describe(self, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
         """The stages and what they are predicted to cost, a line each; ``ranks`` by position."""

@@ -13,7 +13,7 @@ and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473); ZB1P (Qi et al. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,15 +52,22 @@ def timetable(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_bat
     return [_interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, apart) for rank in range(num_ranks)]
 
 
-def in_flight(order: Sequence[Work]) -> dict[int, int]:
-    """Of each stage of a rank, how many micro-batches are in memory when the rank has most of them at once."""
+def in_flight(order: Sequence[Work], size_bytes: Mapping[int, int] | None = None) -> dict[int, int]:
+    """Of each stage of a rank, how many micro-batches are in memory when the rank has most of them at once.
+
+    With ``size_bytes``, what a micro-batch takes on each stage: when all of them take most.
+    """
     now = {work.stage: 0 for work in order}
     peak = dict(now)
+
+    def size(counts: Mapping[int, int]) -> int:
+        return sum(count * (1 if size_bytes is None else size_bytes[stage]) for stage, count in counts.items())
+
     apart = any(work.kind == "weight" for work in order)
     for work in order:
         if work.kind == "forward":
             now[work.stage] += 1
-            if sum(now.values()) > sum(peak.values()):
+            if size(now) > size(peak):
                 peak = dict(now)
         elif work.kind == ("weight" if apart else "backward"):
             now[work.stage] -= 1

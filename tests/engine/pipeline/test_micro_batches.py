@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +16,7 @@ from lightning_multigpu.engine.pipeline.micro_batches import (
     num_micro_batches_of,
     signature_of,
     split_batch,
+    tensors_in,
     weights_of,
 )
 
@@ -99,3 +100,32 @@ def test_the_first_part_in_memory_of_its_own() -> None:
     assert len(first_part(batch, 100)["x"]) == 1
     part["x"].zero_()
     assert batch["x"][0, 1] == 1  # type: ignore[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    x: Tensor
+    doubled: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2 * self.x)
+
+
+@pytest.mark.parametrize(
+    "batch", [Sample(X.clone(), Pair(X, Y)), Pair(X.clone(), Y), UserDict(x=X.clone()), Derived(X.clone())]
+)
+def test_first_parts_of_objects_are_copies(batch: Any) -> None:
+    for wanted, samples in ((1, 5), (2, 3)):
+        part = first_part(batch, wanted)
+        assert type(part) is type(batch)
+        for tensor, whole in zip(tensors_in(part), tensors_in(batch), strict=True):
+            assert torch.equal(tensor, whole[:samples])
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            assert tensor.data_ptr() != whole.data_ptr()
+
+
+def test_what_an_object_derives_of_its_samples_is_cut_and_not_derived_again() -> None:
+    derived = Derived(X)
+    derived.doubled.add_(1)
+    parts = split_batch(derived, 2)
+    assert torch.equal(torch.cat([part.doubled for part in parts]), 2 * X + 1)

@@ -103,6 +103,14 @@ def test_memory_of_the_fullest_rank(schedule: str, in_flight: int) -> None:
     assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations)
 
 
+def test_one_layer_of_a_rank_runs_again_at_a_time() -> None:
+    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
+    parts = [PartCost(), *(PartCost(0, 0, 5, 5, 5, again) for again in (70, 10, 30, 80, 20)), PartCost()]
+    last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
+    assert (last_rank.recomputed, rank_zero.recomputed) == (80, 30)
+    assert last_rank.total == 100 + last_rank.activations + 80
+
+
 def test_memory_of_all_stages_of_a_rank() -> None:
     """Two micro-batches are in memory, but of the last stage one, whose backward follows at once."""
     bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]

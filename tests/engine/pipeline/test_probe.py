@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.pipeline.chain import find_chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.link import slowest_link
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.stage_costs import LinkCost, PartCost
@@ -63,7 +65,7 @@ class Model(nn.Module):
         return loss
 
 
-def probed(bounds: list[tuple[int, int]]) -> dict[str, Any]:
+def probed(bounds: list[tuple[int, int]], recompute: Sequence[int] = ()) -> dict[str, Any]:
     init_group()
     module = Model()
     group = dist.new_group([1, 0], sort_ranks=False)
@@ -75,11 +77,11 @@ def probed(bounds: list[tuple[int, int]]) -> dict[str, Any]:
     for parameter in ownership.held():
         parameter.grad = torch.full_like(parameter, 7.0)
     before = torch.get_rng_state(), random.getstate()
-    probe = ChainProbe(chain, bounds, ownership, line, CPU, seed=3)
+    probe = ChainProbe(chain, bounds, ownership, line, CPU, 3, recompute)
     parts = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
     return {
         "parts": parts,
-        "link": probe.link(),
+        "link": slowest_link(line),
         "grads": [float(parameter.grad.min()) for parameter in ownership.held()],  # type: ignore[union-attr]
         "same random state": torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1],
         "same noise in every run": len(set(module.noises)) == 1,
@@ -106,6 +108,21 @@ def test_sizes_of_what_is_sent_and_kept(world2: World) -> None:
     assert kept[4] in (SAMPLES * WIDTH, output), "dropout keeps its mask"
     assert kept[5:7] == [0, output], "nothing is kept; a linear layer keeps its input"
     assert kept[7] == floats(SAMPLES, 2) + floats(SAMPLES, 1), "the head keeps its input, the square its own"
+
+
+def test_layers_that_run_again_are_measured_so(world2: World) -> None:
+    plain, again = (results[0]["parts"] | results[1]["parts"] for results in (
+        world2.run(probed, [(0, 2), (2, 6)], choice) for choice in ([], [0, 1, 3, 4, 5])
+    ))  # fmt: skip
+    output = floats(SAMPLES, WIDTH)
+    assert [again[part].saved_bytes for part in range(8)] == [
+        floats(SAMPLES, 3), *[output] * 6, plain[7].saved_bytes
+    ], "each layer keeps its input"  # fmt: skip
+    inside = [again[part].recomputed_bytes for part in range(8)]
+    assert inside.pop(4) == plain[4].saved_bytes, "dropout's mask"
+    assert inside == [0, 0, output, 0, 0, 0, 0], "tanh keeps its output, linear layers nothing but their input"
+    assert [again[part].input_bytes for part in (2, 3, 5, 6)] == [output] * 4
+    assert all(part.recomputed_bytes == 0 for part in plain.values())
 
 
 def test_what_the_layer_before_keeps_already_is_counted_once(world2: World) -> None:
@@ -162,4 +179,3 @@ def test_one_rank_with_all_layers_needs_no_others(world2: World) -> None:
         together[part].saved_bytes for part in (0, 1, 2, 4, 5, 6, 7)
     ]
     assert (alone[3].saved_bytes, together[3].saved_bytes) == (0, floats(SAMPLES, WIDTH))
-    assert probe.link() == LinkCost(0.0, 0.0)

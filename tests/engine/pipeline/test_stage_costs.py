@@ -74,6 +74,34 @@ def test_memory_counts_what_comes_in() -> None:
     assert [found.memory_bytes(0, 0, 1), found.memory_bytes(1, 1, 2)] == [3 * 7, 3 * (5 + 11)]
 
 
+def test_what_a_stage_receives_counts_once() -> None:
+    """Layer 1 keeps some of its input by itself, layer 2 more than it has received."""
+    parts = [PartCost(), PartCost(output_bytes=8), PartCost(0, 0, 6, 5, 5), PartCost(0, 0, 0, 9, 9), PartCost()]
+    found = costs(parts, num_micro_batches=2)
+    assert found.activations_bytes(1, 1, 2) == 2 * (5 + 8 - 5)
+    assert found.activations_bytes(1, 2, 3) == 2 * 9
+    assert found.activations_bytes(0, 0, 2) == 2 * 5
+
+
+def test_memory_counts_the_largest_layer_that_runs_again_once() -> None:
+    parts = [PartCost(), *(PartCost(0, 0, 0, 1, 1, again) for again in (40, 60, 50, 0)), PartCost()]
+    found = costs(parts, [0, 0, 0, 100])
+    assert [found.memory_bytes(0, 0, 3), found.memory_bytes(1, 3, 4)] == [4 * 3 + 60, 4 + 100]
+    looped = costs(parts, [0, 0, 0, 100], schedule="interleaved", stages_per_rank=2)
+    bounds = [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert looped.rank_activations_bytes(bounds) == [(5, 50), (3, 60)]
+    assert looped.fullest_bytes(bounds) == 3 + 60 + 100
+    uneven = [PartCost(), *(PartCost(saved_bytes=size) for size in (1, 10, 1, 1)), PartCost()]
+    found = costs(uneven, schedule="interleaved", stages_per_rank=2)
+    assert found.rank_activations_bytes(bounds)[1] == (30, 0), "not 2 x 10 + 1, with which it has as many in flight"
+
+
+def test_layers_that_run_again_make_room() -> None:
+    kept, again = PartCost(0, 0, 0, 100), PartCost(0, 0, 0, 5, 5, 95)
+    assert costs([PartCost(), *[kept] * 4, PartCost()]).bounds("memory") == [(0, 2), (2, 4)]
+    assert costs([PartCost(), *[again] * 3, kept, PartCost()]).bounds("memory") == [(0, 3), (3, 4)]
+
+
 def test_the_fullest_rank_has_all_of_its_stages() -> None:
     parts = [PartCost(), *(PartCost() for _ in range(4)), PartCost()]
     found = costs(parts, [1, 20, 300, 4000], schedule="interleaved", stages_per_rank=2)

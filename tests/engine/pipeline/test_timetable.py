@@ -86,3 +86,7 @@ def test_micro_batches_in_memory() -> None:
     assert [in_flight(order) for order in timetable("1f1b", 3, 1, 2)] == [{0: 2}, {1: 2}, {2: 2}]
     # Warm-up of (v - 1) P + 2 (P - 1 - p) passes, and one more: Narayanan et al. 2021, figure 4.
     assert [in_flight(order) for order in timetable("interleaved", 2, 2, 4)] == [{0: 3, 2: 2}, {1: 2, 3: 1}]
+    # Where a micro-batch takes more on one of the stages, the rank is fullest at another time.
+    _, last = timetable("interleaved", 2, 2, 4)
+    assert in_flight(last, {1: 10, 3: 1}) == {1: 3, 3: 0}
+    assert in_flight(last, {1: 1, 3: 10}) == {1: 2, 3: 1}
