@@ -79,7 +79,7 @@ class RunningPipeline:
         self._sums = StageSums(model.line, model.meter)
         runner = self._new_runner()
         seed = model.stages.broadcast_object(torch.initial_seed() & _SEED_BITS, model.line.ranks[0])
-        self.steps = StageSteps(model.module, runner, plugin, seed_of(seed, number))
+        self.steps = StageSteps(model.module, runner, plugin, seed_of(seed, number), model.ownership.parameters)
         self._metrics = gather_metrics_by(model.module, self._gather_metric)
         self._models = ModelsInStages(model.module)
         self._agreement = StageAgreement(plugin, model.ownership, self._sums)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
+from torch.nn import Parameter
 from torchmetrics import Metric
 
 from lightning_multigpu.engine.batch_size import leading_size
@@ -39,13 +40,22 @@ class StageSteps:
         runner: runs it through the pipeline.
         plugin: the Trainer's precision plugin.
         seed: of the run; the same on all stages, different for every pipeline.
+        parameters: gives all of the module, which it may find faster than the module does.
 
     Attributes:
         running: the user's step is being run, so that only the stages up to this one are at this place.
     """
 
-    def __init__(self, module: pl.LightningModule, runner: PipelineRunner, plugin: Precision, seed: int) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        runner: PipelineRunner,
+        plugin: Precision,
+        seed: int,
+        parameters: Callable[[], Sequence[Parameter]],
+    ) -> None:
         self.runner = runner
+        self._parameters = parameters
         self.running = False
         self._module = module
         self._plugin = plugin
@@ -98,7 +108,7 @@ class StageSteps:
             return output.get("loss")
 
         # Parameters that are frozen or not decide whether what travels has a gradient.
-        trainable = sum(parameter.requires_grad for parameter in self._module.parameters())
+        trainable = sum(parameter.requires_grad for parameter in self._parameters())
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self._module.trainer
         seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)

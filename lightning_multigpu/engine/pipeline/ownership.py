@@ -57,6 +57,10 @@ class Ownership:
             for name, tensor, holders in _holders_of_tensors(module, chain, bounds, num_ranks)
         ]
 
+    def parameters(self) -> list[Parameter]:
+        """All parameters, in the module's order."""
+        return [h.tensor for h in self.holdings if isinstance(h.tensor, Parameter)]
+
     def held(self) -> list[Parameter]:
         """Parameters with values on this stage, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Parameter)]

@@ -13,6 +13,9 @@ from torch import Tensor
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.pipeline.walk import Carried
 
+_FIRST_BYTES = 4096
+"""Of an object that is sent, those in the first message; most objects need no second one."""
+
 
 @dataclass(frozen=True)
 class Header:
@@ -51,15 +54,21 @@ class Line:
 
     def send_object(self, obj: Any, position: int) -> None:
         """Sends a picklable object; returns at once."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        self.send(torch.tensor([payload.numel()]), position)
-        self.send(payload, position)
+        payload = bytearray(pickle.dumps(obj))
+        data = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little")) + payload, dtype=torch.uint8)
+        self.send(torch.nn.functional.pad(data[:_FIRST_BYTES], (0, max(0, _FIRST_BYTES - data.numel()))), position)
+        if data.numel() > _FIRST_BYTES:
+            self.send(data[_FIRST_BYTES:], position)
 
     def receive_object(self, position: int) -> Any:
         """The object that the rank at ``position`` has sent next; waits for it."""
-        size = self.receive(torch.empty(1, dtype=torch.int64), position)
-        payload = self.receive(torch.empty(int(size), dtype=torch.uint8), position)
-        return pickle.loads(payload.numpy().tobytes())
+        first = self.receive(torch.empty(_FIRST_BYTES, dtype=torch.uint8), position).numpy().tobytes()
+        size = int.from_bytes(first[:8], "little")
+        payload = first[8 : 8 + size]
+        if size > len(payload):
+            rest = self.receive(torch.empty(size - len(payload), dtype=torch.uint8), position)
+            payload += rest.numpy().tobytes()
+        return pickle.loads(payload)
 
     def send(self, tensor: Tensor, position: int) -> None:
         """Sends a tensor of any device; returns at once."""

@@ -90,6 +90,7 @@ class ChainWalk:
         self._previous: list[tuple[Tensor, int]] = []
         self._incoming: dict[int, Tensor] = {}
         self._arrived: Carried | None = None
+        self._passed: Any = None
 
     @property
     def is_last(self) -> bool:
@@ -148,7 +149,7 @@ class ChainWalk:
             reached = self._next
             self._previous = []
             self._incoming = {}
-            self._arrived = None
+            self._arrived = self._passed = None
         if 0 < reached < len(self.chain):
             raise PipelineError(
                 f"the step ended behind layer {self._name(reached - 1)} without running {self._name(reached)}: "
@@ -188,16 +189,21 @@ class ChainWalk:
         return output
 
     def _pass_by(self, index: int) -> Any:
-        """The output of a layer of an earlier stage: what will be received, without its values."""
+        """The output of a layer of an earlier stage: what will be received, without its values.
+
+        All but the last of these layers return the same stand-ins, which take time to make: whether they are called one
+        after the other, the stages see that compute them.
+        """
         if self._arrived is None:
             assert self._receive is not None
             self._arrived = self._receive()
-        source = f"the output of layer {self._name(index)}"
-        stand_ins = [StandIn(tensor, source, fixed=True) for tensor in self._arrived.tensors]
-        output = map_only(Slot, lambda slot: stand_ins[slot.index], self._arrived.structure)
-        self._incoming = {id(s): tensor for s, tensor in zip(stand_ins, self._arrived.tensors, strict=True)}
-        self._remember(output)
-        return output
+        if not self._previous or index == self.start - 1:
+            source = f"the output of layer {self._name(index)}"
+            stand_ins = [StandIn(tensor, source, fixed=True) for tensor in self._arrived.tensors]
+            self._passed = map_only(Slot, lambda slot: stand_ins[slot.index], self._arrived.structure)
+            self._incoming = {id(s): tensor for s, tensor in zip(stand_ins, self._arrived.tensors, strict=True)}
+            self._remember(self._passed)
+        return self._passed
 
     def _remember(self, output: Any) -> None:
         self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]
