@@ -273,6 +273,31 @@ def test_hooks_see_each_batch_once(by_hand: dict[str, Any], world2: World) -> No
     assert_same(world2.run(augmented), by_hand)
 
 
+class Drawing(Classifier):
+    """Draws a random number in every step."""
+
+    drawn: list[float]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn = [*getattr(self, "drawn", []), float(torch.rand(()))]
+        return super().training_step(batch, batch_idx)
+
+
+def draw() -> list[float]:
+    module = Drawing()
+    torch.manual_seed(SEED)
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(pipeline_parallel_size=2, num_micro_batches=2), 4)
+    trainer.fit(module, train_loader(Case(), trainer))
+    return module.drawn
+
+
+def test_pipelines_side_by_side_draw_numbers_of_their_own(world4: World) -> None:
+    last, first, other_last, other_first = world4.run(draw)
+    assert first == last
+    assert other_first == other_last
+    assert not set(first) & set(other_first)
+
+
 class Watched(Classifier):
     """Looks at what this rank holds while it trains."""
 
