@@ -48,7 +48,8 @@ class PipelineStrategy(MultiGPUStrategy):
         num_micro_batches: into how many parts a batch is cut; "auto" makes it four a rank. A batch with fewer samples
             makes fewer.
         pipeline_parallel_size: ranks of a pipeline; by default all. With fewer there are several pipelines side
-            by side, each with batches of its own, whose gradients are averaged.
+            by side, each with batches of its own, whose gradients are averaged: a stage's as soon as it has them.
+        data_parallel_size: how many pipelines there are side by side; another way to say the same.
         stages_per_rank: how many stages each rank has, under "interleaved" and "zero_bubble"; by default 2 there.
         balance: how the layers are dealt out: "parameters" evens out the bytes of the parameters; a list gives each
             stage's number of layers. "time" makes the slowest rank as fast as it can be, with what it sends; "memory"
@@ -93,6 +94,7 @@ class PipelineStrategy(MultiGPUStrategy):
         balance: Literal["parameters", "time", "memory"] | Sequence[int] = "parameters",
         split_points: Sequence[str] | None = None,
         pipeline_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
         activation_checkpointing: bool | Sequence[str | type] = False,
         **options: Any,
     ) -> None:
@@ -105,6 +107,7 @@ class PipelineStrategy(MultiGPUStrategy):
             balance=balance,
             split_points=split_points,
             pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
             activation_checkpointing=activation_checkpointing,
         )
         super().__init__(**options)
@@ -123,7 +126,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks of a pipeline."""
-        return self._options.pipeline_parallel_size or max(1, self.num_nodes * self.num_processes)
+        return self._options.num_ranks_of_pipeline(self.num_nodes * self.num_processes)
 
     @property
     def stages_per_rank(self) -> int:
@@ -141,7 +144,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         validation.check_pipeline(self)
-        self._options.check_num_ranks(self.pipeline_parallel_size)
+        self._options.check_num_ranks(self.num_nodes * self.num_processes)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -38,6 +38,7 @@ class PipelineOptions:
     balance: Literal["parameters"] | MeasuredBalance | Sequence[int]
     split_points: Sequence[str] | None
     pipeline_parallel_size: int | None
+    data_parallel_size: int | None
     activation_checkpointing: bool | Sequence[str | type]
 
     def __post_init__(self) -> None:
@@ -51,6 +52,8 @@ class PipelineOptions:
             validation.check_choice("balance", self.balance, ("parameters", "time", "memory"))
         if self.pipeline_parallel_size is not None:
             validation.check_positive("pipeline_parallel_size", self.pipeline_parallel_size, whole=True)
+        if self.data_parallel_size is not None:
+            validation.check_positive("data_parallel_size", self.data_parallel_size, whole=True)
         check_activation_checkpointing(self.activation_checkpointing, self.schedule)
         check_split_points(self.split_points, self.balance, self.activation_checkpointing)
 
@@ -68,14 +71,24 @@ class PipelineOptions:
         """Micro-batches that a batch is cut into in a pipeline of so many ranks, if it has that many samples."""
         return 4 * num_ranks if self.num_micro_batches == "auto" else self.num_micro_batches
 
+    def num_ranks_of_pipeline(self, num_ranks: int) -> int:
+        """Ranks of each pipeline, of so many in all."""
+        return self.pipeline_parallel_size or max(1, num_ranks // (self.data_parallel_size or 1))
+
     def check_num_ranks(self, num_ranks: int) -> None:
-        """There are points enough for so many ranks, if there are any.
+        """So many ranks can be dealt out to pipelines, and there are as many stages as points make, if there are any.
 
         Raises:
-            ValueError: there are too few or too many.
+            ValueError: they cannot, or there are not.
         """
+        size, pipelines = self.num_ranks_of_pipeline(num_ranks), self.data_parallel_size
+        if pipelines is not None and size * pipelines != num_ranks:
+            given = f"data_parallel_size={pipelines}"
+            if self.pipeline_parallel_size is not None:
+                given = f"pipeline_parallel_size={size} times {given}"
+            raise ValueError(f"{given} does not make the {num_ranks} ranks that there are; leave one out, or change it")
         if self.split_points is not None:
-            check_num_split_points(self.split_points, num_ranks, self.num_stages_of_rank)
+            check_num_split_points(self.split_points, size, self.num_stages_of_rank)
 
     def chain(self, module: Module, num_stages: int, device: torch.device) -> Chain:
         """What is split of the module.

@@ -155,10 +155,18 @@ class RunningPipeline:
             loss_reduction=self._loss_reduction,
         )
         if not accumulating:
-            self._sums.sum_gradients(self.model.ownership.common())
-            if self._data_axis is not None:
-                self._data_axis.average_gradients(self.model.ownership.held())
+            self._reduce_gradients()
         return outputs
+
+    def _reduce_gradients(self) -> None:
+        """A stage's own gradients first: later stages have them while earlier ones still run backward."""
+        common = self.model.ownership.common()
+        if self._data_axis is not None:
+            of_all = {id(parameter) for parameter in common}
+            self._data_axis.average_gradients([p for p in self.model.ownership.held() if id(p) not in of_all])
+        self._sums.sum_gradients(common)
+        if self._data_axis is not None:
+            self._data_axis.average_gradients(common)
 
     def share_buffers(self) -> None:
         """Gives all pipelines the buffers of the first; a collective of the data axis."""

@@ -207,7 +207,7 @@ def check_pipeline(strategy: MultiGPUStrategy) -> None:
     devices = strategy.parallel_devices or []
     num_stages = strategy.pipeline_parallel_size
     if num_stages < 2:
-        given = "pipeline_parallel_size=1" if len(devices) > 1 else f"devices={len(devices)}"
+        given = "one device a pipeline" if len(devices) > 1 else f"devices={len(devices)}"
         raise ValueError(
             f"{given}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "
             "leave strategy= out to train on one device"

@@ -5,7 +5,9 @@ That weights, losses, metrics, clipping and checkpoints are those of one device 
 
 from __future__ import annotations
 
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
@@ -546,6 +549,92 @@ def test_stages_are_averaged_once_a_step(world4: World) -> None:
     results = world4.run(side_by_side, Case(max_epochs=1, trainer={"accumulate_grad_batches": 2}))
     assert [result["averages"] for result in results] == [[1] * 4] * 4
     assert [result["bytes"] for result in results] == [8 * (16 * 3 + 3), 8 * (6 * 16 + 16)] * 2
+
+
+class WaitsInBackward(torch.autograd.Function):
+    """Its backward waits until a file is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, path: Path) -> Tensor:
+        ctx.path = path
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        deadline = time.monotonic() + 20
+        while not ctx.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ctx.path.exists(), "the last stage's gradients have not been averaged meanwhile"
+        return gradient, None
+
+
+class Late(nn.Linear):
+    """The first stage's layer; the last backward of the second step waits for what the last stages tell."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(6, 6)
+        self.directory = directory
+        self.step = self.micro_batches = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.micro_batches += self.step == 1
+        return WaitsInBackward.apply(x, self.directory / "averaged") if self.micro_batches == 2 else x
+
+
+class Overlapping(L.LightningModule):
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Late(directory), nn.Linear(6, 6))
+        self.scale = nn.Parameter(torch.ones(()))  # of all stages, which sum its gradients
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean() * self.scale
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[0].step, self.layers[0].micro_batches = batch_idx, 0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def overlap(directory: Path) -> None:
+    original = DataAxis.average_gradients
+
+    def average_gradients(self: DataAxis, parameters: Any) -> None:
+        original(self, parameters)
+        if parameters and rank() == 0 and module.layers[0].step == 1:
+            (directory / "averaged").touch()
+
+    module = Overlapping(directory)
+    DataAxis.average_gradients = average_gradients  # type: ignore[method-assign]
+    try:
+        trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(data_parallel_size=2, num_micro_batches=2), 4)
+        trainer.fit(module, train_loader(Case(), trainer))
+    finally:
+        DataAxis.average_gradients = original  # type: ignore[method-assign]
+
+
+def test_the_last_stage_averages_while_the_first_runs_backward(world4: World, tmp_path: Path) -> None:
+    world4.run(overlap, tmp_path)
+    assert (tmp_path / "averaged").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"data_parallel_size": 3}, "data_parallel_size=3 does not make the 8 ranks"),
+        (
+            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 times data_parallel_size=2 does not make the 8 ranks",
+        ),
+        ({"data_parallel_size": 8}, "one device a pipeline: a pipeline has a stage on each device"),
+    ],
+)
+def test_pipelines_side_by_side_must_fill_the_ranks(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        L.Trainer(strategy=PipelineStrategy(**options), accelerator="cpu", devices=8)
 
 
 def test_pipelines_that_do_not_fill_the_ranks_are_refused() -> None:
