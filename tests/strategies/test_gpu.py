@@ -1,4 +1,4 @@
-"""ring_ddp on GPUs: NCCL moves the gradients, events on its stream time them."""
+"""On GPUs: NCCL moves the gradients of ring_ddp, events on its stream time them; stages of a pipeline share a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_multigpu import PipelineStrategy
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.world import World
 
@@ -41,3 +42,25 @@ def test_two_gpus_train_as_one(world2: World) -> None:
         assert all(0 <= exposed <= total and total > 0 for _, total, exposed in figures)
         assert len({size for size, _, _ in figures}) == 1
         assert variable is None, "the ring is pinned for the time of the run only"
+
+
+def stages_on_one_gpu(schedule: str) -> dict[str, torch.Tensor]:
+    strategy = PipelineStrategy(
+        schedule=schedule,
+        num_micro_batches=4,
+        parallel_devices=[torch.device("cuda", 0)] * 2,
+        process_group_backend="gloo",
+    )
+    module = Classifier()
+    trainer = make_trainer(CASE, strategy, 2, accelerator="auto", devices="auto", use_distributed_sampler=False)
+    trainer.fit(module, train_loader(CASE, 1))
+    return {name: value.cpu() for name, value in state(module).items()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_two_stages_share_a_gpu(schedule: str, world2: World) -> None:
+    """Over Gloo, which sends from the host's memory."""
+    reference, _ = train("auto", 1)
+    for weights in world2.run(stages_on_one_gpu, schedule):
+        for name, value in reference.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)

@@ -131,7 +131,8 @@ class Stage(_PipelineStageBase):
         if key not in self._headers_in:
             self._headers_in[key] = self._line.receive_object(self._position(self.stage_index - 1))
         buffers = [
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._headers_in[key].tensors
+            torch.empty(shape, dtype=dtype, device=self._line.device)
+            for shape, dtype, _ in self._headers_in[key].tensors
         ]
         self._received[fwd_chunk_id] = tuple(buffers)
         return self._ops(dist.irecv, buffers, self.stage_index - 1)
@@ -158,7 +159,7 @@ class Stage(_PipelineStageBase):
             return []
         self._recorder.enter("receive", self.stage_index, bwd_chunk_id)
         outputs, _ = self.fwd_cache[bwd_chunk_id]
-        gradients = [_empty_like(output) if output.requires_grad else None for output in outputs]
+        gradients = [self._buffer_like(output) if output.requires_grad else None for output in outputs]
         self._gradients[bwd_chunk_id] = gradients
         return self._ops(dist.irecv, [g for g in gradients if g is not None], self.stage_index + 1)
 
@@ -179,12 +180,14 @@ class Stage(_PipelineStageBase):
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         header = self._headers_in[self._keys[fwd_chunk_id]]
-        for tensor, (_, _, requires_grad) in zip(self._received[fwd_chunk_id], header.tensors, strict=True):
+        received = tuple(tensor.to(self.device) for tensor in self._received[fwd_chunk_id])
+        self._received[fwd_chunk_id] = received
+        for tensor, (_, _, requires_grad) in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(requires_grad and self.has_backward)
-        return self._received[fwd_chunk_id]
+        return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        return tuple(self._gradients.pop(bwd_chunk_id))
+        return tuple(None if g is None else g.to(self.device) for g in self._gradients.pop(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._settle()
@@ -229,8 +232,13 @@ class Stage(_PipelineStageBase):
         if isinstance(error.__cause__, Exception):
             self.error = self.error or error.__cause__
 
+    def _buffer_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._line.device)
+
     def _ops(self, operation: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
+        """Of tensors where the line wants them: with a back end that knows no GPUs, in the host's memory."""
         receives = operation is dist.irecv
+        tensors = [tensor.to(self._line.device) for tensor in tensors]
         for tensor in tensors:
             self._transfers.append(
                 self._meter.begin(
@@ -255,7 +263,3 @@ class Stage(_PipelineStageBase):
         for transfer in self._transfers:
             transfer.finish()
         self._transfers.clear()
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
