@@ -71,6 +71,7 @@ class GuardianClient:
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
         self._all_at_end = threading.Event()
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
+        self._deciding, self._given_up = threading.RLock(), False  # whether a stopped guardian goes on or is ended
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -239,10 +240,11 @@ class GuardianClient:
         """This rank's work is done: from here on its end is no failure, and no failure is told to it."""
         if self._leaving.is_set() or os.getpid() != self._process:
             return
-        self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
+        with self._deciding:
+            self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
         with self._sending:
             self._connection.send("goodbye")
-        if self._guardian.state() == STOPPED:
+        if not self._given_up and self._guardian.state() == STOPPED:
             self._guardian.go_on()  # nobody would, and it would stay for ever
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
             self._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -274,12 +276,13 @@ class GuardianClient:
                 break
             readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
-            if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and not self._leaving.is_set():
+            if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and self._gives_up():
                 what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
                 self._tell(Failure(what, host=host_name()))
                 self._end_s -= stopped_s + 2 * self._look_s
-                self._leaving.wait(2 * self._look_s)  # the host's other ranks shall see the same
-                self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+                time.sleep(2 * self._look_s)  # the host's other ranks shall see the same, also if this one leaves
+                if self._guardian.state() == STOPPED:  # else another rank has let it go on, and it may be writing
+                    self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
                 break
         self._seen.set()
         if self._leaving.is_set():
@@ -292,6 +295,12 @@ class GuardianClient:
             if self._temporary is not None:
                 remove_temporary(self._temporary)
             os.kill(self._process, signal.SIGKILL)
+
+    def _gives_up(self) -> bool:
+        """Nobody lets a guardian go on that is about to be killed: it would be killed in the middle of its report."""
+        with self._deciding:
+            self._given_up = not self._leaving.is_set()
+        return self._given_up
 
     def _tell(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():

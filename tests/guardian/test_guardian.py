@@ -175,6 +175,19 @@ def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
         assert job.guardian_ends()
 
 
+def test_a_stopped_guardian_that_is_to_be_killed_does_not_go_on_before(tmp_path: Path) -> None:
+    """It would be killed in the middle of what it writes about the rank that has ended meanwhile."""
+    late = "kill = client._guardian.kill; client._guardian.kill = lambda: (time.sleep(1), kill())"
+    leave = "told.wait(60) and client.goodbye(); sys.exit(1)"
+    with Job(f"{late}; {leave}", "time.sleep(0.5); os._exit(3)", failure_timeout_s=2.0, directory=tmp_path) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        codes, printed = job.outcome()
+        assert codes == [1, 3]
+        assert f"the guardian (pid {job.guardian.pid}) has been stopped by a signal for" in printed[0]
+        assert job.guardian_ends()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
     with Job("told.wait(0.1); client.goodbye()") as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)
