@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from lightning_multigpu.emulation import EmulatedHosts
 from tests.hosts import require_hosts
 from tests.leaks import ProcessState, abandoned_shared_memory, leaks_since, shared_memory_entries
 from tests.world import World, live_rank_pids
+
+# A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _session_world(num_ranks: int) -> Iterator[World]:
