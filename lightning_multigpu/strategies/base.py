@@ -113,7 +113,7 @@ class MultiGPUStrategy(MeshStrategy):
         self.joining = Joining(join_timeout_s)
         self.signals = RunSignals()
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
-        self.state_is_lost = False
+        self.ranks_have_ended = False
         self._start_method = start_method
 
     @staticmethod
@@ -223,7 +223,8 @@ class MultiGPUStrategy(MeshStrategy):
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
             meter=self.meter,
-            new_group=lambda: self.new_group("data", backend="gloo"),
+            new_group=self._new_group_of_all,
+            ranks_a_batch=self._model_parallel_size,
         )
 
     @override
@@ -248,12 +249,22 @@ class MultiGPUStrategy(MeshStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    @property
+    def state_is_lost(self) -> bool:
+        """Whether what a checkpoint needs is gone, which callbacks that save at exceptions cannot know."""
+        return self.ranks_have_ended
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.state_is_lost:
-            rank_zero_warn(f"{filepath} is not written: the ranks have ended, and what they had trained with them")
+            rank_zero_warn(f"{filepath} is not written: ranks have ended, and what they had trained with them")
             return
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self.state_is_lost:  # else nothing has been written in its place
+            super().remove_checkpoint(filepath)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

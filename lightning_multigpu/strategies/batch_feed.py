@@ -58,9 +58,11 @@ class BatchFeed:
         num_replicas: int,
         meter: Meter,
         new_group: Callable[[], dist.ProcessGroup],
+        ranks_a_batch: int,
     ) -> Any:
         """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
 
+        In training all ranks stay in step through ``new_group()``, also the ``ranks_a_batch`` of each data rank.
         Prediction keeps Lightning's own sampler, which repeats nothing and remembers the indices for writers.
         """
         if trainer.predicting:
@@ -70,7 +72,10 @@ class BatchFeed:
             dealt, batches = deal_out(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
         if self._signals.holds_interrupts:
             leave_interrupts_to_rank(dealt, trainer.global_rank)
-        return self._agreed(dealt, batches, trainer, meter, new_group()) if trainer.training else dealt
+        if not trainer.training:
+            return dealt
+        group = new_group()
+        return self._agreed(dealt, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
         """Looks up what the ranks have said of the batch that is about to be trained on."""
@@ -97,14 +102,14 @@ class BatchFeed:
         loader: Iterable[Any],
         batches: DealtBatchSampler | None,
         trainer: pl.Trainer,
-        meter: Meter,
+        announcer: Announcer,
         group: dist.ProcessGroup,
     ) -> AgreedLoader:
         stateful = is_stateful(loader)
         kind = StatefulAgreedLoader if stateful else AgreedLoader
         return kind(
             loader,
-            Announcer(group, meter),
+            announcer,
             batches=batches,
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,

@@ -117,6 +117,13 @@ class MeshStrategy(CollectiveStrategy, ABC):
         assert self.groups is not None
         return self.groups.new(axis, backend=backend, descending=descending)
 
+    def _new_group_of_all(self) -> dist.ProcessGroup:
+        """A further group of all ranks for small messages between hosts; as :meth:`new_group`."""
+        assert self.groups is not None
+        group = self.groups.over([list(range(dist.get_world_size()))], backend="gloo")
+        assert group is not None
+        return group
+
     def _join_groups(self, store: Store | None) -> tuple[ProcessGroups, MeteredGroup]:
         """Joins the other ranks through ``store``; returns the groups, and the collectives of the world."""
         assert self.cluster_environment is not None

@@ -331,19 +331,25 @@ class PipelineStrategy(MultiGPUStrategy):
         map_files(self.checkpoint_io)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        return super().state_is_lost or (self._running is not None and self.failure_watch.failed)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether what a checkpoint needs is brought together from the stages, which takes all of them."""
+        return self._running is not None and self.data_parallel_rank == 0 and not self.state_is_lost
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._running is None or self.data_parallel_rank > 0:
-            return state
-        return self._running.model.whole_state_dict(state)
+        return self._pipeline.model.whole_state_dict(state) if self._gathers else state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
-        if self._running is None or self.data_parallel_rank > 0:
-            return super().optimizer_state(plain)
-        return self._running.model.whole_optimizer_state(plain)
+        return self._pipeline.model.whole_optimizer_state(plain) if self._gathers else super().optimizer_state(plain)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -89,7 +89,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             )
             result = self._run(task, guardian)
         except BaseException:
-            self._strategy.state_is_lost = True  # callbacks that save at exceptions do not know that
+            self._strategy.ranks_have_ended = True  # callbacks that save at exceptions do not know that
             raise
         finally:
             if guardian is not None:

@@ -116,6 +116,19 @@ def test_lengths_are_agreed_on(world2: World) -> None:
     assert world2.run(lengths) == [[3, 4, None]] * 2
 
 
+def of_two_stages() -> Any:
+    init_group()
+    announcer = Announcer(dist.new_group(backend="gloo"), Meter(), ranks_a_batch=2)
+    samples = [8, 8, 6, -1][rank()]  # the loader of the fourth has come to its end before that of the third
+    announcer.announce(samples, float(rank()), flags=4 if rank() == 3 else 0)
+    heard = announcer.collect()
+    return heard.samples, heard.weights, heard.flags
+
+
+def test_ranks_that_train_on_the_same_batch_speak_as_one(world4: World) -> None:
+    assert world4.run(of_two_stages) == [((8, -1), (0.0, 2.0), 4)] * 4
+
+
 def attributes() -> tuple[Any, Any, int]:
     init_group()
     group = dist.new_group(backend="gloo")

@@ -1,4 +1,7 @@
-"""A user's script whose training breaks on one rank: ``failing_script.py STRATEGY DEVICES RANK HOW``."""
+"""A user's script whose training breaks on one rank: ``failing_script.py STRATEGY DEVICES RANK HOW``.
+
+Under a pipeline, it breaks on the third of a batch's eight micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from lightning_multigpu import RingDDPStrategy  # importing the pack makes its strategies known
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy  # importing the pack makes its strategies known
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 
@@ -24,9 +27,12 @@ class Breaks(Classifier):
         super().__init__()
         self.rank = rank
         self.how = how
+        self.calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.how != "nothing" and self.trainer.global_rank == self.rank and self.trainer.global_step == 3:
+        due = self.how != "nothing" and self.trainer.global_rank == self.rank and self.trainer.global_step == 3
+        self.calls += due
+        if due and self.calls == (3 if isinstance(self.trainer.strategy, PipelineStrategy) else 1):
             if self.how == "raise":
                 raise OwnError(f"the data on rank {self.rank} is spoilt")
             if self.how == "exit":
@@ -50,13 +56,14 @@ def main() -> None:
     strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     epochs = 1000 if how == "slow" else 3
     chosen: Any = strategy
-    if how == "stop":
-        chosen = RingDDPStrategy(failure_timeout_s=6.0)  # a stopped rank has failed after half of that
+    if how == "stop":  # a stopped rank has failed after half of the time
+        kinds = {"ring_ddp": RingDDPStrategy, "pipeline_1f1b": PipelineStrategy}
+        chosen = kinds[strategy](failure_timeout_s=6.0)
     place = os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=epochs)
     trainer = make_trainer(case, chosen, devices, callbacks=[Saves()], default_root_dir=place)
     module = Breaks(rank, how)
-    trainer.fit(module, train_loader(Case(num_samples=48), devices))
+    trainer.fit(module, train_loader(Case(num_samples=48), trainer))
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
     print(f"rank {trainer.global_rank} finished with weights {weights:.9f}", flush=True)
 

@@ -17,7 +17,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_multigpu import RingDDPStrategy, faults
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy, faults
 from tests.launch import outside_faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
@@ -73,6 +73,11 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
         join_timeout_s=JOIN_TIMEOUT_S,
         hang_report_s=HANG_REPORT_S,
     ),
+    "pipeline_1f1b": lambda _: PipelineStrategy(
+        failure_timeout_s=FAILURE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        hang_report_s=HANG_REPORT_S,
+    ),
     "ddp": lambda method: DDPStrategy(start_method=method),
 }
 
@@ -81,8 +86,9 @@ class TellsWeights(Callback):
     """One line with the sum of all weights, at the end of training."""
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        weights = trainer.strategy.lightning_module_state_dict()  # of all stages, in a pipeline
         if trainer.global_rank == 0:
-            total = sum(float(parameter.double().abs().sum()) for parameter in pl_module.parameters())
+            total = sum(float(weights[name].double().abs().sum()) for name, _ in pl_module.named_parameters())
             print(f"weights {total:.12f}", flush=True)
 
 
@@ -113,7 +119,7 @@ def main() -> None:
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
     last = "last" if os.environ.get("RESUME") else None
-    trainer.fit(Classifier(), train_loader(Case(num_samples=96), RANKS, **workers), eval_loader(), ckpt_path=last)
+    trainer.fit(Classifier(), train_loader(Case(num_samples=96), trainer, **workers), eval_loader(), ckpt_path=last)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,26 @@ def test_a_rank_that_dies_or_stops_without_a_word(rank: str, how: str, reason: s
     assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "rank", "how", "reason"),
+    [
+        ("pipeline_1f1b", "0", "kill", "SIGKILL"),
+        ("pipeline_1f1b", "1", "stop", STOPPED),
+        ("pipeline_zero_bubble", "1", "exit", "exit status 7"),
+        ("gpipe", "1", "raise", "OwnError: the data on rank 1 is spoilt"),
+    ],
+)
+def test_a_stage_fails_in_the_middle_of_a_schedule(
+    strategy: str, rank: str, how: str, reason: str, tmp_path: Path
+) -> None:
+    finished = run(tmp_path, strategy, "2", rank, how)
+    assert finished.returncode not in (0, None)
+    last = finished.stderr.strip().splitlines()[-1]
+    assert f"rank {rank}" in last, finished.stderr[-3000:]
+    assert reason in last
+    assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
+
+
 def test_two_jobs_at_once_reach_the_weights_of_one_device(tmp_path: Path) -> None:
     """One launched and one spawned, on one host: neither disturbs the other."""
     reference = fit(Case(num_samples=48), None, 1)

@@ -18,6 +18,7 @@ from tests.hosts import require_hosts
 pytestmark = pytest.mark.launch
 
 NOTHING = Combination("nothing", "training", 0, "popen")
+Job = tuple[str, Combination]
 ONE_HOST = [
     Combination("raise", "validation", 0, "spawn"),
     Combination("stop", "backward", 0, "external"),
@@ -32,36 +33,43 @@ SEVERAL_HOSTS = [
     Combination("stop-guardian", "training", 1, "hosts"),
     Combination("suspend", "training", 0, "hosts"),
 ]
+STAGES = [
+    Combination("terminate", "validation", 0, "external"),  # between batches, where only one stage has heard of it
+    Combination("kill", "saving", 1, "popen"),  # the rank whose layers rank 0 waits for
+]
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Combination, Future[Outcome]]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Future[Outcome]]:
     """Of the runs that are asked for, two at a time: most of a job is waiting. All have ended when this returns."""
     cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    asked = [NOTHING, *(case.params["combination"] for case in cases if case is not None)]
+    asked = [case.params["job"] for case in cases if case is not None]
+    asked += sorted({(strategy, NOTHING) for strategy, _ in asked})
 
-    def run(combination: Combination) -> Outcome:
+    def run(asked: Job) -> Outcome:
+        strategy, combination = asked
         directory = tmp_path_factory.mktemp("job")
-        job = FaultJob(directory, combination.arguments("ring_ddp"), combination.launcher)
+        job = FaultJob(directory, combination.arguments(strategy), combination.launcher)
         return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
 
     with ThreadPoolExecutor(2) as pool:
-        return {combination: pool.submit(run, combination) for combination in asked}
+        return {job: pool.submit(run, job) for job in asked}
 
 
 @pytest.mark.parametrize(
-    "combination",
-    [*ONE_HOST, *(pytest.param(each, marks=pytest.mark.hosts) for each in SEVERAL_HOSTS)],
-    ids=lambda combination: f"{combination.kind}-{combination.where}-{combination.launcher}",
+    "job",
+    [
+        *(("ring_ddp", each) for each in ONE_HOST),
+        *(("pipeline_1f1b", each) for each in STAGES),
+        *(pytest.param(("ring_ddp", each), marks=pytest.mark.hosts) for each in SEVERAL_HOSTS),
+    ],
+    ids=lambda job: f"{job[0]}-{job[1].kind}-{job[1].where}-{job[1].launcher}",
 )
-def test_every_process_ends_with_a_message_or_nothing_happens(
-    combination: Combination, outcomes: dict[Combination, Future[Outcome]]
-) -> None:
+def test_every_process_ends_with_a_message_or_nothing_happens(job: Job, outcomes: dict[Job, Future[Outcome]]) -> None:
+    strategy, combination = job
     if combination.launcher == "hosts":
         require_hosts()
-    outcome, weights = outcomes[combination].result(), outcomes[NOTHING].result().weights
+    outcome, weights = outcomes[job].result(), outcomes[strategy, NOTHING].result().weights
     assert weights is not None
     assert outcome.is_right(weights), f"{outcome.verdict()}, left: {outcome.leaks}\n{outcome.output[-6000:]}"
     if combination.kind == "sever":  # neither of the two is node 0, whose terminal it is

@@ -36,10 +36,10 @@ _END = object()
 
 @dataclass(frozen=True)
 class Announcement:
-    """What every rank said of one batch, in rank order.
+    """What every data rank said of one batch, in rank order.
 
     ``samples`` are -1 for ranks that have no batch any more; ``weights`` are what each rank's loss counts for;
-    ``flags`` has the bits that any rank has set.
+    ``flags`` has the bits that any rank has set, of those too that train on the same batch.
     """
 
     samples: tuple[int, ...]
@@ -55,20 +55,19 @@ class Announcer:
     """Exchanges one announcement a batch over a group; at most one is under way.
 
     Args:
-        group: the data ranks, on a back end that moves CPU tensors; used by nothing else meanwhile.
+        group: all ranks, on a back end that moves CPU tensors; used by nothing else meanwhile.
         meter: told of the traffic, as group "control".
+        ranks_a_batch: so many ranks of the group, one after the other, train on the same batch as one data rank. The
+            first of them speaks for all; they have no batch any more as soon as one of them has none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meter: Meter) -> None:
+    def __init__(self, group: dist.ProcessGroup, meter: Meter, *, ranks_a_batch: int = 1) -> None:
         self._group = group
+        self._ranks_a_batch = ranks_a_batch
         self._world_size = dist.get_world_size(group)
         self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._meter = meter
         self._pending: tuple[dist.Work, Tensor, Transfer] | None = None
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     def announce(self, samples: int, weight: float, *, flags: int) -> None:
         """Says what the next batch of this rank is; returns at once."""
@@ -99,9 +98,10 @@ class Announcer:
             raise
         self._meter.waited(start_s, self._meter.now())
         rows = everyone.view(self._world_size, 3).tolist()
+        shares = [rows[first : first + self._ranks_a_batch] for first in range(0, len(rows), self._ranks_a_batch)]
         return Announcement(
-            samples=tuple(int(row[0]) for row in rows),
-            weights=tuple(row[1] for row in rows),
+            samples=tuple(-1 if any(row[0] < 0 for row in share) else int(share[0][0]) for share in shares),
+            weights=tuple(share[0][1] for share in shares),
             flags=functools.reduce(operator.or_, (int(row[2]) for row in rows)),
         )
 
@@ -123,7 +123,7 @@ def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
 
 
 class AgreedLoader:
-    """Iterates over a rank's loader for as long as the data ranks agree to.
+    """Iterates over a rank's loader for as long as all ranks agree to.
 
     Args:
         loader: the rank's own loader.
