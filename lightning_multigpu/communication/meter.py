@@ -84,6 +84,7 @@ class Meter:
         blocking: bool = False,
         ranks: str = "",
         awaited: bool = True,
+        noted: bool = True,
     ) -> Transfer:
         """Starts the clock of one transfer; the caller ends it with ``finish()``, or with ``broke()`` at an error.
 
@@ -97,9 +98,10 @@ class Meter:
             blocking: the main thread waits for all of it.
             ranks: the members of the group, as :func:`~lightning_multigpu.communication.notes.ranks_text` writes them.
             awaited: some thread waits for it from the beginning; where not, call ``awaited()`` of the result later.
+            noted: :attr:`notes` is told; nobody needs to know of a message that is handed over and not waited for.
         """
         note = None
-        if self.notes is not None:
+        if noted and self.notes is not None:
             note = self.notes.began(
                 operation, group=group, ranks=ranks, group_size=group_size, size_bytes=size_bytes, awaited=awaited
             )

@@ -1,11 +1,11 @@
 """For how much of a schedule ranks are idle, measured with stages that sleep, against torch's own and against theory.
 
     python -m tests.benchmarks.pipeline_bubble [--ranks 2 4] [--micro-batches 4 8 16] [--operation-ms 100 20]
-        [--schedules model_parallel gpipe 1f1b interleaved zero_bubble]
+        [--schedules model_parallel gpipe 1f1b interleaved zero_bubble] [--turns 3]
 
 Every stage sleeps for the same time in its forward pass, for its input's gradient and for its weight's, so that ranks
 do not take cores from each other. The last two are nodes of their own in the graph, for schedules that compute them
-apart; stage 0 sleeps for its input's gradient too. Both ways run in the same processes, one after the other::
+apart; stage 0 sleeps for its input's gradient too. Both ways run in the same processes and take turns::
 
     bubble = 1 - slept / wall; a rank sleeps 3 v M operations in a step of M micro-batches with v stages a rank
 
@@ -36,13 +36,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from typing_extensions import override
 
 from lightning_multigpu.bench.strategies.models import repeated
+from lightning_multigpu.engine.pipeline.schedules import InOrder
 from lightning_multigpu.engine.pipeline.timetable import step_time, timetable
 from lightning_multigpu.strategies.pipeline import PipelineStrategy
 from tests.benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from tests.world import free_port
 
 SCHEDULES = ("model_parallel", "gpipe", "1f1b", "interleaved", "zero_bubble")
-STEPS = 4  # of each way; the first one is not counted
+STEPS = 4  # a turn; the first one is not counted
 WIDTH = 8
 
 Span = tuple[float, float]
@@ -116,59 +117,84 @@ class SleepingStages(LightningModule):
 
 
 class Spans:
-    """Start and end of every call of torch's schedules in this process, whoever calls them."""
+    """Start and end of every run of a schedule in this process, the strategy's or torch's."""
 
     def __init__(self) -> None:
         self.taken: list[Span] = []
-        for cls in (PipelineScheduleSingle, PipelineScheduleMulti):
-            self._watch(cls)
+        for cls, name in ((PipelineScheduleSingle, "step"), (PipelineScheduleMulti, "step"), (InOrder, "run")):
+            self._watch(cls, name)
 
-    def _watch(self, cls: Any) -> None:
-        original = cls.step
+    def _watch(self, cls: Any, name: str) -> None:
+        original = getattr(cls, name)
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             start_s = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
                 self.taken.append((start_s, time.perf_counter()))
 
-        cls.step = step
+        setattr(cls, name, run)
 
 
-class Afterwards(Callback):
-    """Runs torch's schedule by hand behind the Trainer's last batch."""
+class TakesTurns(Callback):
+    """Runs torch's schedule by hand between turns of the Trainer.
+
+    Args:
+        schedule: its name.
+        num_micro_batches: M.
+        spans: of both.
+
+    Attributes:
+        ways: of the Trainer and by hand, the spans of each rank turn by turn, once training has ended.
+    """
 
     def __init__(self, schedule: str, num_micro_batches: int, spans: Spans) -> None:
-        self.ways: list[Any] = []
+        self.ways: list[list[list[list[Span]]]] = []
         self._schedule = schedule
         self._num_micro_batches = num_micro_batches
         self._spans = spans
+        self._turns: list[tuple[list[Span], list[Span]]] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        group = dist.new_group(list(reversed(range(dist.get_world_size()))), backend="gloo", sort_ranks=False)
+        seconds = float(next(layer.seconds for layer in pl_module.layers))  # type: ignore[union-attr]
+        modules: list[nn.Module] = [SleepingLayer(seconds) for _ in range(stages_per_rank(self._schedule))]
+        if dist.get_rank(group) == 0:
+            modules[0] = nn.Sequential(Shift(), modules[0])
+        self._pipeline = RawPipeline(
+            group, self._schedule, self._num_micro_batches, modules, lambda output, _: output.square().mean()
+        )
+        self._optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
+        dist.barrier()
+        self._spans.taken.clear()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx and batch_idx % STEPS == 0:
+            self._by_hand()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        ours = self._spans.taken[1 - STEPS :]
-        num_ranks = dist.get_world_size()
-        group = dist.new_group(list(reversed(range(num_ranks))), backend="gloo", sort_ranks=False)
-        position = dist.get_rank(group)
-        seconds = float(next(layer.seconds for layer in pl_module.layers))  # type: ignore[union-attr]
-        modules: list[nn.Module] = [SleepingLayer(seconds) for _ in range(stages_per_rank(self._schedule))]
-        if position == 0:
-            modules[0] = nn.Sequential(Shift(), modules[0])
-        pipeline = RawPipeline(
-            group, self._schedule, self._num_micro_batches, modules, lambda output, _: output.square().mean()
-        )
-        optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-3)
-        batch = torch.ones(self._num_micro_batches, WIDTH)
+        self._by_hand()
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self._turns)
+        self.ways = [[[turn[way] for turn in turns] for turns in gathered] for way in range(2)]
+
+    def _by_hand(self) -> None:
+        # The first batch of a kind is trained on apart from the others, in a schedule of its own.
+        ours = self._spans.taken[-STEPS:]
         self._spans.taken.clear()
+        batch = torch.ones(self._num_micro_batches, WIDTH)
         for _ in range(STEPS):
-            dist.barrier(group)
-            optimizer.zero_grad()
-            pipeline.step(batch, batch)
-            optimizer.step()
-        gathered: list[Any] = [None] * num_ranks
-        dist.all_gather_object(gathered, (ours, self._spans.taken[1 - STEPS :]))
-        self.ways = list(zip(*gathered, strict=True))
+            dist.barrier()
+            self._optimizer.zero_grad()
+            self._pipeline.step(batch, batch)
+            self._optimizer.step()
+        self._turns.append((ours[1:], self._spans.taken[1:]))
+        dist.barrier()
+        self._spans.taken.clear()
 
 
 def run_rank(rank: int, num_ranks: int, port: int, given: argparse.Namespace) -> None:
@@ -181,22 +207,22 @@ def run_rank(rank: int, num_ranks: int, port: int, given: argparse.Namespace) ->
     for operation_ms in given.operation_ms:
         for name in given.schedules:
             for num_micro_batches in [1] if name == "model_parallel" else given.micro_batches:
-                ways = train(name, num_ranks, num_micro_batches, operation_ms / 1e3, spans)
+                ways = train(name, num_ranks, num_micro_batches, operation_ms / 1e3, given.turns, spans)
                 if rank == 0:
                     show(name, num_ranks, num_micro_batches, operation_ms, ways)
 
 
-def train(name: str, num_ranks: int, num_micro_batches: int, seconds: float, spans: Spans) -> list[Any]:
-    """Of both ways, the spans of each rank."""
+def train(name: str, num_ranks: int, num_micro_batches: int, seconds: float, turns: int, spans: Spans) -> list[Any]:
+    """Of both ways, the spans of each rank turn by turn."""
     schedule = "gpipe" if name == "model_parallel" else name
-    afterwards = Afterwards(schedule, num_micro_batches, spans)
+    takes_turns = TakesTurns(schedule, num_micro_batches, spans)
     trainer = Trainer(
         accelerator="cpu",
         devices=num_ranks,
         strategy=PipelineStrategy(schedule=schedule, num_micro_batches=num_micro_batches),  # type: ignore[arg-type]
         plugins=[LightningEnvironment()],
         max_epochs=1,
-        callbacks=[afterwards],
+        callbacks=[takes_turns],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -204,17 +230,19 @@ def train(name: str, num_ranks: int, num_micro_batches: int, seconds: float, spa
     )
     batch = torch.ones(num_micro_batches, WIDTH)
     model = SleepingStages(num_ranks * stages_per_rank(schedule), seconds)
-    trainer.fit(model, repeated(batch, num_micro_batches, STEPS, 1))
-    return afterwards.ways
+    trainer.fit(model, repeated(batch, num_micro_batches, turns * STEPS, 1))
+    return takes_turns.ways
 
 
-def bubbles(spans: Sequence[Sequence[Span]], busy_s: float) -> tuple[float, float]:
-    """Percent over the schedule and over the step, medians, from the spans of all ranks; the last one has stage 0."""
-    starts = [start for start, _ in spans[-1]]
-    ends = [max(rank[step][1] for rank in spans) for step in range(len(starts))]
-    schedule_s = statistics.median(end - start for start, end in zip(starts, ends, strict=True))
-    step_s = statistics.median(after - start for start, after in pairwise(starts))
-    return 100 * (1 - busy_s / schedule_s), 100 * (1 - busy_s / step_s)
+def bubbles(ranks: Sequence[Sequence[Sequence[Span]]], busy_s: float) -> tuple[float, float]:
+    """Percent over the schedule and over the step, medians over all turns; the last rank has stage 0."""
+    schedules, steps = [], []
+    for turn in zip(*ranks, strict=True):
+        starts = [start for start, _ in turn[-1]]
+        ends = [max(end for _, end in spans) for spans in zip(*turn, strict=True)]
+        schedules += [end - start for start, end in zip(starts, ends, strict=True)]
+        steps += [after - start for start, after in pairwise(starts)]
+    return tuple(100 * (1 - busy_s / statistics.median(seconds)) for seconds in (schedules, steps))  # type: ignore[return-value]
 
 
 def theory(name: str, num_ranks: int, num_micro_batches: int) -> float:
@@ -245,11 +273,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--operation-ms", type=float, nargs="+", default=[100, 20])
+    parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; "
-        f"medians of {STEPS - 1} steps; bubble in % of the schedule (of the whole step)"
+        f"medians of {given.turns} turns of {STEPS - 1} steps; bubble in % of the schedule (of the whole step)"
     )
     print(f"{'ms':>4} {'schedule':>14} {'P':>2} {'M':>3} {'theory':>7} {'Trainer.fit':>14} {'by hand':>14}  difference")
     for num_ranks in given.ranks:

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.pipeline_step [--schedules gpipe 1f1b] [--micro-batches 4 8] [--batch-size 32]
 
 Two ranks, one intra-op thread each; the GPT of 6.5 M parameters, SGD. Both train a copy of the same model on the same
-batches in the same processes and take turns of a few steps; a step is all there is from one batch to the next:
-loading, forward, backward, optimizer; with a strategy also what Lightning does in between. The last line tells what
-stock Lightning takes against a loop by hand on one device.
+batches in the same processes and take turns step by step, since the machine's speed changes within seconds; a step is
+all there is from one batch to the next: loading, forward, backward, optimizer; with a strategy also what Lightning does
+in between. The last line tells what stock Lightning takes against a loop by hand on one device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.benchmarks.raw_pipeline import RawPipeline, gpt_loss, gpt_stages
 from tests.world import free_port
 
 NUM_RANKS = 2
-STEPS = 3  # a turn, after one that is not timed
+WARM_UP = 3  # turns that are not counted
 ALONE = "one device"
 
 ByHand = Callable[[Tensor], Tensor | None]
@@ -48,12 +48,7 @@ ByHand = Callable[[Tensor], Tensor | None]
 
 
 class TakesTurns(Callback):
-    """Trains by hand between turns of the Trainer, in the same process, and times both.
-
-    ::
-
-        Trainer   | warm up | 1 | 2 | 3 |                         | warm up | 1 | 2 | 3 |
-        by hand                          | warm up | 1 | 2 | 3 |
+    """Trains by hand between the steps of the Trainer, in the same process, and times both.
 
     Args:
         by_hand: makes the step by hand, once the ranks have joined.
@@ -68,9 +63,8 @@ class TakesTurns(Callback):
         self._make = by_hand
         self._batches = batches
         self._turns = turns
-        self._count = 0
         self._start_s = 0.0
-        self._loss = 0.0
+        self._output: Tensor | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,34 +74,27 @@ class TakesTurns(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._count == STEPS + 1:
-            self._loss = float(outputs["loss"])
+        self._output = outputs["loss"]
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._count == STEPS + 1:
-            self.trainer_s.append((time.perf_counter() - self._start_s) / STEPS)
+        if batch_idx:
+            self.trainer_s.append(time.perf_counter() - self._start_s)
             self._by_hand()
-            self._count = 0
             if len(self.trainer_s) == self._turns:
                 trainer.should_stop = True
-        if self._count == 0 and dist.is_initialized():
-            dist.barrier()
-        if self._count == 1:
-            self._start_s = time.perf_counter()
-        self._count += 1
-
-    def _by_hand(self) -> None:
-        loss = None
         if dist.is_initialized():
             dist.barrier()
-        for step in range(STEPS + 1):
-            if step == 1:
-                start_s = time.perf_counter()
-            loss = self._step(next(self._batches))
-        self.by_hand_s.append((time.perf_counter() - start_s) / STEPS)
+        self._start_s = time.perf_counter()
+
+    def _by_hand(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        start_s = time.perf_counter()
+        loss = self._step(next(self._batches))
+        self.by_hand_s.append(time.perf_counter() - start_s)
         if loss is not None:
-            self.losses.append((self._loss, float(loss)))
+            self.losses.append((float(self._output), float(loss)))
 
 
 def raw_schedule(model: BenchGPT, schedule: str, num_micro_batches: int) -> ByHand:
@@ -151,7 +138,7 @@ def run_rank(rank: int, port: int, schedule: str, num_micro_batches: int, given:
     model = BenchGPT(given.width)
     batch = model.example_batch(given.batch_size)
     by_hand = copy.deepcopy(model)
-    num_batches = given.turns * (STEPS + 1) + 1
+    num_batches = given.turns + 1
     callback = TakesTurns(
         lambda: plain_loop(by_hand) if alone else raw_schedule(by_hand, schedule, num_micro_batches),
         iter(repeated(batch, given.batch_size, num_batches, 1)),
@@ -193,7 +180,7 @@ def measure(schedule: str, num_micro_batches: int, given: argparse.Namespace) ->
             run_rank, (free_port(), schedule, num_micro_batches, given, directory), nprocs=num_ranks
         )
         ranks = [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    ours, raw = ([max(turn) for turn in zip(*(rank[i] for rank in ranks), strict=True)][1:] for i in range(2))
+    ours, raw = ([max(turn) for turn in zip(*(rank[i] for rank in ranks), strict=True)][WARM_UP:] for i in range(2))
     return ours, raw
 
 
@@ -218,14 +205,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--width", type=int, default=256, help="of the model; a small one shows what is not compute")
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--profile", help="write a cProfile of each rank to files that begin so")
     given = parser.parse_args()
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
-        f"{time.strftime('%Y-%m-%d')}; {NUM_RANKS} ranks, batch {given.batch_size}, {given.turns - 1} turns of {STEPS} "
-        "steps"
+        f"{time.strftime('%Y-%m-%d')}; {NUM_RANKS} ranks, batch {given.batch_size}, {given.turns - WARM_UP} "
+        "steps of each, in turns"
     )
     print(f"{'':18} {'Trainer.fit':28} {'by hand':28} ratio")
     for schedule in given.schedules:

@@ -1,1 +1,1 @@
-"""Pipelines: splitting a chain of layers into stages, and running torch's schedules around an unmodified step."""
+"""Pipelines: splitting a chain of layers into stages, and running its schedules around an unmodified step."""

@@ -1,4 +1,4 @@
-"""Runs a user's step through a pipeline: micro-batches by one of torch's schedules, or a whole batch forward only."""
+"""Runs a user's step through a pipeline: micro-batches in the order of a schedule, or a whole batch forward only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
 from torch.nn import Parameter
 
 from lightning_multigpu.communication.meter import Meter
@@ -25,7 +18,9 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.random_state import kept_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.recompute import recomputed
 from lightning_multigpu.engine.pipeline.recorder import Recorder
+from lightning_multigpu.engine.pipeline.schedules import InOrder, Schedule, TorchSchedules
 from lightning_multigpu.engine.pipeline.stage import Stage
+from lightning_multigpu.engine.pipeline.timetable import regime_of
 from lightning_multigpu.engine.pipeline.transfer import Line
 from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
 
@@ -33,8 +28,6 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
 """Those that take several stages a rank."""
-
-_LOOPED: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 
 
 class PipelineRunner:
@@ -86,7 +79,7 @@ class PipelineRunner:
         self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part, self._run_layer)
         self.stages = [
             Stage(
-                functools.partial(self._compute, index),
+                functools.partial(self._compute, index // line.num_ranks),
                 parameters,
                 index,
                 len(bounds),
@@ -97,20 +90,22 @@ class PipelineRunner:
             )
             for index in range(self.position, len(bounds), line.num_ranks)
         ]
-        own = [bounds[stage.stage_index] for stage in self.stages]
+        own = [bounds[stage.index] for stage in self.stages]
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         # An operation in place must not overwrite what was received: its gradient is wanted.
         self._clones_input = {
-            stage.stage_index: any(
-                getattr(part, "inplace", False) for part in chain.layers[bounds[stage.stage_index][0]].modules()
-            )
+            stage.index: any(getattr(part, "inplace", False) for part in chain.layers[bounds[stage.index][0]].modules())
             for stage in self.stages
         }
-        self._schedules: dict[tuple[Any, int], Any] = {}
+        self._order: Schedule = (
+            TorchSchedules(self.stages, line.group, device, schedule)
+            if line.in_batches
+            else InOrder(self.stages, self.position, line.num_ranks, schedule)
+        )
         self._kinds: set[Any] = set()
         self._step: Callable[[int], Any] = lambda micro_batch: None
         self._scales: Sequence[float] = ()
-        self._chunks: dict[int, int] = {}
+        self._micro_batches: list[int] = []
         self._losses: dict[int, Tensor] = {}
 
     @property
@@ -163,7 +158,7 @@ class PipelineRunner:
         before = (self.position - 1) % self.line.num_ranks
         with kept_random_state(self._device), self._walk.installed():
             for stage in self.stages:
-                self._walk.take(*self._bounds[stage.stage_index])
+                self._walk.take(*self._bounds[stage.index])
                 receive = functools.partial(self.line.receive_carried, before, self._device)
                 left, output = self._walk.run(step, None if stage.is_first else receive)
                 if not left:
@@ -187,65 +182,41 @@ class PipelineRunner:
         return [*groups, others] if others else groups
 
     def _run_group(self, micro_batches: list[int], kinds: list[Any], seed: tuple[int, ...]) -> None:
-        count = len(micro_batches)
         self._seed = seed
-        self._chunks = {micro_batch: chunk for chunk, micro_batch in enumerate(micro_batches)}
+        self._micro_batches = micro_batches
         # All at once: between two layers, whose work has emptied the caches, each takes several times as long.
         self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
+        count = len(micro_batches)
+        alternates = regime_of(self._schedule, self.line.num_ranks, count) == "1f1b"
         for stage in self.stages:
-            stage.begin(kinds)
-        indices = torch.tensor(micro_batches)
+            stage.begin(kinds, alternates=alternates)
         try:
-            self._schedule_of(count).step(
-                micro_batch=indices, target=indices if self.is_last else None, return_outputs=False
-            )
-        except RuntimeError:
-            for stage in self.stages:
-                if stage.error is not None:
-                    raise stage.error from None
-            raise
+            self._order.run(count)
         finally:
             for stage in self.stages:
-                stage.clear_runtime_states()
+                stage.drop()
         for stage in self.stages:
             stage.end()
 
-    def _schedule_of(self, count: int) -> Any:
-        """torch's schedule for so many micro-batches."""
-        num_ranks = self.line.num_ranks
-        rounds = max(1, count // num_ranks)
-        cls: Any
-        if self._schedule in LOOPED_SCHEDULES:
-            full = count >= num_ranks and count % rounds == 0
-            cls = _LOOPED[self._schedule] if full else ScheduleLoopedBFS
-            stages: Any = self.stages
-        else:
-            cls = Schedule1F1B if self._schedule == "1f1b" and count >= num_ranks else ScheduleGPipe
-            [stages] = self.stages
-        if (cls, count) not in self._schedules:
-            self._schedules[cls, count] = cls(stages, count, loss_fn=_loss_itself, scale_grads=False)
-        return self._schedules[cls, count]
-
-    def _compute(self, index: int, received: tuple[Tensor, ...], micro_batch: int) -> Any:
-        """A stage's forward pass: the tensors of its output, on the last stage the scaled loss."""
-        stage = self.stages[index // self.line.num_ranks]
-        chunk = self._chunks[micro_batch]
-        receive = None
-        if not stage.is_first:
-            inputs = tuple(tensor.clone() for tensor in received) if self._clones_input[index] else received
-            receive = lambda: Carried(stage.structure_received(chunk), inputs)  # noqa: E731
+    def _compute(self, number: int, chunk: int) -> Carried | Tensor:
+        """A forward pass of one of this rank's stages: its output, on the last stage the scaled loss."""
+        stage, micro_batch = self.stages[number], self._micro_batches[chunk]
+        receive = functools.partial(stage.expected, chunk)
         step_seed, self._seed = self._seed, (*self._seed, micro_batch)
-        self._walk.take(*self._bounds[index])
+        self._walk.take(*self._bounds[stage.index])
         try:
-            left, result = self._walk.run(lambda: self._step(micro_batch), receive)
+            left, result = self._walk.run(
+                functools.partial(self._step, micro_batch),
+                None if stage.is_first else receive,
+                functools.partial(self._arrived, stage, chunk),
+            )
         finally:
             self._seed = step_seed
         if left:
             carried = Carried.of(result)
             if self._schedule == "zero_bubble":  # which detaches outputs in place, and cannot do so with views
                 carried = replace(carried, tensors=tuple(t.clone() if t._is_view() else t for t in carried.tensors))
-            stage.sends(carried, chunk)
-            return carried.tensors
+            return carried
         if not stage.is_last:
             raise PipelineError("training_step returned without running the split part; every step must run it")
         if not (isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad):
@@ -257,6 +228,10 @@ class PipelineRunner:
         if self._scales[micro_batch] == 0:  # NaN times 0 would be NaN
             return torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
         return result.reshape(()) * self._scales[micro_batch]
+
+    def _arrived(self, stage: Stage, chunk: int) -> tuple[Tensor, ...]:
+        tensors = stage.arrived(chunk)
+        return tuple(tensor.clone() for tensor in tensors) if self._clones_input[stage.index] else tensors
 
     def _begin_part(self, part: int) -> None:
         set_random_state(self._seed_of_part(part), self._device)
@@ -272,7 +247,3 @@ class PipelineRunner:
         seed = self._seed_of_part(1 + index)  # as _begin_part has set it
         layer = self._chain.layers[index]
         return recomputed(layer, forward, args, kwargs, lambda: set_random_state(seed, self._device))
-
-
-def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    return output

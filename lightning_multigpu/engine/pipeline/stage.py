@@ -1,54 +1,37 @@
-"""One stage as torch's schedules see it.
+"""One stage of a pipeline: its passes over micro-batches, and the messages that they need and give.
 
-torch's own stage wants to know the shapes beforehand, or finds them out by running stage and loss once more on
-uninitialised data - which would count batches in BatchNorm and in metrics, and draw random numbers. This one learns
-the shapes of each kind of micro-batch from a header that travels ahead of its first tensors, so that micro-batches
-of different sizes and a smaller last batch need nothing further.
-
-Everything with a leading underscore here is torch's: ``tests/engine/pipeline/test_stage.py`` names what has moved.
+The shapes of each kind of micro-batch are learned from a header that travels ahead of its first tensors, so that
+micro-batches of different sizes and a smaller last batch need nothing further.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.records import Transfer
+from lightning_multigpu.engine.pipeline.backward import Gradients, backward, backward_in_parts, divisible
+from lightning_multigpu.engine.pipeline.messages import Message, messages_over
 from lightning_multigpu.engine.pipeline.recorder import Recorder
 from lightning_multigpu.engine.pipeline.transfer import Header, Line
 from lightning_multigpu.engine.pipeline.walk import Carried
 
 
-class StageModule(Module):
-    """Calls ``run(received, micro_batch)`` and shows torch the stage's parameters."""
-
-    def __init__(
-        self, run: Callable[[tuple[Tensor, ...], int], Any], parameters: Callable[[], list[Parameter]]
-    ) -> None:
-        super().__init__()
-        self._run = run
-        self._held = parameters
-
-    def forward(self, *received: Tensor, micro_batch: Tensor) -> Any:
-        return self._run(received, int(micro_batch))
-
-    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        return iter(self._held())
-
-
-class Stage(_PipelineStageBase):
+class Stage:
     """A stage whose inputs and outputs may have another shape in every micro-batch.
 
+    Between :meth:`begin` and :meth:`end` a schedule calls, for each pass, :meth:`expect` and the method of the pass.
+    Where the stage does not post its messages itself, the schedule posts what :meth:`expect` returns and waits for it
+    before the pass, and posts what :meth:`outgoing` returns after it.
+
     Args:
-        run: computes a micro-batch from what was received: gives the output's tensors, on the last stage the loss.
-        parameters: those that the stage holds.
+        run: computes a micro-batch, by its number in the schedule: gives the output, on the last stage the loss.
+        parameters: those that the stage's rank holds.
         index: of the stage.
         num_stages: of the pipeline.
         line: to the other ranks.
@@ -59,7 +42,7 @@ class Stage(_PipelineStageBase):
 
     def __init__(
         self,
-        run: Callable[[tuple[Tensor, ...], int], Any],
+        run: Callable[[int], Carried | Tensor],
         parameters: Callable[[], list[Parameter]],
         index: int,
         num_stages: int,
@@ -68,198 +51,223 @@ class Stage(_PipelineStageBase):
         meter: Meter,
         recorder: Recorder,
     ) -> None:
-        super().__init__(StageModule(run, parameters), index, num_stages, device, line.group)
-        self._runtime_validate = False
+        self.index = index
+        self.num_stages = num_stages
+        self.device = device
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self._run = run
+        self._parameters = parameters
         self._line = line
-        self._meter = meter
+        self._messages = messages_over(line, meter, num_stages)
         self._recorder = recorder
+        self._before = (index - 1) % line.num_ranks
+        self._behind = (index + 1) % line.num_ranks
         self._keys: list[Any] = []
+        self._alternates = False
         self._headers_in: dict[Any, Header] = {}
         self._headers_out: dict[Any, Header] = {}
+        self._divisible: dict[Any, bool] = {}
         self._received: dict[int, tuple[Tensor, ...]] = {}
-        self._structures: dict[int, Any] = {}
-        self._gradients: dict[int, list[Tensor | None]] = {}
-        self._transfers: list[Transfer] = []
-        self._without_gradient: set[int] = set()
-        self.error: Exception | None = None
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._gradients: dict[int, Gradients] = {}
+        self._outgoing: dict[Message, list[dist.P2POp]] = {}
+        self._weight_parts: dict[int, Callable[[], None]] = {}
 
-    def begin(self, keys: list[Any]) -> None:
-        """Starts a step; ``keys`` tell the kinds of its micro-batches apart: equal keys, equal shapes."""
+    def begin(self, keys: list[Any], *, alternates: bool) -> None:
+        """Starts a step.
+
+        Args:
+            keys: tell the kinds of its micro-batches apart: equal keys, equal shapes.
+            alternates: the schedule is 1F1B.
+        """
         self._keys = keys
-        self.chunks = len(keys)
-        self._received.clear()
-        self._structures.clear()
-        self._gradients.clear()
-        self._without_gradient.clear()
-        self.error = None
+        self._alternates = alternates
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of all micro-batches."""
+        for kept in (self._received, self._outputs, self._gradients, self._outgoing, self._weight_parts):
+            kept.clear()
 
     def end(self) -> None:
-        """Ends a step."""
-        self._settle()
+        """Waits until all messages of a step have been sent."""
+        self._messages.finish()
         self._line.finish()
 
-    def sends(self, carried: Carried, micro_batch: int) -> None:
-        """Notes the containers of the output, which torch's schedules do not carry."""
-        self._structures[micro_batch] = carried.structure
+    def expected(self, micro_batch: int) -> Carried:
+        """What the stage before hands on, in tensors on the stage's device whose values may still be missing."""
+        structure = self._headers_in[self._keys[micro_batch]].structure
+        return Carried(structure, tuple(self._on_device(tensor) for tensor in self._received[micro_batch]))
 
-    def structure_received(self, micro_batch: int) -> Any:
-        """The containers that what was received belongs in."""
-        return self._headers_in[self._keys[micro_batch]].structure
+    def arrived(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """The tensors of the stage before, with their values; waits for them."""
+        header = self._headers_in[self._keys[micro_batch]]
+        self._wait("forward", Message("forward", self.index - 1, micro_batch))
+        tensors = tuple(tensor.to(self.device) for tensor in self._received[micro_batch])
+        for tensor, (_, _, requires_grad) in zip(tensors, header.tensors, strict=True):
+            tensor.requires_grad_(requires_grad)
+        self._received[micro_batch] = tensors
+        return tensors
 
-    # What torch's schedules call
+    # What schedules call
 
-    def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
-    ) -> None:
-        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
-        self.act_send_info = {}
+    def expect(self, kind: str, micro_batch: int, *, ahead: bool = False) -> list[dist.P2POp]:
+        """Begins to receive what a pass needs, if that has not begun.
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        self.chunks = num_microbatches
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        With ``ahead`` it is begun only if its shapes are known by now.
+        """
+        if kind == "forward" and not self.is_first and micro_batch not in self._received:
+            known = self._keys[micro_batch] in self._headers_in
+            return self._receive_input(micro_batch) if known or not ahead else []
+        if kind == "backward" and not self.is_last and micro_batch not in self._gradients:
+            outputs = self._outputs.get(micro_batch, ()) if ahead else self._outputs[micro_batch]
+            return self._receive_gradients(micro_batch) if any(output.requires_grad for output in outputs) else []
         return []
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
-        self._recorder.enter("receive", self.stage_index, fwd_chunk_id)
-        key = self._keys[fwd_chunk_id]
+    def outgoing(self, kind: Literal["forward", "backward"], micro_batch: int) -> list[dist.P2POp]:
+        """What a pass has left to be posted."""
+        operations = self._outgoing.pop(Message(kind, self.index, micro_batch), [])
+        if operations:
+            self._recorder.enter("send", self.index, micro_batch)
+        return operations
+
+    def forward(self, micro_batch: int) -> Carried | Tensor:
+        """The forward pass: the output, on the last stage the loss."""
+        self._begin_pass("forward", micro_batch, received=not self.is_first)
+        output = self._run(micro_batch)
+        if isinstance(output, Tensor):
+            self._outputs[micro_batch] = (output,)
+        else:
+            self._outputs[micro_batch] = output.tensors
+            self._send_output(micro_batch, output)
+        if self._alternates:  # the stage before has sent this after it had received the gradient of so many earlier
+            self._messages.taken(Message("backward", self.index, micro_batch - (self.num_stages - self.index) - 1))
+        self._recorder.enter("idle", self.index, micro_batch)
+        return output
+
+    def backward(self, micro_batch: int, *, full: bool) -> None:
+        """The backward pass, if a gradient is wanted; without ``full`` the parameters' are left to :meth:`weight`."""
+        outputs, received = self._outputs.pop(micro_batch), self._received.pop(micro_batch, ())
+        wanted = [number for number, output in enumerate(outputs) if output.requires_grad]
+        computed: Gradients = (None,) * len(received)
+        if wanted:
+            self._begin_pass("backward", micro_batch, received=not self.is_last)
+            gradients: Gradients = (None,) * len(outputs) if self.is_last else self._arrived_gradients(micro_batch)
+            roots, given = [outputs[number] for number in wanted], [gradients[number] for number in wanted]
+            computed = self._compute_gradients(micro_batch, roots, given, received, full=full)
+        if not self.is_first:
+            self._send_gradients(micro_batch, received, computed)
+        self._recorder.enter("idle", self.index, micro_batch)
+
+    def weight(self, micro_batch: int) -> None:
+        """The part of the backward pass that nobody waits for."""
+        compute = self._weight_parts.pop(micro_batch, None)
+        if compute is not None:
+            self._begin_pass("weight", micro_batch, received=False)
+            compute()
+            self._recorder.enter("idle", self.index, micro_batch)
+
+    # Forward
+
+    def _receive_input(self, micro_batch: int) -> list[dist.P2POp]:
+        self._before_scheduled_wait(micro_batch)
+        key = self._keys[micro_batch]
         if key not in self._headers_in:
-            self._headers_in[key] = self._line.receive_object(self._position(self.stage_index - 1))
-        buffers = [
+            self._headers_in[key] = self._line.receive_object(self._before)
+        self._received[micro_batch] = tuple(
             torch.empty(shape, dtype=dtype, device=self._line.device)
             for shape, dtype, _ in self._headers_in[key].tensors
-        ]
-        self._received[fwd_chunk_id] = tuple(buffers)
-        return self._ops(dist.irecv, buffers, self.stage_index - 1)
+        )
+        message = Message("forward", self.index - 1, micro_batch)
+        return self._messages.receive(message, self._received[micro_batch], self._before)
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        self._recorder.enter("send", self.stage_index, fwd_chunk_id)
-        outputs, _ = self.fwd_cache[fwd_chunk_id]
-        header = Header.of(Carried(self._structures[fwd_chunk_id], outputs))
-        key = self._keys[fwd_chunk_id]
-        if key not in self._headers_out:
-            self._headers_out[key] = header
-            self._line.send_object(header, self._position(self.stage_index + 1))
-        elif self._headers_out[key] != header:
+    def _send_output(self, micro_batch: int, output: Carried) -> None:
+        key = self._keys[micro_batch]
+        header = self._headers_out.get(key)
+        if header is None:
+            header = self._headers_out[key] = Header.of(output)
+            self._line.send_object(header, self._behind)
+        elif not header.describes(output):
             raise ValueError(
-                f"stage {self.stage_index} hands on {header.tensors}, and for an earlier micro-batch of the same "
-                f"shapes {self._headers_out[key].tensors}: shapes that depend on values cannot be pipelined"
+                f"stage {self.index} hands on {Header.of(output).tensors}, and for an earlier micro-batch of the same "
+                f"shapes {header.tensors}: shapes that depend on values cannot be pipelined"
             )
-        return self._ops(dist.isend, [output.detach().contiguous() for output in outputs], self.stage_index + 1)
+        tensors = [tensor.detach().contiguous() for tensor in output.tensors]
+        self._send(Message("forward", self.index, micro_batch), tensors, self._behind)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_last:
-            return []
-        self._recorder.enter("receive", self.stage_index, bwd_chunk_id)
-        outputs, _ = self.fwd_cache[bwd_chunk_id]
-        gradients = [self._buffer_like(output) if output.requires_grad else None for output in outputs]
-        self._gradients[bwd_chunk_id] = gradients
-        return self._ops(dist.irecv, [g for g in gradients if g is not None], self.stage_index + 1)
+    # Backward
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_first:
-            return []
-        self._recorder.enter("send", self.stage_index, bwd_chunk_id)
-        computed = self.bwd_cache.pop(bwd_chunk_id)
-        received = self._received.pop(bwd_chunk_id)
+    def _receive_gradients(self, micro_batch: int) -> list[dist.P2POp]:
+        self._before_scheduled_wait(micro_batch)
+        gradients = tuple(
+            torch.empty(output.shape, dtype=output.dtype, device=self._line.device) if output.requires_grad else None
+            for output in self._outputs[micro_batch]
+        )
+        self._gradients[micro_batch] = gradients
+        message = Message("backward", self.index + 1, micro_batch)
+        return self._messages.receive(message, [g for g in gradients if g is not None], self._behind)
+
+    def _arrived_gradients(self, micro_batch: int) -> Gradients:
+        self._wait("backward", Message("backward", self.index + 1, micro_batch))
+        self._messages.taken(Message("forward", self.index, micro_batch))
+        return tuple(None if g is None else g.to(self.device) for g in self._gradients.pop(micro_batch))
+
+    def _compute_gradients(
+        self,
+        micro_batch: int,
+        outputs: list[Tensor],
+        gradients: list[Tensor | None],
+        received: tuple[Tensor, ...],
+        *,
+        full: bool,
+    ) -> Gradients:
+        if full:
+            return backward(outputs, gradients, received)
+        if not any(tensor.requires_grad for tensor in received):  # nobody waits for a gradient
+            self._weight_parts[micro_batch] = lambda: torch.autograd.backward(outputs, gradients)
+            return (None,) * len(received)
+        key = self._keys[micro_batch]
+        if key not in self._divisible:
+            self._divisible[key] = divisible(outputs, received)
+        if not self._divisible[key]:
+            return backward(outputs, gradients, received)
+        computed, self._weight_parts[micro_batch] = backward_in_parts(outputs, gradients, received, self._parameters())
+        return computed
+
+    def _send_gradients(self, micro_batch: int, received: Sequence[Tensor], computed: Gradients) -> None:
         # A tensor that a layer hands on as it got it is detached by now, and no longer says that it needs a gradient.
-        header = self._headers_in[self._keys[bwd_chunk_id]]
+        header = self._headers_in[self._keys[micro_batch]]
         gradients = [
             torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
             for tensor, gradient, (_, _, requires_grad) in zip(received, computed, header.tensors, strict=True)
             if requires_grad
         ]
-        return self._ops(dist.isend, gradients, self.stage_index - 1)
+        self._send(Message("backward", self.index, micro_batch), gradients, self._before)
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        header = self._headers_in[self._keys[fwd_chunk_id]]
-        received = tuple(tensor.to(self.device) for tensor in self._received[fwd_chunk_id])
-        self._received[fwd_chunk_id] = received
-        for tensor, (_, _, requires_grad) in zip(received, header.tensors, strict=True):
-            tensor.requires_grad_(requires_grad and self.has_backward)
-        return received
+    # Both
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        return tuple(None if g is None else g.to(self.device) for g in self._gradients.pop(bwd_chunk_id))
+    def _begin_pass(self, kind: str, micro_batch: int, *, received: bool) -> None:
+        self._messages.settle()
+        waited = received and not self._messages.posted_by_stage
+        self._recorder.enter(kind, self.index, micro_batch, received=waited)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
-        self._recorder.enter("forward", self.stage_index, fwd_chunk_id, received=not self.is_first)
-        try:
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            self._keep(error)
-            raise
-        self._recorder.enter("idle", self.stage_index, fwd_chunk_id)
-        return output
+    def _before_scheduled_wait(self, micro_batch: int) -> None:
+        if not self._messages.posted_by_stage:
+            self._recorder.enter("receive", self.index, micro_batch)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._settle()
-        received = self._received.get(bwd_chunk_id, ())
-        outputs, _ = self.fwd_cache[bwd_chunk_id]
-        if not self.is_last and not any(output.requires_grad for output in outputs):
-            self.fwd_cache.pop(bwd_chunk_id)
-            self._without_gradient.add(bwd_chunk_id)
-            self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
-            self._recorder.enter("idle", self.stage_index, bwd_chunk_id)
-            return
-        self._recorder.enter("backward", self.stage_index, bwd_chunk_id, received=not self.is_last)
-        self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # only its length is used
-        try:
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            self._keep(error)
-            raise
-        self._recorder.enter("idle", self.stage_index, bwd_chunk_id)
+    def _wait(self, kind: str, message: Message) -> None:
+        """In the middle of a pass."""
+        if self._messages.posted_by_stage:
+            self._recorder.enter("receive", self.index, message.micro_batch)
+            self._messages.arrived(message)
+            self._recorder.enter(kind, self.index, message.micro_batch)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self._settle()
-        if bwd_chunk_id in self._without_gradient:
-            return
-        self._recorder.enter("weight", self.stage_index, bwd_chunk_id)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._recorder.enter("idle", self.stage_index, bwd_chunk_id)
+    def _send(self, message: Message, tensors: Sequence[Tensor], position: int) -> None:
+        self._recorder.enter("send", self.index, message.micro_batch)
+        operations = self._messages.send(message, [tensor.to(self._line.device) for tensor in tensors], position)
+        if operations:
+            self._outgoing[message] = operations
 
-    def _keep(self, error: RuntimeError) -> None:
-        """torch wraps what the user's code raises; the user shall see it as it was."""
-        if isinstance(error.__cause__, Exception):
-            self.error = self.error or error.__cause__
-
-    def _buffer_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._line.device)
-
-    def _ops(self, operation: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
-        """Of tensors where the line wants them: with a back end that knows no GPUs, in the host's memory."""
-        receives = operation is dist.irecv
-        tensors = [tensor.to(self._line.device) for tensor in tensors]
-        for tensor in tensors:
-            self._transfers.append(
-                self._meter.begin(
-                    "recv" if receives else "send",
-                    group="pipeline",
-                    group_size=self._line.num_ranks,
-                    size_bytes=tensor.numel() * tensor.element_size(),
-                    blocking=receives,
-                    awaited=receives,
-                )
-            )
-        return [
-            dist.P2POp(operation, tensor, self._line.ranks[self._position(stage)], self.group) for tensor in tensors
-        ]
-
-    def _position(self, stage: int) -> int:
-        """Of the rank that has a stage."""
-        return stage % self._line.num_ranks
-
-    def _settle(self) -> None:
-        """Ends the clocks of transfers: schedules wait for what is received before they compute."""
-        for transfer in self._transfers:
-            transfer.finish()
-        self._transfers.clear()
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)

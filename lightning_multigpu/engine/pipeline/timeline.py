@@ -25,7 +25,8 @@ class Interval:
 
     ``kind`` is "forward", "backward" or, where the gradients of the weights are computed apart, "weight": passes of a
     stage over a micro-batch. It is "send" while a message is handed over to the back end, or the back end waited for
-    to have sent it, and "receive" while the rank waits for what the next pass needs.
+    to have sent it, and "receive" while the rank waits for what a pass needs. Such a wait cuts a forward pass in two
+    where the step computes something before it comes to the stage's layers.
     """
 
     kind: str
@@ -129,7 +130,7 @@ def usage(timelines: Sequence[Timeline]) -> list[Usage]:
                 )
                 for kind in (*BUSY, *WAITING)
             },
-            {kind: sum(i.kind == kind for i in timeline) for kind in BUSY},
+            {kind: len({(i.stage, i.micro_batch) for i in timeline if i.kind == kind}) for kind in BUSY},
         )
         for timeline in timelines
     ]  # fmt: skip

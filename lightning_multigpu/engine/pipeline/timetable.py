@@ -6,9 +6,9 @@
     rank 0   F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
     rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
 
-The orders are those of torch's schedules, which run them. Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B
-and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473); ZB1P (Qi et al. 2023, arXiv:2401.10241); breadth first
-(Lamy-Poirier 2022, arXiv:2211.05953).
+The orders are those of torch's schedules, which run them over NCCL; over Gloo they are run as they stand here. Sources:
+GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473); ZB1P
+(Qi et al. 2023, arXiv:2401.10241); breadth first (Lamy-Poirier 2022, arXiv:2211.05953).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["forward", "backward", "weight"]
+Regime = Literal["gpipe", "breadth_first", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True)
@@ -32,24 +33,36 @@ class Work:
     micro_batch: int
 
 
+def regime_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Regime:
+    """What is run under a schedule; arguments as for :func:`timetable`.
+
+    Where the micro-batches are too few for the schedule, or no multiple of what it needs, all run forward first and
+    then backward, which computes the same.
+    """
+    rounds = max(1, num_micro_batches // num_ranks)
+    if schedule == "interleaved" or schedule == "zero_bubble":
+        full = num_micro_batches >= num_ranks and num_micro_batches % rounds == 0
+        return schedule if full else "breadth_first"  # type: ignore[return-value]
+    return "1f1b" if schedule == "1f1b" and num_micro_batches >= num_ranks else "gpipe"
+
+
 def timetable(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Work]]:
     """The work of each rank in the order in which it is done.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble". Where the micro-batches are too few for it, or no
-            multiple of what it needs, all run forward first, as they do in training.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; see :func:`regime_of` for what is run under it.
         num_ranks: P; rank p has the stages p, P + p...
         stages_per_rank: v; 1 under "gpipe" and "1f1b".
         num_micro_batches: M.
     """
-    rounds = max(1, num_micro_batches // num_ranks)
-    looped = schedule in ("interleaved", "zero_bubble")
-    if num_micro_batches < num_ranks or schedule == "gpipe" or (looped and num_micro_batches % rounds):
-        return [_all_forward_first(rank, num_ranks, stages_per_rank, num_micro_batches) for rank in range(num_ranks)]
-    if not looped:
-        return [_one_forward_one_backward(rank, num_ranks, num_micro_batches) for rank in range(num_ranks)]
-    apart = schedule == "zero_bubble"
-    return [_interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, apart) for rank in range(num_ranks)]
+    regime = regime_of(schedule, num_ranks, num_micro_batches)
+    ranks = range(num_ranks)
+    if regime == "1f1b":
+        return [_one_forward_one_backward(rank, num_ranks, num_micro_batches) for rank in ranks]
+    if regime == "interleaved" or regime == "zero_bubble":
+        apart = regime == "zero_bubble"
+        return [_interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, apart) for rank in ranks]
+    return [_all_forward_first(rank, num_ranks, stages_per_rank, num_micro_batches) for rank in ranks]
 
 
 def in_flight(order: Sequence[Work], size_bytes: Mapping[int, int] | None = None) -> dict[int, int]:

@@ -1,8 +1,9 @@
-"""What travels from one stage to the next outside of torch's schedules: headers, objects, and evaluation's outputs."""
+"""What travels from one stage to the next beside a schedule's messages: headers, objects, and evaluation's outputs."""
 
 from __future__ import annotations
 
 import pickle
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,17 @@ class Header:
         tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in carried.tensors)
         return cls(carried.structure, tensors)
 
+    def describes(self, carried: Carried) -> bool:
+        """Whether these are such containers and such tensors."""
+        return (
+            len(self.tensors) == len(carried.tensors)
+            and all(
+                tensor.shape == shape and tensor.dtype == dtype and tensor.requires_grad == requires_grad
+                for tensor, (shape, dtype, requires_grad) in zip(carried.tensors, self.tensors, strict=True)
+            )
+            and self.structure == carried.structure
+        )
+
 
 class Line:
     """Point-to-point messages between the ranks of one pipeline; those between two ranks arrive in order.
@@ -39,9 +51,14 @@ class Line:
         group: the ranks, in the order of their positions.
         meter: told of every message, as group "pipeline".
         device: where the back end wants its tensors.
+        in_batches: two ranks that send to each other have to post both messages in one batch, which torch's schedules
+            do; by default they need not where the back end sends from the host's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meter: Meter, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, meter: Meter, device: torch.device, *, in_batches: bool | None = None
+    ) -> None:
+        self.in_batches = device.type != "cpu" if in_batches is None else in_batches
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.device = device
@@ -126,8 +143,14 @@ class Line:
     def finish(self) -> None:
         """Waits until everything has been sent."""
         pending, self._pending = self._pending, []
-        for work, _ in pending:
-            work.wait()
+        if pending:
+            with self.waiting_for_sends():
+                for work, _ in pending:
+                    work.wait()
+
+    def waiting_for_sends(self) -> AbstractContextManager[None]:
+        """Within the block this rank waits until others have received what it has sent, whose bytes are counted."""
+        return self._meter.blocking("send", group="pipeline", group_size=self.num_ranks, size_bytes=0)
 
     def same_everywhere(self, number: int) -> bool:
         """Whether all ranks have the same number; a collective of the pipeline."""

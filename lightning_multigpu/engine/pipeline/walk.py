@@ -44,6 +44,8 @@ class Carried:
 
     @classmethod
     def of(cls, output: Any) -> Carried:
+        if isinstance(output, Tensor):
+            return cls(Slot(0), (output,))
         tensors: list[Tensor] = []
 
         def take(tensor: Tensor) -> Slot:
@@ -86,9 +88,10 @@ class ChainWalk:
         self._begin_part = begin_part
         self._run_layer = run_layer
         self._receive: Callable[[], Carried] | None = None
+        self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._next = 0
         self._previous: list[tuple[Tensor, int]] = []
-        self._incoming: dict[int, Tensor] = {}
+        self._incoming: dict[int, int] = {}
         self._arrived: Carried | None = None
         self._passed: Any = None
 
@@ -121,13 +124,20 @@ class ChainWalk:
         """Goes on with another stage of this rank."""
         self.start, self.stop = start, stop
 
-    def run(self, step: Callable[[], Any], receive: Callable[[], Carried] | None) -> tuple[bool, Any]:
+    def run(
+        self,
+        step: Callable[[], Any],
+        receive: Callable[[], Carried] | None,
+        values: Callable[[], tuple[Tensor, ...]] | None = None,
+    ) -> tuple[bool, Any]:
         """Runs ``step`` as far as this stage goes; within :meth:`installed`.
 
         Args:
             step: the user's step.
             receive: gives what the previous stage has sent; called once the step has reached the chain. None on the
                 first stage.
+            values: gives the tensors of that with their values; called as this stage's first layer needs them, so that
+                what comes before it does not wait. None where ``receive`` gives the values too.
 
         Returns:
             Whether the step was left, and what the stage's last layer returned; else what the step returned.
@@ -135,7 +145,7 @@ class ChainWalk:
         Raises:
             PipelineError: the layers are not used as a chain, or a result needs values of another stage.
         """
-        self._receive = receive
+        self._receive, self._values = receive, values
         self._next = 0
         self._previous = []
         self._incoming = {}
@@ -170,16 +180,18 @@ class ChainWalk:
         self._next = index + 1
         if index < self.start:
             return self._pass_by(index)
-        received = self._incoming if index == self.start else {}
-        missing = next((t for t in given if isinstance(t, StandIn) and id(t) not in received), None)
+        arriving = self._incoming if index == self.start else {}
+        missing = next((t for t in given if isinstance(t, StandIn) and id(t) not in arriving), None)
         if missing is not None:
             raise PipelineError(
                 f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another stage: "
                 "besides the previous layer's output a layer can take only what every stage computes itself"
             )
-        if received:
-            args, kwargs = map_only(StandIn, lambda stand_in: received[id(stand_in)], (args, kwargs))
         self._begin_part(1 + index)
+        if arriving:
+            assert self._arrived is not None
+            values = self._arrived.tensors if self._values is None else self._values()
+            args, kwargs = map_only(StandIn, lambda stand_in: values[arriving[id(stand_in)]], (args, kwargs))
         output = self._run_layer(index, forward, args, kwargs)
         if index == self.stop - 1 and not self.is_last:
             raise _Left(output)
@@ -201,7 +213,7 @@ class ChainWalk:
             source = f"the output of layer {self._name(index)}"
             stand_ins = [StandIn(tensor, source, fixed=True) for tensor in self._arrived.tensors]
             self._passed = map_only(Slot, lambda slot: stand_ins[slot.index], self._arrived.structure)
-            self._incoming = {id(s): tensor for s, tensor in zip(stand_ins, self._arrived.tensors, strict=True)}
+            self._incoming = {id(stand_in): number for number, stand_in in enumerate(stand_ins)}
             self._remember(self._passed)
         return self._passed
 

@@ -49,6 +49,13 @@ def test_a_step_lasts_from_its_first_pass_to_its_last() -> None:
     assert span([FIRST, LAST]) == (10.0, 20.0)
 
 
+def test_a_pass_that_waits_in_the_middle_is_one_pass() -> None:
+    before, wait, *others = Interval("forward", 1, 0, 10.5, 11.0), Interval("receive", 1, 0, 11.0, 12.0), *LAST[1:]
+    _, last = usage([FIRST, (before, wait, *others)])
+    assert last.passes == {"forward": 2, "backward": 2, "weight": 0}
+    assert last.seconds["forward"] == 2.5
+
+
 def test_each_rank_is_busy_waiting_or_idle_for_all_of_the_step() -> None:
     first, last = usage([FIRST, LAST])
     assert first.seconds == {"forward": 3.5, "backward": 3.5, "weight": 0.0, "send": 1.0, "receive": 2.0}

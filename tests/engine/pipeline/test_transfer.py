@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.engine.pipeline.transfer import Line
+from lightning_multigpu.engine.pipeline.transfer import Header, Line
+from lightning_multigpu.engine.pipeline.walk import Carried
 from tests.world import World, init_group, rank
 
 CPU = torch.device("cpu")
@@ -19,7 +20,8 @@ LARGE = bytes(range(256)) * (1 << 14)
 
 def from_last() -> Any:
     init_group()
-    line = Line(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
+    meter = Meter()
+    line = Line(dist.new_group([1, 0], sort_ranks=False), meter, CPU)
     others = dist.new_group([0, 1])
     if rank() == 1:  # the first stage's
         dist.barrier(others)
@@ -30,10 +32,29 @@ def from_last() -> Any:
     works = [work for work, _ in line._pending]
     under_way = not all(work.is_completed() for work in works)
     line.finish()
-    return under_way, all(work.is_completed() for work in works), line._pending
+    meter.end_step()
+    [sends] = meter.steps[0].operations
+    return under_way, all(work.is_completed() for work in works), line._pending, sends
 
 
 def test_the_last_stage_goes_on_and_waits_when_it_is_asked_to(world2: World) -> None:
     last, first = world2.run(from_last)
     assert first == (True, [])
-    assert last == (True, True, [])
+    assert last[:3] == (True, True, [])
+    sends = last[3]
+    assert sends.exposed_s > 0.1  # nearly all of the time for which the other rank has slept
+    assert sends.sent_bytes < len(LARGE) + 10_000
+
+
+def test_a_header_describes_what_is_handed_on() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    header = Header.of(Carried.of((x, {"mask": torch.ones(2, dtype=torch.bool)})))
+    assert header.describes(Carried.of((x * 2, {"mask": torch.zeros(2, dtype=torch.bool)})))
+    others: list[Any] = [
+        (x[:1], {"mask": torch.ones(2, dtype=torch.bool)}),
+        (x, {"mask": torch.ones(2)}),
+        (x.detach(), {"mask": torch.ones(2, dtype=torch.bool)}),
+        (x, {"keep": torch.ones(2, dtype=torch.bool)}),
+        x,
+    ]
+    assert not any(header.describes(Carried.of(other)) for other in others)

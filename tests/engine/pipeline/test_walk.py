@@ -110,6 +110,28 @@ def walk(forward: Forward, cuts: tuple[int, ...]) -> Any:
     return result
 
 
+def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
+    module = Walked()
+    said: list[str] = []
+    chain = find_chain(module, "auto", 2)
+    first, second = ChainWalk(chain, 0, 2), ChainWalk(chain, 2, 4, lambda part: said.append(f"part {part}"))
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    with first.installed():
+        _, handed_on = first.run(lambda: plain(module, x), None)
+    sent = Carried.of(handed_on)
+    empty = Carried(sent.structure, tuple(torch.full_like(tensor, torch.nan) for tensor in sent.tensors))
+
+    def values() -> tuple[Tensor, ...]:
+        said.append("values")
+        return sent.tensors
+
+    module.layers[1].register_forward_hook(lambda *_: said.append("layer 1 passed by"))
+    with second.installed():
+        _, result = second.run(lambda: plain(module, x), lambda: empty, values)
+    assert said == ["part 0", "layer 1 passed by", "part 3", "values", "part 4", "part 5"]
+    torch.testing.assert_close(result, plain(Walked(), x))
+
+
 @pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (1, 2, 3)])
 def test_stages_compute_together_what_the_module_computes(cuts: tuple[int, ...]) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])

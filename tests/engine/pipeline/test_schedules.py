@@ -1,0 +1,310 @@
+"""Stages run by a schedule compute together what one process computes, whoever posts their messages."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.engine.pipeline import schedules
+from lightning_multigpu.engine.pipeline.chain import find_chain
+from lightning_multigpu.engine.pipeline.messages import HostMessages, Message
+from lightning_multigpu.engine.pipeline.runner import PipelineRunner
+from lightning_multigpu.engine.pipeline.schedules import InOrder, TorchSchedules
+from lightning_multigpu.engine.pipeline.transfer import Line
+from tests.world import World, init_group
+
+CPU = torch.device("cpu")
+SAMPLES, WIDTH, LAYERS = 19, 4, 8
+PATIENCE_S = 20.0
+
+
+class Layer(nn.Module):
+    """Takes and gives two tensors, of which the second may come from a parameter alone."""
+
+    def __init__(self, *, loose: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.loose = nn.Parameter(torch.ones(WIDTH)) if loose else None
+
+    def forward(self, x: Tensor, further: Tensor | None = None) -> Any:
+        y = torch.tanh(self.linear(x)) + (0 if further is None else further)
+        return y, (y * 2 if self.loose is None else self.loose * 3)
+
+
+class Model(nn.Module):
+    def __init__(self, *, loose: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(3, WIDTH)
+        self.layers = nn.ModuleList(Layer(loose=loose) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x, further = self.embedding(batch), None
+        for layer in self.layers:
+            x, further = layer(x, further)
+        return self.head(x).square().mean()
+
+
+class Trial:
+    """One rank of a pipeline; rank 0 has the last stage."""
+
+    def __init__(self, model: Model, schedule: str, *, in_batches: bool) -> None:
+        init_group()
+        num_ranks = dist.get_world_size()
+        self.model = model.double()
+        self.batch = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.line = Line(
+            dist.new_group(list(range(num_ranks))[::-1], sort_ranks=False), Meter(), CPU, in_batches=in_batches
+        )
+        num_stages = num_ranks * (2 if schedule in ("interleaved", "zero_bubble") else 1)
+        size = LAYERS // num_stages
+        self.runner = PipelineRunner(
+            find_chain(model, "layers", num_stages), [(s * size, (s + 1) * size) for s in range(num_stages)], self.line,
+            CPU, Meter(), schedule=schedule, parameters=lambda: list(model.parameters()),  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.steps = 0
+
+    @property
+    def position(self) -> int:
+        return self.runner.position
+
+    def train(self, num_micro_batches: int, before: Callable[[int], None] = lambda micro_batch: None) -> list[Tensor]:
+        """A step; ``before`` is called before the model's own step, on every stage."""
+        parts = self.batch.tensor_split(num_micro_batches)
+
+        def step(micro_batch: int) -> Tensor:
+            before(micro_batch)
+            return self.model.loss(parts[micro_batch])
+
+        self.steps += 1
+        scales = [len(part) / SAMPLES for part in parts]
+        return self.runner.train(step, [part.shape for part in parts], scales, (self.steps,))
+
+    def difference(self) -> float:
+        """The largest relative difference of a gradient, summed over ranks, from those of the whole model."""
+        whole = Model(loose=self.model.layers[0].loose is not None).double()
+        whole.loss(self.batch).backward()
+        worst = 0.0
+        for mine, expected in zip(self.model.parameters(), whole.parameters(), strict=True):
+            total = torch.zeros_like(mine) if mine.grad is None else mine.grad.clone()
+            dist.all_reduce(total)
+            wanted = torch.zeros_like(total) if expected.grad is None or not mine.requires_grad else expected.grad
+            worst = max(worst, float((total / self.steps - wanted).abs().max() / (1e-30 + wanted.abs().max())))
+        return worst
+
+
+def trained(schedule: str, in_batches: bool, counts: list[int], *, loose: bool = False, frozen: bool = False) -> Any:
+    model = Model(loose=loose)
+    if frozen:
+        for part in (model.embedding, *model.layers[: LAYERS // 2]):
+            part.requires_grad_(False)
+    trial = Trial(model, schedule, in_batches=in_batches)
+    expected = [type(trial.runner._order) is (TorchSchedules if in_batches else InOrder)]
+    for count in counts:
+        trial.train(count)
+    return all(expected), trial.difference()
+
+
+POSTED = pytest.mark.parametrize("in_batches", [False, True], ids=["by the stages", "by torch"])
+SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+
+
+@POSTED
+@SCHEDULES
+def test_gradients_are_those_of_the_whole_model(world: World, schedule: str, in_batches: bool) -> None:
+    # Of several sizes within a step, too few for the schedule, and no multiple of what it needs.
+    for right, difference in world.run(trained, schedule, in_batches, [4, 8, 1, 4, 5, 2]):
+        assert right
+        assert difference < 1e-12
+
+
+@POSTED
+@SCHEDULES
+def test_stages_that_nobody_waits_for_a_gradient_of(world2: World, schedule: str, in_batches: bool) -> None:
+    for _, difference in world2.run(trained, schedule, in_batches, [4], frozen=True):
+        assert difference < 1e-12
+
+
+@POSTED
+@SCHEDULES
+def test_a_parameter_that_leads_to_an_output_past_the_input(world2: World, schedule: str, in_batches: bool) -> None:
+    for _, difference in world2.run(trained, schedule, in_batches, [4], loose=True):
+        assert difference < 1e-12
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path.name} was not written within {PATIENCE_S} s")
+        time.sleep(0.001)
+
+
+def running_ahead(directory: Path) -> float:
+    """The last stage begins when the first one has handed on everything."""
+    trial = Trial(Model(), "gpipe", in_batches=False)
+    trial.train(4)
+
+    def before(micro_batch: int) -> None:
+        if trial.position == 1 and micro_batch == 0:
+            _wait_for(directory / "all")
+
+    layer = trial.model.layers[2]  # the stage leaves the step behind the next one
+    done: list[int] = []
+
+    def behind(*_: Any) -> None:
+        done.append(1)
+        if len(done) == 4:
+            (directory / "all").touch()
+
+    handle = layer.register_forward_hook(behind)
+    trial.train(4, before)
+    handle.remove()
+    return trial.difference()
+
+
+def test_a_stage_goes_on_before_its_output_has_been_received(world2: World, tmp_path: Path) -> None:
+    assert max(world2.run(running_ahead, tmp_path)) < 1e-12
+
+
+def beginning_early(directory: Path) -> float:
+    """The first stage goes on when the last one has come to the layers."""
+    trial = Trial(Model(), "1f1b", in_batches=False)
+    trial.train(4)
+
+    def before(micro_batch: int) -> None:
+        if trial.position == 1:
+            (directory / str(micro_batch)).touch()
+        elif micro_batch == 0:
+            _wait_for(directory / "0")
+
+    trial.train(4, before)
+    return trial.difference()
+
+
+def test_a_step_begins_before_its_input_has_arrived(world2: World, tmp_path: Path) -> None:
+    assert max(world2.run(beginning_early, tmp_path)) < 1e-12
+
+
+def most_under_way(schedule: str) -> tuple[int, int]:
+    """Messages of one kind whose tensors a stage holds at a time, and what is left of them behind the step."""
+    trial = Trial(Model(), schedule, in_batches=False)
+    trial.train(16)
+    messages = trial.runner.stages[0]._messages
+    assert isinstance(messages, HostMessages)
+    counts: list[int] = []
+    send = messages.send
+
+    def watched(*args: Any) -> Any:
+        result = send(*args)
+        counts.append(len(messages._under_way))
+        return result
+
+    messages.send = watched  # type: ignore[method-assign]
+    trial.train(16)
+    return max(counts), len(messages._under_way)
+
+
+def test_1f1b_holds_no_more_messages_than_it_is_ahead(world2: World) -> None:
+    for held, left in world2.run(most_under_way, "1f1b"):
+        assert held <= 3
+        assert left == 0
+    assert [left for _, left in world2.run(most_under_way, "gpipe")] == [0, 0]
+
+
+def left_for_later() -> list[int]:
+    """Micro-batches whose weights a stage has yet to compute the gradients of, whenever a backward pass has ended."""
+    trial = Trial(Model(), "zero_bubble", in_batches=False)
+    trial.train(4)
+    counts: list[int] = []
+    for stage in trial.runner.stages:
+        run = stage.backward
+
+        def watched(*args: Any, stage: Any = stage, run: Any = run, **kwargs: Any) -> None:
+            run(*args, **kwargs)
+            counts.append(len(stage._weight_parts))
+
+        stage.backward = watched  # type: ignore[method-assign]
+    trial.train(4)
+    return counts
+
+
+def test_zero_bubble_leaves_the_weights_for_later(world2: World) -> None:
+    for counts in world2.run(left_for_later):
+        assert len(counts) == 8
+        assert min(counts) > 0
+
+
+class Noting:
+    """Stands for a stage; says what it is asked for."""
+
+    def __init__(self, index: int, said: list[str]) -> None:
+        self.index = index
+        self._said = said
+
+    def expect(self, kind: str, micro_batch: int, *, ahead: bool = False) -> None:
+        self._said.append(f"{'ahead' if ahead else 'expect'} {kind[0]}{micro_batch}")
+
+    def forward(self, micro_batch: int) -> None:
+        self._said.append(f"F{micro_batch}")
+
+    def backward(self, micro_batch: int, *, full: bool) -> None:
+        self._said.append(f"{'B' if full else 'I'}{micro_batch}")
+
+    def weight(self, micro_batch: int) -> None:
+        self._said.append(f"W{micro_batch}")
+
+
+def test_the_next_message_is_expected_before_a_pass_runs() -> None:
+    said: list[str] = []
+    InOrder([Noting(1, said)], 1, 2, "1f1b").run(2)  # type: ignore[list-item]
+    assert said == [
+        "expect f0", "ahead b0", "F0", "expect b0", "ahead f1", "B0", "expect f1", "ahead b1", "F1", "expect b1", "B1"
+    ]  # fmt: skip
+
+
+def test_backward_comes_in_parts_under_zero_bubble_only() -> None:
+    for schedule, wanted in [("zero_bubble", {"F", "I", "W"}), ("interleaved", {"F", "B"})]:
+        said: list[str] = []
+        InOrder([Noting(0, said), Noting(2, said)], 0, 2, schedule).run(4)  # type: ignore[list-item]
+        assert {entry[0] for entry in said if " " not in entry} == wanted
+
+
+def test_no_two_messages_of_a_step_have_the_same_tag() -> None:
+    group: Any = None
+    line: Any = type("Line", (), {"group": group, "num_ranks": 2})
+    messages = HostMessages(line, Meter(), 4)
+    kinds: Any = ("forward", "backward")
+    tags = {messages._tag(Message(kind, stage, m)) for kind in kinds for stage in range(4) for m in range(16)}
+    assert len(tags) == 2 * 4 * 16
+    assert 0 not in tags  # that of headers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, entry in vars(schedules._StageForTorch).items()
+        if inspect.isfunction(entry) and name != "__init__"
+    ],
+)
+def test_what_is_overridden_of_torchs_stage_is_still_called_so(name: str) -> None:
+    assert hasattr(_PipelineStageBase, name), f"torch's pipeline stage no longer has {name}"
+
+
+@pytest.mark.parametrize("name", ["stage_backward_input", "stage_backward_weight"])
+def test_private_function_of_torch_is_still_there(name: str) -> None:
+    module = importlib.import_module("torch.distributed.pipelining._backward")
+    assert hasattr(module, name), f"torch no longer has {module.__name__}.{name}"
