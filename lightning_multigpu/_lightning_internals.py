@@ -55,7 +55,8 @@ from lightning.pytorch.trainer.call import (
     _interrupt as interrupt,
 )
 from lightning.pytorch.utilities.exceptions import (
-    # Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure.
+    # Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure. Lightning's Tuner
+    # raises it, and so do we.
     _TunerExitException as EndOfRun,
 )
 
@@ -71,6 +72,7 @@ __all__ = [
     "collect_rng_states",
     "disable_module_memory_sharing",
     "further_ddp_options",
+    "has_set_signal_handlers",
     "interrupt",
     "logger_step",
     "logging_as",
@@ -133,6 +135,14 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
+
+
+def has_set_signal_handlers(trainer: Trainer) -> bool:
+    """Whether Lightning has set its handlers for this run; it does so between ``on_fit_start`` and the first batch.
+
+    A handler of ours that it finds there would keep it from setting its own, and it would give it back after the run.
+    """
+    return bool(trainer._signal_connector._original_handlers)
 
 
 def restore_handler_at_teardown(trainer: Trainer, signum: int, handler: Any) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.failure_board import FailureBoard, RankFailedError, RankFailure
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
@@ -146,7 +147,7 @@ class FailureWatch:
         self.stop()
 
     def end_in_order(self) -> None:
-        """All ranks end together, at a signal: what follows is no failure, and takes the time that it takes."""
+        """All ranks end together, at a signal or when a Tuner has what it wanted: what follows is no failure."""
         self._lasts = False
         self._ends_in_order = True
 
@@ -328,7 +329,7 @@ def guarded(function: Callable[..., Any], strategy: MultiGPUStrategy, args: Any,
     except BaseException as error:
         if isinstance(error, SIGTERMException):
             error.code = SIGTERM_STATUS  # Lightning's has none, so that the process would seem to have done its work
-        if strategy.signals.agreed_on(error):
+        if strategy.signals.agreed_on(error) or isinstance(error, EndOfRun):
             watch.end_in_order()
             raise
         failure = watch.settle(error, strategy.steps_completed(), strategy.global_rank)

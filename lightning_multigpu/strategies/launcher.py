@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
 from lightning_multigpu.guardian import Guardian
 from lightning_multigpu.strategies.failure_watch import guarded
 
@@ -56,6 +56,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return guarded(function, self._strategy, args, kwargs)
+        except EndOfRun:  # on all ranks, whose scripts go on
+            raise
         except Exception:
             if children is not None:
                 children.end_all()

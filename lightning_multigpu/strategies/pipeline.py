@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,8 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.runner import ScheduleName
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.strategies import pipeline_checks, validation
@@ -24,12 +27,14 @@ from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.split_model import SplitModel
-from lightning_multigpu.strategies.stage_agreement import RealOutputs
+from lightning_multigpu.strategies.stage_agreement import WordOfLastStage
 from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states
 from lightning_multigpu.strategies.whole_checkpoint_io import map_files
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+T = TypeVar("T")
 
 
 class PipelineStrategy(MultiGPUStrategy):
@@ -114,7 +119,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._recording = {"steps": False, "activations": False}
         self._built_bounds: list[tuple[int, int]] = []
         self._running: RunningPipeline | None = None
-        self._outputs = RealOutputs()
+        self._word = WordOfLastStage(self._share_storage)
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
 
@@ -152,7 +157,7 @@ class PipelineStrategy(MultiGPUStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(self.lightning_module)
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-            trainer.callbacks.insert(0, self._outputs)  # type: ignore[attr-defined]
+        self._word.stand_first(trainer)
         super().setup(trainer)
 
     @override
@@ -190,6 +195,9 @@ class PipelineStrategy(MultiGPUStrategy):
     def _pipeline(self) -> RunningPipeline:
         assert self._running is not None
         return self._running
+
+    def _share_storage(self) -> None:
+        self._pipeline.steps.share_storage()
 
     def _data_axis(self) -> DataAxis | None:
         if self.data_parallel_size == 1:
@@ -232,8 +240,8 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def teardown(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and self._outputs in trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks.remove(self._outputs)  # type: ignore[attr-defined]
+        if trainer is not None:
+            self._word.leave(trainer)
         if self._running is not None:
             self._running.end()
             if trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not self.failure_watch.failed:
@@ -242,6 +250,35 @@ class PipelineStrategy(MultiGPUStrategy):
         self._built_bounds = []
         self._step_args = None
         super().teardown()
+
+    # Collectives
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
+
+        The world means the data axis too: ``LightningModule.all_gather`` names it where it was given no group.
+        """
+        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank ``src``; within a step that of the rank with the same stages in its pipeline."""
+        if self._in_step:
+            size = self.pipeline_parallel_size
+            src = src // size * size + self.global_rank % size
+        return super().broadcast(obj, src)
+
+    @override
+    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
+        """Within a step only the ranks with the same stages are at the same place: there nobody waits for others."""
+        if group is dist.group.WORLD and self._in_step:
+            group = None
+        return super()._metered_group(group)
+
+    @property
+    def _in_step(self) -> bool:
+        return self._running is not None and self._running.steps.running
 
     # Batches
 
@@ -257,6 +294,12 @@ class PipelineStrategy(MultiGPUStrategy):
     # Training
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        self._word.stand_first(self.lightning_module.trainer)
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Keeps the batch for :meth:`backward`, which Lightning calls when gradients have been set to zero.
 
@@ -266,6 +309,12 @@ class PipelineStrategy(MultiGPUStrategy):
         """
         self._step_args = (*args, *kwargs.values())
         return torch.ones((), dtype=torch.float64, device=self.root_device)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self.lightning_module is not None
+        self._word.leave(self.lightning_module.trainer)  # a Tuner expects its own callback to be the first
 
     @override
     def on_validation_start(self) -> None:
@@ -296,7 +345,7 @@ class PipelineStrategy(MultiGPUStrategy):
             accumulating=self._accumulating,
             optimizers=self.optimizers,
         )
-        self._outputs.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
+        self._word.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
@@ -343,6 +392,11 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._in_step:
+            raise PipelineError(
+                "a checkpoint is saved within a step, where the last stage alone is; save it in on_train_batch_end, or "
+                "by ModelCheckpoint(every_n_train_steps=...)"
+            )
         state = super().lightning_module_state_dict()
         return self._pipeline.model.whole_state_dict(state) if self._gathers else state
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_multigpu._lightning_internals import restore_handler_at_teardown
+from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.strategies.deferred_signals import DeferredSignals
 
@@ -53,10 +53,11 @@ class RunSignals:
         return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool) -> None:
-        """Holds the others too: Lightning has set its handlers by now."""
+        """Holds the others too, once Lightning has set its handlers: a Tuner trains before that."""
         if self._held is None:
             return
-        self._held.hold()
+        if has_set_signal_handlers(trainer):
+            self._held.hold()
         self._held.waits = self._held.waits or training
         self._restore_at_teardown(trainer)
 

@@ -238,7 +238,7 @@ class RunningPipeline:
 
         Within a step only those ask; outside, all ranks do.
         """
-        asked = self._group_of(None if self.steps.running else dist.group.WORLD)
+        asked = self._group_of(dist.group.WORLD)
         if asked is None:
             return [tensor]
         states = asked.gather_objects((self.steps.runner.is_last, tensor.cpu()))

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
+    EndOfRun,
     GlobalStateSnapshot,
     MultiProcessingLauncher,
     check_cuda_fork,
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _AT_ONCE_S = 2.0
+_TUNED_IN_VAIN = (
+    "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
+    "start_method='popen', under 'ring_ddp' for example"
+)
 _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
@@ -204,6 +209,8 @@ class _Task:
             strategy.failure_watch.stop()
             raise
         except Exception as error:
+            if isinstance(error, EndOfRun):
+                error = ValueError(_TUNED_IN_VAIN)
             failure = RankFailure.behind(error)
             if failure is None:
                 failure = RankFailure.of(error, rank=strategy.global_rank, step=strategy.steps_completed())

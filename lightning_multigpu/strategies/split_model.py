@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.meter import Meter
 from lightning_multigpu.engine.pipeline.chain import Chain
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
@@ -141,7 +143,12 @@ class SplitModel:
         return whole
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of one device, on the last stage; elsewhere the stage's own part."""
+        """The optimizer's state of one device, on the last stage; elsewhere the stage's own part.
+
+        Raises:
+            PipelineError: on all stages, if their optimizers do not have the same parameters.
+        """
+        self._check_groups(optimizer)
         state: dict[str, Any] = optimizer.state_dict()
         position, last = self.ownership.position, self.line.num_ranks - 1
         merged: dict[int, Any] = {}
@@ -168,6 +175,21 @@ class SplitModel:
         own = {number: value for number, value in state["state"].items() if number in held}
         # An optimizer keeps what it is given, and with it the file that the values may be mapped from.
         return {**state, "state": tree_map_only(Tensor, torch.clone, own)}
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        """Stages number parameters alike, also after a callback has added some in the middle of the run."""
+        names = {id(holding.tensor): holding.name for holding in self.ownership.holdings}
+        own = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+        if self.line.same_everywhere(zlib.crc32(repr(own).encode())):
+            return
+        first, *others = self.stages.gather_objects(own)
+        other = next(groups for groups in others if groups != first)
+        known = [{name for group in groups for name in group} for groups in (first, other)]
+        raise PipelineError(
+            f"stages have optimizers with different parameters: only one of two has {sorted(known[0] ^ known[1])}. "
+            "Lightning's callbacks for fine-tuning leave out what has the same values as a parameter that is there "
+            "already; add param groups by name, or give such parameters different values before the first step"
+        )
 
     def _holders(self, optimizer: Optimizer) -> list[tuple[int, ...]]:
         """The positions that hold each parameter of the optimizer, in its order; all, for what is not the module's."""

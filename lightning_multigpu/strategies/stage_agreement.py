@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,14 +68,31 @@ class StageAgreement:
             self._sums.any(flag)
 
 
-class RealOutputs(Callback):
-    """Puts the loss of the batch, and whatever else the step returned, in the place of what Lightning was given.
+class WordOfLastStage(Callback):
+    """Shows hooks on every stage what the last one has come to; it stands before all other callbacks.
 
-    Lightning wants the loss before a pipeline has computed it. This callback comes before all others.
+    After a batch that is the loss, and whatever else the step returned, in the place of what Lightning was given: it
+    wants the loss before a pipeline has computed it. At the end of an epoch it is what steps have kept in the module.
+
+    Args:
+        share_storage: gives all stages what steps have kept on the last one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share_storage: Callable[[], None]) -> None:
         self.outputs: dict[str, Any] = {}
+        self._share_storage = share_storage
+
+    def stand_first(self, trainer: pl.Trainer) -> None:
+        """Puts it before the other callbacks; a Tuner has a list of its own for a while."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self not in callbacks:
+            callbacks.insert(0, self)
+
+    def leave(self, trainer: pl.Trainer) -> None:
+        """Takes it out of the Trainer's callbacks."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self in callbacks:
+            callbacks.remove(self)
 
     @override
     def on_train_batch_end(
@@ -83,6 +101,22 @@ class RealOutputs(Callback):
         if isinstance(outputs, dict) and "loss" in outputs:
             outputs.update(self.outputs)
         self.outputs = {}
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._share_storage()
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._share_storage()
+
+    @override
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._share_storage()
+
+    @override
+    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._share_storage()
 
 
 def gather_metrics_by(module: Module, gather: Any) -> list[Metric]:

@@ -27,6 +27,7 @@ from lightning_multigpu.engine.pipeline.runner import PipelineRunner
 from lightning_multigpu.strategies.loss_probe import LossProbe
 from lightning_multigpu.strategies.rehearsal import unlogged_loss, without_trace
 from lightning_multigpu.strategies.stage_logs import StageLogs, combined
+from lightning_multigpu.strategies.stage_storage import StageStorage, packed, reads_outputs, unpacked
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,6 +61,7 @@ class StageSteps:
         self._module = module
         self._plugin = plugin
         self._logs = StageLogs(module)
+        self._storage = StageStorage(module)
         self._seed = seed
         self._evaluated = 0
         self._probe: LossProbe | None = LossProbe(module, seed)
@@ -84,8 +86,8 @@ class StageSteps:
             loss_reduction: what the losses of the micro-batches count for.
 
         Returns:
-            What the step would have returned for the whole batch: on the last stage the loss and all further
-            outputs, elsewhere the loss.
+            What the step would have returned for the whole batch: on the last stage, and where a hook looks at it, the
+            loss and all further outputs, elsewhere the loss.
 
         Raises:
             ValueError: the losses of the first batch's micro-batches do not add up to its own.
@@ -114,14 +116,22 @@ class StageSteps:
         seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
         losses = self.runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
         message: Any = None
+        further: dict[str, Any] = {}
         if self.runner.is_last:
             samples = [float(leading_size(part) or 1) for part in parts]
             means = weights if callable(loss_reduction) else samples
-            message = combined(records, means, losses, weights), combined_loss(losses, weights), trainer.should_stop
-        replayed, loss, stops = self.runner.line.from_last(message)
+            further = _merged(outputs)
+            loss = combined_loss(losses, weights)
+            message = (
+                combined(records, means, losses, weights),
+                loss,
+                trainer.should_stop,
+                self._packed(further or None, "on_train_batch_end"),
+            )
+        replayed, loss, stops, package = self.runner.line.from_last(message)
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
-        return {"loss": loss, **(_merged(outputs) if self.runner.is_last else {})}
+        return {"loss": loss, **self._unpacked(package, further)}
 
     @contextmanager
     def rehearsing(self, batch: Any, others: Sequence[Any], num_micro_batches: int) -> Iterator[Callable[[], Any]]:
@@ -153,18 +163,35 @@ class StageSteps:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 
         Returns:
-            What the step returned, on the last stage; None elsewhere.
+            What the step returned, on the last stage and, but for ``predict_step``, where a hook looks at it; None
+            elsewhere.
         """
         self._evaluated += 1
         seed = (self._seed, 1, self._module.trainer.global_step, self._evaluated)
         with self._logs.recording(pass_on=self.runner.is_last) as records:
             _, output = self.runner.evaluate(lambda: self._called(hook, *args, **kwargs), seed)
         if hook != "predict_step":
-            replayed = self.runner.line.from_last(records if self.runner.is_last else None)
+            batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
+            message = (records, self._packed(output, batch_end)) if self.runner.is_last else None
+            replayed, package = self.runner.line.from_last(message)
             if not self.runner.is_last:
                 self._logs.replay(replayed, hook)
+            output = self._unpacked(package, output)
         self.runner.line.finish()
-        return output if self.runner.is_last else None
+        return output
+
+    def share_storage(self) -> None:
+        """Gives all stages what steps have kept in the module on the last one; a collective of the pipeline."""
+        self._storage.share(self.runner.line, is_last=self.runner.is_last)
+
+    def _packed(self, output: Any, hook: str) -> bytes | None:
+        """The output of a step for the other stages; None where no ``hook`` of theirs looks at it."""
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        looked_at = output is not None and reads_outputs(hook, self._module, callbacks)
+        return packed(output, f"what {hook} is given") if looked_at else None
+
+    def _unpacked(self, package: bytes | None, own: Any) -> Any:
+        return own if package is None or self.runner.is_last else unpacked(package, self._module.device)
 
     def _loss_forward_only(self, others: Sequence[Any], batch: Any, seed: tuple[int, ...]) -> Any:
         """The loss of a batch or what was raised behind the layers, on the last stage; nothing is logged."""
@@ -184,7 +211,8 @@ class StageSteps:
     def _called(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         self.running = True
         try:
-            return getattr(self._module, hook)(*args, **kwargs)
+            with self._storage.noting():
+                return getattr(self._module, hook)(*args, **kwargs)
         finally:
             self.running = False
             # What a metric computed within the step, it computed on this stage alone: it must do so again with all.

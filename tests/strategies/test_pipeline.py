@@ -8,18 +8,20 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
@@ -90,11 +92,13 @@ class TinyGPT(L.LightningModule):
         self.latest = 0.0
         self.losses: list[float] = []
         self.noises: list[float] = []
+        self.own = SimpleNamespace(noises=[])  # of this stage: what a list of the module has comes from the last one
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions
         x = x + 0.1 * torch.randn_like(x)
         self.noises.append(float(x.detach().sum()))
+        self.own.noises.append(self.noises[-1])
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         for block in self.blocks:
             x = block(x, mask=mask)
@@ -184,7 +188,7 @@ def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0) -> dict[st
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
         "losses": module.losses,
-        "noises": module.noises,
+        "noises": module.own.noises,
         "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
         "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
         "latest": module.latest,
@@ -416,6 +420,75 @@ def test_a_frozen_stage(world2: World) -> None:
             torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
 
 
+class Unfreezing(BaseFinetuning):
+    """The first layers join in the second epoch, with a param group of their own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer, lr=0.05)
+
+
+class Tuned(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+
+
+def unfreeze(ranks: int, path: str, schedule: Any = "1f1b") -> dict[str, Any]:
+    module = Tuned()
+    strategy = PipelineStrategy(schedule=schedule, balance=_BALANCES[schedule]) if ranks > 1 else "auto"
+    trainer = make_trainer(Case(max_epochs=3), strategy, ranks, callbacks=[Unfreezing(), SaveAtEnd(path)])
+    trainer.fit(module, train_loader(Case(), 1))
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+_BALANCES = {"1f1b": [2, 6], "zero_bubble": [1, 1, 1, 5]}
+
+
+class SaveAtEnd(L.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("schedule", sorted(_BALANCES))
+def test_layers_of_another_stage_are_unfrozen_in_the_middle(schedule: str, world2: World, tmp_path: Path) -> None:
+    reference = unfreeze(1, str(tmp_path / "one"))
+    for result in world2.run(unfreeze, 2, str(tmp_path / "two"), schedule):
+        for name, value in reference.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+    (one,), (two,) = (torch.load(tmp_path / name, weights_only=False)["optimizer_states"] for name in ("one", "two"))
+    assert two["param_groups"] == one["param_groups"]
+    assert two["state"].keys() == one["state"].keys() == {0, 1, 2, 3}
+    for number, state_of_one in one["state"].items():
+        torch.testing.assert_close(two["state"][number], state_of_one, rtol=1e-9, atol=1e-11)
+
+
+class OneSided(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.global_rank == 0:
+            trainer.optimizers[0].add_param_group({"params": pl_module.second.parameters()})
+
+
+class FirstOnly(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.first.parameters(), lr=0.1)
+
+
+def save_unlike(path: str) -> None:
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(), 2, callbacks=[OneSided(), SaveAtEnd(path)])
+    trainer.fit(FirstOnly(), train_loader(Case(), 1))
+
+
+def test_optimizers_of_different_parameters_make_no_checkpoint(world2: World, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"only one of two has \['layers.2.bias', 'layers.2.weight'\]"):
+        world2.run(save_unlike, str(tmp_path / "never"))
+
+
 class Stopping(Classifier):
     """Its step ends the training; the end of the step runs on the last stage only."""
 
@@ -541,7 +614,8 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
-    assert [bool(result["seen"]) for result in results] == [True, False, True, False]
+    seen = [result["seen"] for result in results]
+    assert seen[0] == seen[1] != seen[2] == seen[3], "the stages of a pipeline have the batches of its last one"
     assert global_losses(results) == pytest.approx([loss for loss, _ in reference["seen"]], rel=1e-9)
 
 

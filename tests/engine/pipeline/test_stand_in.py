@@ -50,6 +50,16 @@ def test_its_values_cannot_be_asked_for() -> None:
         StandIn(torch.ones(2), "output", fixed=True).add_(1)
 
 
+def test_it_is_equal_to_itself_only() -> None:
+    """Lightning looks so for a parameter among those of an optimizer."""
+    first, second = layer(), layer()
+    assert torch.equal(first.weight, first.weight)
+    assert not torch.equal(first.weight, second.weight)
+    assert not torch.equal(first.weight, torch.zeros(2, 3))
+    assert not torch.equal(torch.zeros(2, 3), first.weight)
+    assert not torch.equal(first.weight, first.bias)
+
+
 def test_modules_and_optimizers_take_them() -> None:
     linear = copy.deepcopy(layer()).double().to("cpu")
     assert isinstance(linear.weight, StandIn)

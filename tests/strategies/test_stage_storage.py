@@ -1,0 +1,261 @@
+"""What steps keep and return on the last stage is where hooks of other stages look for it, as on one device."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.strategies.stage_storage import StageStorage, packed, reads_outputs, unpacked
+from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
+from tests.world import World
+
+
+class Collecting(Classifier):
+    """Keeps outputs for the end of the epoch as modules do since ``validation_epoch_end`` is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.by_loader: dict[int, list[Tensor]] = {0: [], 1: []}
+        self.alias = self.by_loader
+        self.best = float("inf")
+        self.latest: Tensor | None = None
+        self.newest: deque[int] = deque(maxlen=3)
+        self.at_batch_ends: list[float] = []
+        self.found: dict[str, Any] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        self.losses.append(loss)
+        self.by_loader[dataloader_idx].append(logits[:, 0])
+        self.best = min(self.best, float(loss))
+        self.latest = loss
+        self.newest.append(batch_idx)
+        return {"loss": loss, "first": logits[:, :1]}
+
+    def on_validation_batch_end(self, outputs: STEP_OUTPUT, *args: Any) -> None:
+        assert isinstance(outputs, dict)
+        self.at_batch_ends.append(float(outputs["first"].sum()))
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.latest is not None
+        self.log("collected", torch.stack(self.losses).mean(), sync_dist=True)
+        self.found = {
+            "mean": float(torch.stack(self.losses).mean()),
+            "by loader": [torch.cat(found).tolist() for found in self.alias.values()],
+            "best": self.best,
+            "latest": float(self.latest),
+            "newest": list(self.newest),
+            "longest": self.newest.maxlen,
+            "batch ends": list(self.at_batch_ends),
+        }
+        self.losses.clear()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "targets": batch[1]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["targets"], batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean of seen", sum(loss for loss, _ in self.seen) / len(self.seen))
+
+
+def collect(strategy: Any, ranks: int) -> dict[str, Any]:
+    module = Collecting()
+    case = Case(max_epochs=2)
+    trainer = make_trainer(case, strategy, ranks, num_sanity_val_steps=1)
+    trainer.fit(module, train_loader(case, trainer), [eval_loader(), eval_loader(8)])
+    return {**module.found, "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_hooks_of_all_stages_find_what_they_would_on_one_device(schedule: str, world2: World) -> None:
+    expected = collect("auto", 1)
+    assert len(expected["by loader"][1]) > 8
+    for found in world2.run(collect, PipelineStrategy(schedule=schedule), 2):
+        metrics, expected_metrics = found.pop("metrics"), dict(expected["metrics"])
+        assert metrics == pytest.approx(expected_metrics, rel=1e-6)
+        for name, value in found.items():
+            assert value == (pytest.approx(expected[name], rel=1e-9) if name != "by loader" else value), name
+        for own, theirs in zip(found["by loader"], expected["by loader"], strict=True):
+            assert own == pytest.approx(theirs, rel=1e-9)
+
+
+class Asking(Classifier):
+    """Its steps talk to the other ranks, as steps do that a rank runs for a batch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        strategy = self.trainer.strategy
+        before = strategy.broadcast(batch_idx if data_ranks(self.trainer) == 1 else self.trainer.global_rank)
+        strategy.barrier()
+        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+        gathered = self.all_gather(loss)
+        self.answers.append((before, gathered.tolist(), strategy.reduce_boolean_decision(True)))
+
+    def on_validation_epoch_end(self) -> None:
+        self.answers.append(self.all_gather(torch.tensor(float(self.trainer.global_rank))).tolist())
+
+
+def ask(ranks: int, pipelines: int) -> list[Any]:
+    module = Asking()
+    strategy = PipelineStrategy(data_parallel_size=pipelines)
+    make_trainer(Case(), strategy, ranks).validate(module, eval_loader(8), verbose=False)
+    return module.answers
+
+
+def test_collectives_of_a_step_are_those_of_the_data_axis(world2: World, world4: World) -> None:
+    for rank, answers in enumerate(world2.run(ask, 2, 1)):
+        assert [before for before, *_ in answers[:-1]] == [0, 1]
+        assert all(len(losses) == 1 and yes for _, losses, yes in answers[:-1])
+        assert answers[-1] == [float(rank)]
+    for rank, answers in enumerate(world4.run(ask, 4, 2)):
+        assert [before for before, *_ in answers[:-1]] == [0], "the rank of the first pipeline"
+        assert all(len(set(losses)) == 2 and yes for _, losses, yes in answers[:-1])
+        assert answers[-1] == [float(rank % 2), float(rank % 2 + 2)], "outside of steps each stage asks its peers too"
+
+
+class Saving(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.save_checkpoint("never.ckpt")
+        return loss
+
+
+def save_in_a_step() -> None:
+    make_trainer(Case(), PipelineStrategy(), 2).fit(Saving(), train_loader(Case(), 1))
+
+
+def test_a_checkpoint_within_a_step_is_refused(world2: World) -> None:
+    with pytest.raises(PipelineError, match="save it in on_train_batch_end"):
+        world2.run(save_in_a_step)
+
+
+# Without processes
+
+
+def storage(**attributes: Any) -> tuple[L.LightningModule, StageStorage]:
+    module = L.LightningModule()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module, StageStorage(module)
+
+
+def test_notes_what_is_changed_and_nothing_else() -> None:
+    module, found = storage(
+        kept=[1],
+        grown=[1],
+        deep={"a": {"b": []}},
+        number=1,
+        tensor=torch.zeros(2),
+        replaced=(1,),
+        large=list(range(200)),
+    )
+    with found.noting():
+        module.grown.append(2)
+        module.deep["a"]["b"].append(torch.zeros(()))
+        module.number += 1
+        module.tensor.add_(1)
+        module.replaced = (2,)
+        module.large.append(0)
+        module.new = "new"
+        module.save_hyperparameters({"lr": 1})
+        module._dtype = torch.float64
+    assert set(found._changed) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
+
+
+def test_what_an_exception_leaves_is_noted() -> None:
+    module, found = storage(items=[])
+
+    with pytest.raises(IndexError), found.noting():
+        module.items.append(module.items.append(1) or module.items[1])
+    assert set(found._changed) == {"items"}
+
+
+class _Line:
+    """Stands for the line: what the last stage gives is what the other one gets."""
+
+    def __init__(self) -> None:
+        self.given: Any = None
+
+    def from_last(self, obj: Any) -> Any:
+        self.given = self.given if obj is None else obj
+        return self.given
+
+    def finish(self) -> None:
+        pass
+
+
+def test_containers_stay_the_same_objects_and_are_sent_once() -> None:
+    line: Any = _Line()
+    last, given = storage(outputs=[], table={}, names=set())
+    with given.noting():
+        last.outputs.append(torch.ones(2))
+        last.table["a"] = 1
+        last.names.add("a")
+    given.share(line, is_last=True)
+    first, taken = storage(outputs=["old"], table={"old": 0}, names={"old"})
+    before = first.outputs, first.table, first.names
+    taken.share(line, is_last=False)
+    assert first.outputs[0].tolist() == [1, 1]
+    assert (first.table, first.names) == ({"a": 1}, {"a"})
+    assert (first.outputs, first.table, first.names) == before, "they are the same objects"
+    assert first.outputs is before[0]
+    given.share(line, is_last=True)
+    assert line.given == {}
+
+
+def test_what_cannot_be_sent_stays_with_a_warning() -> None:
+    line: Any = _Line()
+    last, given = storage(lock=None, lost=None, fine=None)
+    with given.noting():
+        last.lock = threading.Lock()
+        last.lost = [StandIn(torch.ones(2), "parameter layers.0.weight")]
+        last.fine = 1
+    with pytest.warns(UserWarning, match=r"self\.") as warned:
+        given.share(line, is_last=True)
+    assert set(line.given) == {"fine"}
+    told = [str(warning.message) for warning in warned]
+    assert any("self.lock stays on the last stage, because it cannot be pickled" in text for text in told)
+    assert any("self.lost stays" in text and "parameter layers.0.weight" in text for text in told)
+
+
+def test_a_view_is_sent_without_the_memory_around_it() -> None:
+    whole = torch.zeros(1_000_000)
+    package = packed({"view": whole[:10].requires_grad_()}, "it")
+    assert package is not None
+    assert len(package) < 10_000
+    found = unpacked(package, torch.device("cpu"))["view"]
+    assert found.tolist() == [0.0] * 10
+    assert not found.requires_grad
+
+
+class Looking(L.Callback):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        """Looks at outputs."""
+
+
+def test_who_looks_at_outputs() -> None:
+    module = L.LightningModule()
+    ours = [L.pytorch.callbacks.TQDMProgressBar(), L.pytorch.callbacks.ModelCheckpoint()]
+    assert not reads_outputs("on_validation_batch_end", module, ours)
+    assert reads_outputs("on_validation_batch_end", module, [*ours, Looking()])
+    assert not reads_outputs("on_test_batch_end", module, [*ours, Looking()])
+    assert reads_outputs("on_validation_batch_end", Collecting(), [])

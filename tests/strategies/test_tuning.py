@@ -1,0 +1,65 @@
+"""Lightning's Tuner ends a fit in its middle, as a regular end: what it finds is that of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    data_ranks,
+    distinct_regimes,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
+from tests.world import World
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+CASE = Case(max_epochs=3)
+
+
+class Rated(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def tune(strategy_name: str | None, ranks: int, *, by_callback: bool = False) -> dict[str, Any]:
+    """Finds a learning rate, then trains with it; as the Tuner's user does, or by a callback within the fit."""
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    trainer = make_trainer(CASE, strategy, ranks, callbacks=[finder] if by_callback else [])
+    module = Rated()
+    loader = train_loader(CASE, trainer)
+    if not by_callback:
+        found = Tuner(trainer).lr_find(module, loader, num_training=20, early_stop_threshold=None)
+        assert found is not None
+    trainer.fit(module, loader)
+    results = finder.optimal_lr.results if by_callback else found.results  # type: ignore[union-attr]
+    return {"data ranks": data_ranks(trainer), "rate": module.lr, **results, "weights": state(module)}
+
+
+@pytest.mark.parametrize("by_callback", [False, True], ids=["Tuner", "callback"])
+@regimes
+def test_finds_a_learning_rate_and_trains(regime: Regime, by_callback: bool, world2: World) -> None:
+    expected = tune(None, 1, by_callback=by_callback)
+    assert expected["rate"] != 0.01
+    for result in world2.run(tune, regime.name, 2, by_callback=by_callback):
+        assert result["rate"] != 0.01
+        if result["data ranks"] == 1:  # else Lightning looks at the loss of each rank's own part of a batch
+            assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert result["rate"] == pytest.approx(expected["rate"], rel=1e-6)
+            assert_same_weights(result, expected)
