@@ -60,7 +60,12 @@ from lightning.pytorch.utilities.exceptions import (
     _TunerExitException as EndOfRun,
 )
 
+# The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
+# optimizer and precision: no public one stands behind all of those hooks.
+HOOKS_BEFORE_STEP = "_after_closure"
+
 __all__ = [
+    "HOOKS_BEFORE_STEP",
     "IS_INTERACTIVE",
     "EndOfRun",
     "GlobalStateSnapshot",

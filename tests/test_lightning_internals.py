@@ -8,9 +8,11 @@ import inspect
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 
 import lightning_multigpu
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 
 PACKAGE = Path(lightning_multigpu.__file__).parent
 INTERNALS = PACKAGE / "_lightning_internals.py"
@@ -57,6 +59,7 @@ def test_private_names_are_imported_in_one_place_only() -> None:
         (DDPStrategy, "set_world_ranks"),
         (DDPStrategy, "determine_ddp_device_ids"),
         (DDPStrategy, "post_backward"),
+        (Precision, HOOKS_BEFORE_STEP),
     ],
 )
 def test_hook_that_we_override_is_still_called_so(owner: type, name: str) -> None:

@@ -346,7 +346,8 @@ class PipelineStrategy(MultiGPUStrategy):
             optimizers=self.optimizers,
         )
         self._word.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
+        with self._pipeline.hooks_see_gradients("on_after_backward"):
+            multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_multigpu.engine.pipeline.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.random_state import seed_of
 from lightning_multigpu.engine.pipeline.recompute import layers_of
 from lightning_multigpu.engine.pipeline.recorder import Recorder
+from lightning_multigpu.engine.pipeline.remote_gradients import RemoteGradients
 from lightning_multigpu.engine.pipeline.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stage_costs import MeasuredBalance, StageCosts
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
@@ -32,6 +34,7 @@ from lightning_multigpu.strategies.split_model import SplitModel
 from lightning_multigpu.strategies.stage_agreement import StageAgreement, gather_metrics_by
 from lightning_multigpu.strategies.stage_balance import announce, measured_costs
 from lightning_multigpu.strategies.stage_steps import StageSteps
+from lightning_multigpu.strategies.users_hooks import has_hook
 
 _SEED_BITS = 2**62 - 1
 
@@ -82,7 +85,8 @@ class RunningPipeline:
         self.steps = StageSteps(model.module, runner, plugin, seed_of(seed, number), model.ownership.parameters)
         self._metrics = gather_metrics_by(model.module, self._gather_metric)
         self._models = ModelsInStages(model.module)
-        self._agreement = StageAgreement(plugin, model.ownership, self._sums)
+        self._gradients = RemoteGradients(model.ownership, self._sums)
+        self._agreement = StageAgreement(plugin, model.ownership, self._sums, self._gradients)
 
     def _new_runner(self) -> PipelineRunner:
         model = self.model
@@ -157,6 +161,10 @@ class RunningPipeline:
         if not accumulating:
             self._reduce_gradients()
         return outputs
+
+    def hooks_see_gradients(self, hook: str) -> AbstractContextManager[None]:
+        """Within the block parameters have gradients that other stages hold, if the user's code has such a hook."""
+        return self._gradients.shown() if has_hook(hook, self.model.module) else nullcontext()
 
     def _reduce_gradients(self) -> None:
         """A stage's own gradients first: later stages have them while earlier ones still run backward."""

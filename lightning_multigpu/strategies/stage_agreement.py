@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +17,11 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.gradients import StageSums
 from lightning_multigpu.engine.pipeline.ownership import Ownership
+from lightning_multigpu.engine.pipeline.remote_gradients import RemoteGradients
+from lightning_multigpu.strategies.users_hooks import has_hook
 
 
 class StageAgreement:
@@ -30,13 +34,17 @@ class StageAgreement:
         plugin: the Trainer's precision plugin.
         ownership: which stage counts for which parameter.
         sums: over the stages.
+        gradients: of other stages, which hooks before the optimizer's step see.
     """
 
-    def __init__(self, plugin: Precision, ownership: Ownership, sums: StageSums) -> None:
+    def __init__(self, plugin: Precision, ownership: Ownership, sums: StageSums, gradients: RemoteGradients) -> None:
         self._plugin = plugin
         self._scaler: Any = getattr(plugin, "scaler", None)
         self._ownership = ownership
         self._sums = sums
+        self._gradients = gradients
+        self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
+        vars(plugin)[HOOKS_BEFORE_STEP] = self._run_hooks_with_gradients
         vars(plugin)["clip_grad_by_norm"] = self._clip
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._filter: Any = warnings.filters[0]
@@ -46,11 +54,17 @@ class StageAgreement:
 
     def end(self) -> None:
         """Gives the plugin its own methods back."""
-        vars(self._plugin).pop("clip_grad_by_norm", None)
+        for covered in (HOOKS_BEFORE_STEP, "clip_grad_by_norm"):
+            vars(self._plugin).pop(covered, None)
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         if self._scaler is not None:
             vars(self._scaler).pop("unscale_", None)
+
+    def _run_hooks_with_gradients(self, model: pl.LightningModule, optimizer: Any) -> None:
+        looked_at = any(has_hook(hook, model) for hook in ("on_before_optimizer_step", "configure_gradient_clipping"))
+        with self._gradients.shown() if looked_at else nullcontext():
+            self._run_hooks(model, optimizer)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

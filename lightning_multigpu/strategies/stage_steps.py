@@ -27,7 +27,8 @@ from lightning_multigpu.engine.pipeline.runner import PipelineRunner
 from lightning_multigpu.strategies.loss_probe import LossProbe
 from lightning_multigpu.strategies.rehearsal import unlogged_loss, without_trace
 from lightning_multigpu.strategies.stage_logs import StageLogs, combined
-from lightning_multigpu.strategies.stage_storage import StageStorage, packed, reads_outputs, unpacked
+from lightning_multigpu.strategies.stage_storage import StageStorage, packed, unpacked
+from lightning_multigpu.strategies.users_hooks import has_hook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -186,8 +187,7 @@ class StageSteps:
 
     def _packed(self, output: Any, hook: str) -> bytes | None:
         """The output of a step for the other stages; None where no ``hook`` of theirs looks at it."""
-        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        looked_at = output is not None and reads_outputs(hook, self._module, callbacks)
+        looked_at = output is not None and has_hook(hook, self._module)
         return packed(output, f"what {hook} is given") if looked_at else None
 
     def _unpacked(self, package: bytes | None, own: Any) -> Any:

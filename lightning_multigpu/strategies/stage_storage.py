@@ -21,9 +21,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -92,20 +90,6 @@ class StageStorage:
 
     def _marks(self) -> _Marks:
         return {name: _mark(value) for name, value in vars(self._module).items() if name not in self._not_ours}
-
-
-def reads_outputs(hook: str, module: pl.LightningModule, callbacks: Iterable[Callback]) -> bool:
-    """Whether the module, or a callback of the user's, has the hook that is given the outputs of steps.
-
-    Lightning's callbacks and ours look at the loss alone, which all stages have.
-    """
-    if is_overridden(hook, module):
-        return True
-    theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
-    return any(is_overridden(hook, callback, Callback) for callback in theirs)
-
-
-_LIBRARIES = ("lightning", __name__.partition(".")[0])
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.strategies.stage_storage import StageStorage, packed, reads_outputs, unpacked
+from lightning_multigpu.strategies.stage_storage import StageStorage, packed, unpacked
 from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
 from tests.world import World
 
@@ -245,17 +245,3 @@ def test_a_view_is_sent_without_the_memory_around_it() -> None:
     found = unpacked(package, torch.device("cpu"))["view"]
     assert found.tolist() == [0.0] * 10
     assert not found.requires_grad
-
-
-class Looking(L.Callback):
-    def on_validation_batch_end(self, *args: Any) -> None:
-        """Looks at outputs."""
-
-
-def test_who_looks_at_outputs() -> None:
-    module = L.LightningModule()
-    ours = [L.pytorch.callbacks.TQDMProgressBar(), L.pytorch.callbacks.ModelCheckpoint()]
-    assert not reads_outputs("on_validation_batch_end", module, ours)
-    assert reads_outputs("on_validation_batch_end", module, [*ours, Looking()])
-    assert not reads_outputs("on_test_batch_end", module, [*ours, Looking()])
-    assert reads_outputs("on_validation_batch_end", Collecting(), [])

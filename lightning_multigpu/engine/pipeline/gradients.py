@@ -60,6 +60,12 @@ class StageSums:
         self._all_reduce(square)
         return square.sqrt()
 
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sum of the stages' ``numbers``, of equal shapes, in the host's memory."""
+        summed = numbers.to(self._line.device, copy=True)
+        self._all_reduce(summed)
+        return summed.cpu()
+
     def any(self, flag: Tensor) -> Tensor:
         """Writes into ``flag`` (one number) the largest of the stages' values."""
         value = flag.to(self._line.device)

@@ -1,0 +1,25 @@
+"""Which hooks the user's own code has: what they look at is brought to every stage, and only then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_LIBRARIES = ("lightning", __name__.partition(".")[0])
+
+
+def has_hook(hook: str, module: pl.LightningModule) -> bool:
+    """Whether the module, or a callback of its Trainer's that is neither Lightning's nor ours, overrides the hook.
+
+    Of what a stage lacks, Lightning's callbacks and ours look at the loss alone, which all stages have.
+    """
+    if is_overridden(hook, module):
+        return True
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+    return any(is_overridden(hook, callback, Callback) for callback in theirs)

@@ -1,0 +1,88 @@
+"""A gradient without values that has the norms of one with values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.remote_gradients import RemoteGradient
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+
+ORDERS = (1.0, 2.0, float("inf"))
+
+
+def values(seed: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def remote(gradient: Tensor) -> Parameter:
+    """A parameter of another stage, and what is known of its gradient."""
+    parameter = Parameter(StandIn(gradient, "parameter weight"))
+    norms = {order: torch.linalg.vector_norm(gradient.double(), order) for order in ORDERS}
+    parameter.grad = RemoteGradient(parameter, "the gradient of parameter weight", norms)
+    return parameter
+
+
+def local(gradient: Tensor) -> Parameter:
+    parameter = Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient.clone()
+    return parameter
+
+
+def gradient_of(parameter: Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norms_however_they_are_asked_for(order: float) -> None:
+    expected = torch.linalg.vector_norm(values(1), order)
+    gradient = gradient_of(remote(values(1)))
+    for found in (
+        gradient.norm(order),
+        gradient.data.norm(order),
+        gradient.detach().norm(p=order),
+        torch.linalg.vector_norm(gradient, order),
+        get_total_norm([gradient], order),
+    ):
+        assert not isinstance(found, StandIn)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_gradients_are_clipped_by_the_norm_of_all(order: float) -> None:
+    expected = [local(values(1)), local(values(2)), local(values(3))]
+    found = [local(values(1)), remote(values(2)), local(values(3))]
+    torch.testing.assert_close(clip_grad_norm_(found, 0.1, order), clip_grad_norm_(expected, 0.1, order))
+    for index in (0, 2):
+        torch.testing.assert_close(gradient_of(found[index]), gradient_of(expected[index]))
+    torch.testing.assert_close(gradient_of(found[1]).norm(order), gradient_of(expected[1]).norm(order))
+
+
+def test_norms_follow_a_division() -> None:
+    gradient = gradient_of(remote(values(1)))
+    gradient.div_(-4)
+    torch.testing.assert_close(gradient.norm(), values(1).norm() / 4)
+
+
+def test_other_changes_leave_no_norms() -> None:
+    parameters = [local(values(1)), remote(values(2))]
+    clip_grad_value_(parameters, 0.01)
+    assert gradient_of(parameters[0]).abs().max() <= 0.01
+    with pytest.raises(PipelineError, match="computes with the gradient of parameter weight"):
+        gradient_of(parameters[1]).norm().item()
+
+
+def test_values_are_not_to_be_had() -> None:
+    gradient = gradient_of(remote(values(1)))
+    with pytest.raises(PipelineError, match="the gradient of parameter weight"):
+        gradient.mean().item()
+    with pytest.raises(PipelineError, match="the gradient of parameter weight"):
+        gradient.norm(3).item()
+    with pytest.raises(PipelineError, match="the gradient of parameter weight"):
+        gradient.norm(2, dim=0).sum().item()

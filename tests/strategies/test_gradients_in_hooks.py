@@ -1,0 +1,120 @@
+"""Hooks that clip or log by the norms of all gradients do on every stage what they do on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
+from tests.world import World
+
+
+class Clipping(Classifier):
+    """Clips by hand, and logs norms before and after."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.norms: list[float] = []
+        self.after_backward: list[float] = []
+
+    def on_after_backward(self) -> None:
+        self.after_backward.append(float(torch.nn.utils.get_total_norm(gradients(self), float("inf"))))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
+        self.log("clipped", torch.nn.utils.get_total_norm(gradients(self)))
+
+
+class ByConfiguration(Classifier):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+
+
+class ClipEach(L.Callback):
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        for gradient in gradients(pl_module):
+            gradient.mul_(0.1 / gradient.norm())
+
+
+def gradients(module: L.LightningModule) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def train(module: type[Classifier], strategy: Any, ranks: int, trainer_options: dict[str, Any]) -> dict[str, Any]:
+    made = module()
+    case = Case(trainer=trainer_options)
+    trainer = make_trainer(case, strategy, ranks)
+    trainer.fit(made, train_loader(case, trainer))
+    kept = [entry for each in trainer.optimizers for entry in each.state]
+    return {
+        "weights": state(made),
+        "norms": getattr(made, "norms", []),
+        "after backward": getattr(made, "after_backward", []),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "left": [p.grad is not None and isinstance(p.grad, StandIn) for p in made.parameters()],
+        "states of stand-ins": any(isinstance(entry, StandIn) for entry in kept),
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule", "options"),
+    [
+        (Clipping, "1f1b", {}),
+        (Clipping, "zero_bubble", {}),
+        (Clipping, "1f1b", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (ByConfiguration, "1f1b", {}),
+        (Classifier, "1f1b", {"callbacks": [ClipEach()]}),
+    ],
+    ids=["by hand", "zero-bubble", "and by the Trainer", "configured", "by a callback"],
+)
+def test_trains_as_on_one_device(
+    module: type[Classifier], schedule: Any, options: dict[str, Any], world2: World
+) -> None:
+    expected = train(module, "auto", 1, options)
+    accumulates = "accumulate_grad_batches" in options
+    for found in world2.run(train, module, PipelineStrategy(schedule=schedule), 2, options):
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+        assert accumulates or found["after backward"] == pytest.approx(expected["after backward"], rel=1e-9)
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+        assert not any(found["left"])
+        assert not found["states of stand-ins"]
+
+
+def scaled(strategy: Any, ranks: int) -> list[float]:
+    module = Clipping()
+    case = Case(precision="32-true", trainer={"plugins": MixedPrecision("16-mixed", "cpu"), "precision": None})
+    trainer = make_trainer(case, strategy, ranks)
+    trainer.fit(module, train_loader(case, trainer))
+    return module.norms
+
+
+def test_norms_are_those_of_unscaled_gradients(world2: World) -> None:
+    expected = scaled("auto", 1)
+    for found in world2.run(scaled, PipelineStrategy(balance=[1, 7]), 2):
+        assert found == pytest.approx(expected, rel=0.05), "in half precision"
+
+
+class Averaging(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("mean", float(torch.stack([gradient.abs().mean() for gradient in gradients(self)]).mean()))
+
+
+def ask_for_values() -> None:
+    make_trainer(Case(), PipelineStrategy(), 2).fit(Averaging(), train_loader(Case(), 1))
+
+
+def test_what_is_not_known_is_refused(world2: World) -> None:
+    with pytest.raises(PipelineError, match=r"the gradient of parameter layers.* the norms of order 1, 2 and inf"):
+        world2.run(ask_for_values)
