@@ -76,6 +76,7 @@ __all__ = [
     "check_main_guard",
     "collect_rng_states",
     "disable_module_memory_sharing",
+    "draws_graph",
     "further_ddp_options",
     "has_set_signal_handlers",
     "interrupt",
@@ -122,6 +123,11 @@ def argument_of(strategy: Strategy, name: str) -> Any:
         if hasattr(strategy, place):
             return getattr(strategy, place)
     raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")
+
+
+def draws_graph(logger: Any) -> bool:
+    """Whether a logger runs the module's forward on ``example_input_array`` to draw a graph of it."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:

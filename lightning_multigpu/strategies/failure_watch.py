@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ class FailureWatch:
 
     Attributes:
         failed: whether this run has failed.
+        earlier_children: processes that an earlier run in this one has started, by their ranks: this run needs them.
         watching: this rank's connection to the guardian of its host. Without it (guardians need Linux) only exceptions
             and the death of other ranks than 0 are told, and none while the ranks join.
     """
@@ -69,6 +71,7 @@ class FailureWatch:
         self._thread: threading.Thread | None = None
         self._dead_child: RankFailure | None = None
         self.watching: Watching | None = None
+        self.earlier_children: dict[int, subprocess.Popen[bytes]] = {}
 
     def begin(self, cut: Callable[[], object]) -> None:
         """A new run begins, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
@@ -104,9 +107,16 @@ class FailureWatch:
         self.check()
 
     def check(self) -> None:
-        """Raises RankFailedError if another rank is known to have failed."""
+        """Raises RankFailedError if another rank is known to have failed, or to have ended since an earlier run."""
         if self._dead_child is not None:
             raise RankFailedError(self._dead_child.describe())
+        for rank, child in self.earlier_children.items():
+            code = child.poll()
+            if code is not None:
+                raise RankFailedError(
+                    f"rank {rank} (pid {child.pid}), which an earlier run of this program has started, "
+                    f"{ended_text(code)}; a rank that fails ends its program: start the job anew"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FailureWatch, (self.timeout_s,)  # what a spawned rank starts from

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
+_STARTED: dict[int, subprocess.Popen[bytes]] = {}  # by this process, by rank; they run its script to its end
 _PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
@@ -47,9 +48,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
             guardian = self._strategy.joining.start_guardian(self._strategy)
             self._call_children_scripts()
             children = ChildWatch(self.procs, self._strategy)
+            _STARTED.update(children.ranks())
             if guardian is not None:
                 for rank, child in children.ranks():
                     guardian.started(rank, child.pid)
+        else:
+            self._strategy.failure_watch.earlier_children = dict(_STARTED)
         self._strategy.joining.begin(self._strategy, guardian=guardian)
         if children is not None:
             children.start()

@@ -157,6 +157,7 @@ class PipelineStrategy(MultiGPUStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(self.lightning_module)
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
         self._word.stand_first(trainer)
         super().setup(trainer)
 

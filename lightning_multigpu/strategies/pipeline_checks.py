@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
+from lightning_multigpu._lightning_internals import draws_graph
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.runner import LOOPED_SCHEDULES
 
@@ -47,6 +49,18 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
                 f"callbacks=[{type(callback).__name__}()] averages a copy of the whole model, which no stage of a "
                 "pipeline has; leave it out, or use ring_ddp"
             )
+
+
+def check_loggers(loggers: Iterable[Logger], module: pl.LightningModule) -> None:
+    """No logger runs the whole module by itself.
+
+    Raises:
+        ValueError: one does.
+    """
+    if module.example_input_array is not None and any(draws_graph(logger) for logger in loggers):
+        raise ValueError(
+            "log_graph=True of a logger runs the whole module, which no stage of a pipeline has; pass log_graph=False"
+        )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:

@@ -33,7 +33,7 @@ class Breaks(Classifier):
         due = self.how != "nothing" and self.trainer.global_rank == self.rank and self.trainer.global_step == 3
         self.calls += due
         if due and self.calls == (3 if isinstance(self.trainer.strategy, PipelineStrategy) else 1):
-            if self.how == "raise":
+            if self.how in ("raise", "again"):
                 raise OwnError(f"the data on rank {self.rank} is spoilt")
             if self.how == "exit":
                 os._exit(7)
@@ -63,7 +63,13 @@ def main() -> None:
     case = Case(num_samples=48, max_epochs=epochs)
     trainer = make_trainer(case, chosen, devices, callbacks=[Saves()], default_root_dir=place)
     module = Breaks(rank, how)
-    trainer.fit(module, train_loader(Case(num_samples=48), trainer))
+    loader = train_loader(Case(num_samples=48), trainer)
+    try:
+        trainer.fit(module, loader)
+    except OwnError:
+        if how != "again":
+            raise
+        make_trainer(case, chosen, devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
     print(f"rank {trainer.global_rank} finished with weights {weights:.9f}", flush=True)
 

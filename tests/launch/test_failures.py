@@ -50,6 +50,16 @@ def _carries(process: psutil.Process, mark: str) -> bool:
         return False
 
 
+def test_a_program_that_goes_on_after_a_failure_learns_that_ranks_have_ended(tmp_path: Path) -> None:
+    """It would wait for them until join_timeout_s is over."""
+    finished = run(tmp_path, "ring_ddp", "2", "0", "again")
+    assert finished.returncode == 1
+    last = finished.stderr.strip().splitlines()[-1]
+    assert re.search(
+        r"RankFailedError: rank 1 \(pid \d+\), which an earlier run of this program has started, ended", last
+    )
+
+
 @pytest.mark.parametrize(
     ("strategy", "devices", "rank"), [("ring_ddp", "2", "1"), ("ring_ddp", "3", "0"), ("ring_ddp_spawn", "2", "1")]
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,7 +26,7 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.strategies.pipeline_checks import check_callbacks, check_module, check_optimizers
+from lightning_multigpu.strategies.pipeline_checks import check_callbacks, check_loggers, check_module, check_optimizers
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -564,6 +565,16 @@ def test_optimizers_and_callbacks_that_need_all_parameters_are_refused() -> None
     for callback in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
         with pytest.raises(ValueError, match=r"averages a copy of the whole model.*ring_ddp"):
             check_callbacks([callback])
+
+
+def test_a_logger_that_runs_the_module_is_refused(tmp_path: Path) -> None:
+    module = Classifier()
+    drawing = TensorBoardLogger(tmp_path, log_graph=True)
+    check_loggers([drawing], module)
+    module.example_input_array = torch.zeros(2, 6)
+    check_loggers([TensorBoardLogger(tmp_path)], module)
+    with pytest.raises(ValueError, match="pass log_graph=False"):
+        check_loggers([drawing], module)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,61 @@ def test_hooks_of_all_stages_find_what_they_would_on_one_device(schedule: str, w
             assert own == pytest.approx(theirs, rel=1e-9)
 
 
+class Keeping(Classifier):
+    """Keeps something of every batch, whatever the stage of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[float] = []
+        self.at_end: dict[str, list[float]] = {}
+
+    def _keep(self, batch: Any) -> Tensor:
+        logits = self(batch[0])
+        self.kept.append(float(logits.detach().sum()))
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.nn.functional.cross_entropy(self._keep(batch), batch[1])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._keep(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._keep(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.at_end["train"] = list(self.kept)
+
+    def on_test_epoch_end(self) -> None:
+        self.at_end["test"] = list(self.kept)
+
+    def on_predict_epoch_end(self) -> None:
+        self.at_end["predict"] = list(self.kept)
+
+
+def keep(strategy: Any, ranks: int) -> dict[str, list[float]]:
+    case = Case(max_epochs=1)
+    trainer = make_trainer(case, strategy, ranks)
+    ends: dict[str, list[float]] = {}
+    for run in (
+        lambda module: trainer.fit(module, train_loader(case, trainer)),
+        lambda module: trainer.test(module, eval_loader(), verbose=False),
+        lambda module: trainer.predict(module, eval_loader()),
+    ):
+        module = Keeping()
+        run(module)
+        ends |= module.at_end
+    return ends
+
+
+def test_every_kind_of_epoch_ends_so(world2: World) -> None:
+    expected = keep("auto", 1)
+    assert set(expected) == {"train", "test", "predict"}
+    for found in world2.run(keep, PipelineStrategy(num_micro_batches=1), 2):
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-9), name
+
+
 class Asking(Classifier):
     """Its steps talk to the other ranks, as steps do that a rank runs for a batch of its own."""
 
