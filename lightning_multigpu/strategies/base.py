@@ -139,6 +139,10 @@ class MultiGPUStrategy(MeshStrategy):
         """What the loss of this rank's batch is multiplied by, so that the mean over ranks is that of one device."""
         return self.feed.loss_scale
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this rank has the values of a parameter of the module, and of its gradient."""
+        return True
+
     def steps_completed(self) -> int | None:
         """Optimizer steps of the attached Trainer so far; None before there is one."""
         module = self.lightning_module

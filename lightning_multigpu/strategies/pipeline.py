@@ -21,6 +21,7 @@ from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.runner import ScheduleName
+from lightning_multigpu.engine.pipeline.stand_in import StandIn
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.strategies import pipeline_checks, validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -142,6 +143,11 @@ class PipelineStrategy(MultiGPUStrategy):
     def num_micro_batches(self) -> int:
         """Parts that a batch is cut into if it has that many samples."""
         return self._options.num_parts(self.pipeline_parallel_size)
+
+    @override
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the parameter belongs to this rank's stages, or to what all stages hold."""
+        return not isinstance(parameter, StandIn)
 
     # Setting up
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
@@ -38,7 +38,7 @@ def check_module(module: pl.LightningModule) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """No callback keeps a copy of the whole model.
+    """No callback keeps a copy of the whole model, or compares all weights.
 
     Raises:
         ValueError: one does.
@@ -48,6 +48,11 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             raise ValueError(
                 f"callbacks=[{type(callback).__name__}()] averages a copy of the whole model, which no stage of a "
                 "pipeline has; leave it out, or use ring_ddp"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"callbacks=[{type(callback).__name__}()] chooses among all weights, which no stage of a pipeline has; "
+                "leave it out, or use ring_ddp"
             )
 
 

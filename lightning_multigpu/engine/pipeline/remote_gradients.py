@@ -19,13 +19,24 @@ from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 
 _ORDERS = (1.0, 2.0, float("inf"))
+_SOURCE = (
+    "the gradient of parameter {} (here only its norms of order 1, 2 and inf are known; pass over parameters for which "
+    "trainer.strategy.holds(parameter) is False)"
+)
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _SCALES = (_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar)
+_TESTS = {
+    test: function
+    for function in (torch.isfinite, torch.isnan, torch.isinf)
+    for test in (function, getattr(Tensor, function.__name__))
+}
 
 
 class RemoteGradient(StandIn):
     """The gradient of a parameter that another stage holds: of its values only norms are known.
+
+    ``isfinite(gradient).all()``, ``isnan(gradient).any()`` and ``isinf(gradient).any()`` follow from those.
 
     Args:
         parameter: the stand-in for the parameter.
@@ -44,6 +55,15 @@ class RemoteGradient(StandIn):
     def __init__(self, parameter: Tensor, source: str, norms: dict[float, Tensor]) -> None:
         super().__init__(parameter, source)
         self.norms = norms
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = args[0] if args else None
+        test = _TESTS.get(func)
+        if test is None or not isinstance(mine, RemoteGradient) or 1.0 not in mine.norms:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        # An entry that is not finite makes the norm so. Which one it was, nobody knows: all entries answer alike.
+        return test(mine.norms[1.0]).to(mine.device).expand(mine.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -96,20 +116,18 @@ class RemoteGradients:
         Entering is a collective of the pipeline: 4 numbers a parameter are summed.
         """
         shown: list[Parameter] = []
-        counted = {id(parameter) for parameter in self._ownership.counted()}
         everything = [h for h in self._ownership.holdings if isinstance(h.tensor, Parameter)]
         own = torch.zeros(len(everything), 1 + len(_ORDERS), dtype=torch.float64)
         for row, holding in zip(own, everything, strict=True):
             gradient = holding.tensor.grad
-            if id(holding.tensor) in counted and gradient is not None:
+            if gradient is not None:  # what several stages hold has one on each, and no stage asks for its norms
                 values = gradient.coalesce().values() if gradient.is_sparse else gradient
                 row.copy_(torch.stack([torch.ones(()), *(torch.linalg.vector_norm(values, o).cpu() for o in _ORDERS)]))
         for row, holding in zip(self._sums.total(own), everything, strict=True):
             parameter = holding.tensor
             if row[0] and isinstance(parameter, StandIn) and isinstance(parameter, Parameter):
                 norms = dict(zip(_ORDERS, row[1:], strict=True))
-                source = f"the gradient of parameter {holding.name}, of which the norms of order 1, 2 and inf are known"
-                parameter.grad = RemoteGradient(parameter, source, norms)
+                parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms)
                 shown.append(parameter)
         try:
             yield

@@ -46,6 +46,12 @@ class StandIn(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StandIn({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError(f"a step computes with {self.source}, whose values are on another stage (numpy)")
+
+    def tolist(self) -> Any:
+        raise PipelineError(f"a step computes with {self.source}, whose values are on another stage (tolist)")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

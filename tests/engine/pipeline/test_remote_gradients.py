@@ -86,3 +86,19 @@ def test_values_are_not_to_be_had() -> None:
         gradient.norm(3).item()
     with pytest.raises(PipelineError, match="the gradient of parameter weight"):
         gradient.norm(2, dim=0).sum().item()
+    with pytest.raises(PipelineError, match="the gradient of parameter weight"):
+        gradient.cpu().numpy()
+    with pytest.raises(PipelineError, match="the gradient of parameter weight"):
+        gradient.tolist()
+
+
+@pytest.mark.parametrize("entry", [0.0, float("nan"), float("inf"), float("-inf")])
+def test_whether_all_is_finite(entry: float) -> None:
+    gradient = values(1)
+    gradient[1, 2] = entry
+    found = gradient_of(remote(gradient))
+    assert torch.isfinite(found).all() == torch.isfinite(gradient).all()
+    assert found.isfinite().all() == gradient.isfinite().all()
+    assert torch.isnan(found).any() == torch.isnan(gradient).any()
+    assert found.isinf().any() == gradient.isinf().any()
+    assert torch.isfinite(found).shape == gradient.shape
