@@ -18,7 +18,8 @@ from lightning_multigpu.engine.pipeline.gradients import StageSums
 from lightning_multigpu.engine.pipeline.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stand_in import StandIn
 
-_ORDERS = (1.0, 2.0, float("inf"))
+_LARGEST = float("inf")
+_ORDERS = (1.0, 2.0, _LARGEST)
 _SOURCE = (
     "the gradient of parameter {} (here only its norms of order 1, 2 and inf are known; pass over parameters for which "
     "trainer.strategy.holds(parameter) is False)"
@@ -60,10 +61,10 @@ class RemoteGradient(StandIn):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mine = args[0] if args else None
         test = _TESTS.get(func)
-        if test is None or not isinstance(mine, RemoteGradient) or 1.0 not in mine.norms:
+        if test is None or not isinstance(mine, RemoteGradient) or _LARGEST not in mine.norms:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        # An entry that is not finite makes the norm so. Which one it was, nobody knows: all entries answer alike.
-        return test(mine.norms[1.0]).to(mine.device).expand(mine.shape)
+        # An entry that is not finite makes the largest so. Which one it was, nobody knows: all entries answer alike.
+        return test(mine.norms[_LARGEST]).to(mine.device).expand(mine.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -22,7 +22,7 @@ def values(seed: int) -> Tensor:
 def remote(gradient: Tensor) -> Parameter:
     """A parameter of another stage, and what is known of its gradient."""
     parameter = Parameter(StandIn(gradient, "parameter weight"))
-    norms = {order: torch.linalg.vector_norm(gradient.double(), order) for order in ORDERS}
+    norms = {order: torch.linalg.vector_norm(gradient, order).double() for order in ORDERS}
     parameter.grad = RemoteGradient(parameter, "the gradient of parameter weight", norms)
     return parameter
 
@@ -92,9 +92,10 @@ def test_values_are_not_to_be_had() -> None:
         gradient.tolist()
 
 
-@pytest.mark.parametrize("entry", [0.0, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("entry", [0.0, 3e38, float("nan"), float("inf"), float("-inf")])
 def test_whether_all_is_finite(entry: float) -> None:
     gradient = values(1)
+    gradient[0, 0] = entry if abs(entry) < float("inf") else 0.0  # twice: the sum of large entries is infinite
     gradient[1, 2] = entry
     found = gradient_of(remote(gradient))
     assert torch.isfinite(found).all() == torch.isfinite(gradient).all()
