@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
@@ -16,12 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.engine.pipeline.chain import Chain
 from lightning_multigpu.engine.pipeline.data_axis import DataAxis
-from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.runner import ScheduleName
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
 from lightning_multigpu.engine.pipeline.timeline import StageRecord
 from lightning_multigpu.strategies import pipeline_checks, validation
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -30,15 +26,13 @@ from lightning_multigpu.strategies.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.split_model import SplitModel
 from lightning_multigpu.strategies.stage_agreement import WordOfLastStage
 from lightning_multigpu.strategies.stage_construction import built_by_stages, share_random_states
-from lightning_multigpu.strategies.whole_checkpoint_io import map_files
+from lightning_multigpu.strategies.staged import StagedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-T = TypeVar("T")
 
-
-class PipelineStrategy(MultiGPUStrategy):
+class PipelineStrategy(StagedStrategy):
     """Every rank holds some consecutive layers; activations flow forward and their gradients back.
 
     The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` walks through. What comes
@@ -119,7 +113,6 @@ class PipelineStrategy(MultiGPUStrategy):
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}
         self._built_bounds: list[tuple[int, int]] = []
-        self._running: RunningPipeline | None = None
         self._word = WordOfLastStage(self._share_storage)
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
@@ -143,11 +136,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def num_micro_batches(self) -> int:
         """Parts that a batch is cut into if it has that many samples."""
         return self._options.num_parts(self.pipeline_parallel_size)
-
-    @override
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the parameter belongs to this rank's stages, or to what all stages hold."""
-        return not isinstance(parameter, StandIn)
 
     # Setting up
 
@@ -197,11 +185,6 @@ class PipelineStrategy(MultiGPUStrategy):
         self._running.record(**self._recording)
         if balance is None and not model.is_untraced:
             rank_zero_info(pipeline_checks.describe_split(chain, bounds, model.line.ranks))
-
-    @property
-    def _pipeline(self) -> RunningPipeline:
-        assert self._running is not None
-        return self._running
 
     def _share_storage(self) -> None:
         self._pipeline.steps.share_storage()
@@ -257,35 +240,6 @@ class PipelineStrategy(MultiGPUStrategy):
         self._built_bounds = []
         self._step_args = None
         super().teardown()
-
-    # Collectives
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
-
-        The world means the data axis too: ``LightningModule.all_gather`` names it where it was given no group.
-        """
-        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``; within a step that of the rank with the same stages in its pipeline."""
-        if self._in_step:
-            size = self.pipeline_parallel_size
-            src = src // size * size + self.global_rank % size
-        return super().broadcast(obj, src)
-
-    @override
-    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
-        """Within a step only the ranks with the same stages are at the same place: there nobody waits for others."""
-        if group is dist.group.WORLD and self._in_step:
-            group = None
-        return super()._metered_group(group)
-
-    @property
-    def _in_step(self) -> bool:
-        return self._running is not None and self._running.steps.running
 
     # Batches
 
@@ -379,44 +333,3 @@ class PipelineStrategy(MultiGPUStrategy):
         with self.precision_plugin.predict_step_context():
             output = self._evaluate("predict_step", *args, **kwargs)
         return output if self._pipeline.steps.runner.is_last else []
-
-    # Checkpoints
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Maps the file, of which a stage then reads what it holds."""
-        map_files(self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    @property
-    @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self._running is not None and self.failure_watch.failed)
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether what a checkpoint needs is brought together from the stages, which takes all of them."""
-        return self._running is not None and self.data_parallel_rank == 0 and not self.state_is_lost
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._in_step:
-            raise PipelineError(
-                "a checkpoint is saved within a step, where the last stage alone is; save it in on_train_batch_end, or "
-                "by ModelCheckpoint(every_n_train_steps=...)"
-            )
-        state = super().lightning_module_state_dict()
-        return self._pipeline.model.whole_state_dict(state) if self._gathers else state
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = getattr(optimizer, "_optimizer", optimizer)
-        return self._pipeline.model.whole_optimizer_state(plain) if self._gathers else super().optimizer_state(plain)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = [
-            self._pipeline.model.own_optimizer_state(state, optimizer)
-            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
