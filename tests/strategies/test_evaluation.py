@@ -38,6 +38,7 @@ def evaluate(strategy_name: str | None, ranks: int, num_samples: int) -> dict[st
     assert predicted is not None
     return {
         "metrics": {**validated, **tested},
+        "data rank": getattr(trainer.strategy, "data_parallel_rank", 0),
         "tested": [x for batch in module.seen_targets for x in batch],
         "predicted": [float(x) for batch in predicted for x in batch],
     }
@@ -50,8 +51,12 @@ def test_every_sample_once_and_values_of_one_device(regime: Regime, num_samples:
     ranks = world2.run(evaluate, regime.name, 2, num_samples)
     for result in ranks:
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
-    for what in ("tested", "predicted"):
-        assert sorted(x for result in ranks for x in result[what]) == sorted(reference[what])
+    assert sorted(x for result in ranks for x in result["predicted"]) == sorted(reference["predicted"])
+    by_data_rank = {result["data rank"]: result["tested"] for result in ranks}
+    assert all(result["tested"] == by_data_rank[result["data rank"]] for result in ranks), (
+        "all stages have what one saw"
+    )
+    assert sorted(x for tested in by_data_rank.values() for x in tested) == sorted(reference["tested"])
     assert reference["metrics"]["val_samples"] == num_samples
 
 
