@@ -30,15 +30,16 @@ from lightning_multigpu.engine.pipeline.transfer import Line
 
 _Marks = dict[str, Any]
 _DEPTH = 3
-_LOOKED_INTO = 100  # entries of a container that may be containers themselves
+_LOOKED_INTO = 16  # entries of a container that may be containers themselves: it is done twice a micro-batch
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class StageStorage:
     """Notes which attributes of the module steps change, and gives all stages those of the last one.
 
-    Attributes are noted where they are set to something else, where a list, dictionary, set or deque in them, or up to
-    three levels within, gets another length, and where a tensor is changed in place. Other objects are compared by
-    identity. Those of submodules are left alone.
+    Attributes are noted where they are set to something else, where a tensor in them is changed in place, and where a
+    list, dictionary, set or deque gets another length, also up to three levels within containers of at most 16 entries.
+    Other objects are compared by identity. Those of submodules are left alone.
 
     Args:
         module: the user's module.
@@ -125,12 +126,12 @@ def _on_host(tensor: Tensor) -> Tensor | _OnDevice:
 
 def _mark(value: Any, depth: int = _DEPTH) -> Any:
     """Something that differs after a change, and takes no time to make."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, list | tuple | dict | set | frozenset | deque):
         entries: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
         within = [_mark(entry, depth - 1) for entry in entries] if depth and len(value) <= _LOOKED_INTO else []
         return id(value), len(value), within
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     return id(value)
