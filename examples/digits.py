@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_multigpu.callbacks import RunReport  # importing the pack makes its strategies known to Lightning
-from lightning_multigpu.report import table
+from lightning_multigpu.report import run_table
 
 NUM_CLASSES = 10
 Batch = list[Tensor]
@@ -141,7 +141,7 @@ def main() -> None:
     if trainer.is_global_zero:
         print(f"test accuracy: {metrics['test_accuracy']:.4f}")
         assert report.report is not None
-        table.show(report.report)
+        run_table.show(report.report)
         print(f"written to {report.path}")
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu.callbacks import RunReport, ThroughputMonitor
-from lightning_multigpu.report import table
+from lightning_multigpu.report import run_table
 
 NUM_BYTES = 256
 Batch = list[Tensor]
@@ -201,7 +201,7 @@ def main() -> None:
         print(f"validation: {metrics['val_bits_per_byte']:.3f} bits per byte")
         print(f"a sample:\n{model.write(options.prompt, num_bytes=300)}")
         assert report.report is not None
-        table.show(report.report)
+        run_table.show(report.report)
         print(f"written to {report.path}")
 
 

@@ -11,7 +11,7 @@ Importing this package makes their names known to Lightning::
 from importlib.metadata import version
 
 from lightning_multigpu.communication.failure_board import RankFailedError
-from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.registry import REGIMES, Regime, register_all
 from lightning_multigpu.strategies import MultiGPUStrategy, PipelineStrategy, RingDDPStrategy

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.pipeline import PipelineStrategy
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 
 

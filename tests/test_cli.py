@@ -14,7 +14,7 @@ import yaml
 
 from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
-from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies import option_checks
 
 pytestmark = [
     # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
@@ -342,7 +342,7 @@ class TestRefused:
     def test_more_ranks_than_cores_warn_and_go_on(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(validation, "available_cpu_count", lambda: 1)
+        monkeypatch.setattr(option_checks, "available_cpu_count", lambda: 1)
         ending_it_here = "--trainer.sync_batchnorm=true"
         with pytest.warns(UserWarning, match=r"devices=2: this process may use 1 CPU core, so that ranks share cores"):
             message = error_of(

@@ -18,7 +18,7 @@ import torch
 
 from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.commands.usage import PROGRAM
-from lightning_multigpu.strategies.validation import available_cpu_count
+from lightning_multigpu.strategies.option_checks import available_cpu_count
 
 _FILES = ("--json", "--plot")
 _PATH = re.compile(r"(?<![^\s'\"\[(=:,])(?:~|\.{0,2})/(?:[^\s:,;'\"\])/]+/)*([^\s:,;'\"\])/]+)")

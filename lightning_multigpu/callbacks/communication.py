@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.keys import Group, documents_keys
 from lightning_multigpu.callbacks.monitor import Monitor
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.traffic import StepTraffic, sent_share
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 
 DATA_AXIS = "data"
 """The meter's group of gradients; metric reductions and the like have groups of their own."""

@@ -20,9 +20,9 @@ from lightning_multigpu.callbacks.keys import AGGREGATIONS
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
-from lightning_multigpu.engine.pipeline.timeline import StageRecord
-from lightning_multigpu.report import document, schedule_picture, table
-from lightning_multigpu.report.pipeline import PipelineReport
+from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.report import document, run_table, schedule_picture
+from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.strategies import MultiGPUStrategy
 
 _Object = TypeVar("_Object")
@@ -138,7 +138,7 @@ class RunReport(Callback):
         if not trainer.is_global_zero:
             return
         if self._print_table:
-            table.show(self.report)
+            run_table.show(self.report)
         if self._write_file and not _is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture())
 

@@ -51,16 +51,16 @@ import torch
 
 from lightning_multigpu.bench.collectives import implementations as table_of_implementations
 from lightning_multigpu.bench.collectives import support
+from lightning_multigpu.bench.collectives.collective_run import Plan, Result, measure
+from lightning_multigpu.bench.collectives.collective_table import CollectivesTable, document
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.collectives.plot import check_plot, draw
-from lightning_multigpu.bench.collectives.run import Plan, Result, measure
-from lightning_multigpu.bench.collectives.table import CollectivesTable, document
-from lightning_multigpu.bench.jobs.hosts import Hosts
+from lightning_multigpu.bench.jobs.host_agents import Hosts
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement, placement
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.commands.options import OptionParser, names_of, number
+from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")

@@ -43,15 +43,15 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_multigpu.bench.jobs.hosts import Hosts
+from lightning_multigpu.bench.jobs.host_agents import Hosts
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, placement
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import contenders
 from lightning_multigpu.bench.strategies.models import MODELS, brings_batch, check_model
-from lightning_multigpu.bench.strategies.run import Plan, measure
-from lightning_multigpu.bench.strategies.table import SCHEMA_VERSION, StrategiesTable
+from lightning_multigpu.bench.strategies.strategy_run import Plan, measure
+from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
 from lightning_multigpu.commands.classes import ClassNotFoundError, find_class
-from lightning_multigpu.commands.options import OptionParser, number
+from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 DEFAULT_STRATEGIES = ("ddp", "ring_ddp")

@@ -40,15 +40,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lightning_multigpu.commands.options import OptionParser, names_of, number
+from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.plan import PipelinePlans
-from lightning_multigpu.engine.pipeline.runner import SCHEDULES
-from lightning_multigpu.engine.pipeline.stage_costs import LinkCost
-from lightning_multigpu.report.pipeline_plan import as_json, picture, print_plans
-from lightning_multigpu.strategies.pipeline_plan import PipelinePlanner, PlanError
+from lightning_multigpu.engine.pipeline.stages.runner import SCHEDULES
+from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
+from lightning_multigpu.planning.stage_costs import LinkCost
+from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
+from lightning_multigpu.strategies.pipeline.measured_plan import PipelinePlanner, PlanError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_multigpu._suggest import did_you_mean, nearest
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.registry import REGIMES
-from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
@@ -32,11 +32,11 @@ def check_trainer_settings(trainer: Mapping[str, Any]) -> None:
     try:
         check_strategy_name(trainer["strategy"])
         device_type = _device_type(trainer["accelerator"])
-        if device_type in validation.DEVICE_TYPES:
+        if device_type in option_checks.DEVICE_TYPES:
             check_devices(trainer["devices"], device_type)
         if device_type is not None and _is_ours(trainer["strategy"]):
             precision = str(trainer["precision"])
-            validation.check_precision(_PRECISION_ALIASES.get(precision, precision), device_type, explicit=False)
+            option_checks.check_precision(_PRECISION_ALIASES.get(precision, precision), device_type, explicit=False)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -110,7 +110,7 @@ def check_devices(devices: object, device_type: str) -> None:
     if device_type == "cuda":
         wanted = range(number) if number is not None else indices or []
         gpus = [torch.device("cuda", index) for index in wanted]
-        validation.check_devices(gpus, cpu_count=validation.available_cpu_count(), gpu_count=gpu_count)
+        option_checks.check_devices(gpus, cpu_count=option_checks.available_cpu_count(), gpu_count=gpu_count)
 
 
 def _number_and_indices(devices: object) -> tuple[int | None, list[int] | None]:

@@ -28,8 +28,8 @@ from lightning_multigpu.communication.compression import CompressedAllReduce, Co
 from lightning_multigpu.communication.compression.pieces import Pieces
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
-from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
-from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 
 MOST_MOVED = 256
 """Tensors that lie in shared memory at once."""

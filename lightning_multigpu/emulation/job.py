@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
-from lightning_multigpu.emulation.hosts import EmulatedHosts
+from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0

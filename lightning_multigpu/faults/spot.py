@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_multigpu.faults import fault
 from lightning_multigpu.faults.callback import PlantedFault
 from lightning_multigpu.faults.fault import PLACES, Fault, Where
-from lightning_multigpu.strategies.validation import check_choice
+from lightning_multigpu.strategies.option_checks import check_choice
 
 _LARGEST_STATUS = 255
 

@@ -21,7 +21,7 @@ kernel says of them and by nothing else, so a rank that computes for a minute wi
 
 from lightning_multigpu.guardian.client import GuardianClient
 from lightning_multigpu.guardian.failure import Failure
-from lightning_multigpu.guardian.protocol import ProtocolError
+from lightning_multigpu.guardian.link.protocol import ProtocolError
 from lightning_multigpu.guardian.start import Guardian, GuardianError
 
 __all__ = ["Failure", "Guardian", "GuardianClient", "GuardianError", "ProtocolError"]

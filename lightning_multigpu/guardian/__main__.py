@@ -16,7 +16,7 @@ for _name, _path in (("lightning_multigpu", os.path.dirname(_HERE)), ("lightning
     _module.__path__ = [_path]
     sys.modules[_name] = _module
 
-from lightning_multigpu.guardian.process import Process  # noqa: E402
+from lightning_multigpu.guardian.watchdog import Process  # noqa: E402
 
 # The guardian is in the process group of the ranks, so that it sees Ctrl-C: what else a terminal or a supervisor sends
 # to all of it, such as Ctrl-Z, is not for the guardian.

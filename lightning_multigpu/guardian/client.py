@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, Logbook
+from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
-from lightning_multigpu.guardian.logbook import PAGE_BYTES, Logbook
+from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
-from lightning_multigpu.guardian.protocol import Connection, Message, nonce, proof, proves
-from lightning_multigpu.guardian.stacks import answer_stack_signal
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 from lightning_multigpu.guardian.workers import remove_temporary
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_multigpu.guardian.logbook import PAGE_BYTES
-from lightning_multigpu.guardian.protocol import Connection
+from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES
+from lightning_multigpu.guardian.link.protocol import Connection
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
 SECRET = "LIGHTNING_MULTIGPU_GUARDIAN_SECRET"

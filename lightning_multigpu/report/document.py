@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_multigpu.engine.pipeline.timeline import StageRecord
+from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.report.schema import SCHEMA_VERSION, validate
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from lightning_multigpu.engine.pipeline.timeline import BUSY, Interval, Timeline, span
+from lightning_multigpu.planning.timeline import BUSY, Interval, Timeline, span
 
 FILE_NAME = "pipeline_schedule.svg"
 

@@ -30,7 +30,7 @@ The pipelines side by side, and the ranks of each by position, tell of one step:
 newest nine (on GPUs, of which one in 16 is timed) with all micro-batches in one run. ``wall_s`` is from the first pass
 of any rank of the pipeline to the last, and ``bubble`` 1 - busy / wall, where forward, backward and weight passes are
 busy; ``theoretical_bubble`` is that of equal stages, whose messages take no time, see
-:func:`lightning_multigpu.engine.pipeline.timeline.theoretical`. PASSES are ``forward_passes``, ``backward_passes`` and
+:func:`lightning_multigpu.planning.timeline.theoretical`. PASSES are ``forward_passes``, ``backward_passes`` and
 ``weight_passes``; TIMES ``forward_s``, ``backward_s``, ``weight_s``, ``send_s``, ``receive_s`` and ``idle_s``, which
 together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and TIMES are absent where no such step was
 timed, in a fit of fewer than three batches of a shape for example. MEMORY is ``parameters_bytes``, ``gradients_bytes``

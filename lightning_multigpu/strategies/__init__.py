@@ -1,7 +1,7 @@
 """The regimes as Lightning strategies: thin adapters between Lightning's hooks and an engine."""
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.pipeline import PipelineStrategy
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 
 __all__ = ["MultiGPUStrategy", "PipelineStrategy", "RingDDPStrategy"]

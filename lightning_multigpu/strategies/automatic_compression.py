@@ -9,16 +9,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import Compressor, Piece, make_compressor
-from lightning_multigpu.communication.compression.break_even import (
-    break_even_bytes_per_s,
-    measured_cost_s_per_byte,
-)
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel import compression_choice
 from lightning_multigpu.engine.data_parallel.compression_choice import UNCOMPRESSED, Bucket, Measured
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.planning.break_even import (
+    break_even_bytes_per_s,
+    measured_cost_s_per_byte,
+)
 from lightning_multigpu.strategies.compressed_gradients import pieces_of
 
 AUTO = "auto"

@@ -18,18 +18,18 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.failure_board import FailureBoard
-from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
-from lightning_multigpu.engine.pipeline.timeline import StageRecord
-from lightning_multigpu.strategies import validation
-from lightning_multigpu.strategies.batch_feed import BatchFeed
-from lightning_multigpu.strategies.failure_watch import FailureWatch
-from lightning_multigpu.strategies.joining import Joining, check_model
-from lightning_multigpu.strategies.launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.runtime.batch_feed import BatchFeed
+from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.joining import Joining, check_model
+from lightning_multigpu.runtime.run_signals import RunSignals
+from lightning_multigpu.runtime.script_launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
+from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.mesh import MeshStrategy
-from lightning_multigpu.strategies.run_signals import RunSignals
-from lightning_multigpu.strategies.spawn_launcher import SpawnLauncher
-from lightning_multigpu.strategies.whole_checkpoint_io import WholeCheckpointIO
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -86,15 +86,15 @@ class MultiGPUStrategy(MeshStrategy):
         join_timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
-        validation.check_start_method(start_method)
-        validation.check_choice("uneven_inputs", uneven_inputs, ("stop", "join"))
+        option_checks.check_start_method(start_method)
+        option_checks.check_choice("uneven_inputs", uneven_inputs, ("stop", "join"))
         if not callable(loss_reduction):
-            validation.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        validation.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
+            option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        option_checks.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
         if hang_report_s:
-            validation.check_at_least("hang_report_s", hang_report_s, 1.0)
-        validation.check_at_least("join_timeout_s", join_timeout_s, 1.0)
-        validation.check_timeout(timeout)
+            option_checks.check_at_least("hang_report_s", hang_report_s, 1.0)
+        option_checks.check_at_least("join_timeout_s", join_timeout_s, 1.0)
+        option_checks.check_timeout(timeout)
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
@@ -169,7 +169,7 @@ class MultiGPUStrategy(MeshStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.accelerator is not None
-        validation.check_setup(self)
+        option_checks.check_setup(self)
         start_method = "fork" if is_notebook_fork_needed(self._start_method, IS_INTERACTIVE) else self._start_method
         self._launcher = ScriptLauncher(self) if start_method == "popen" else SpawnLauncher(self, start_method)
 

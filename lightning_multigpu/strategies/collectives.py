@@ -11,10 +11,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_multigpu.communication.collectives import MeteredGroup
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.strategies.failure_watch import FailureWatch
-from lightning_multigpu.strategies.process_groups import metered_group
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.process_groups import metered_group
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce
-from lightning_multigpu.communication.segment import SharedMemoryUnavailableError
-from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
-from lightning_multigpu.strategies.process_groups import ProcessGroups
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.runtime.process_groups import ProcessGroups
 
 _BACKEND = "gloo"
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn import Module
 
-from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import Compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.runtime.process_groups import ProcessGroups
 from lightning_multigpu.strategies.automatic_compression import reducer_of_choice
 from lightning_multigpu.strategies.compressed_gradients import pieces_of
 from lightning_multigpu.strategies.gradient_path import gradient_all_reduce
-from lightning_multigpu.strategies.process_groups import ProcessGroups
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

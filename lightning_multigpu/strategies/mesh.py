@@ -13,9 +13,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_multigpu.communication.collectives import MeteredGroup
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.runtime.process_groups import ProcessGroups, leave_world
 from lightning_multigpu.strategies.collectives import CollectiveStrategy
-from lightning_multigpu.strategies.process_groups import ProcessGroups, leave_world
 
 
 class MeshStrategy(CollectiveStrategy, ABC):

@@ -12,11 +12,11 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.automatic_compression import AUTO, is_auto
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.compressed_gradients import CompressedGradients
@@ -78,10 +78,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
-        validation.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
+        option_checks.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
         if bucket_cap_mb not in ("auto", None):
-            validation.check_positive("bucket_cap_mb", bucket_cap_mb)
-        validation.check_positive("average_every", average_every, whole=True)
+            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        option_checks.check_positive("average_every", average_every, whole=True)
         gradients = {"ddp_comm_hook": ddp_comm_hook, "compression": compression}
         given = [f"{name}={value!r}" for name, value in gradients.items() if value is not None]
         if average_every > 1 and given:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_multigpu.bench.collectives import implementations
+from lightning_multigpu.bench.collectives.collective_run import Result
+from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
 from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS
-from lightning_multigpu.bench.collectives.run import Result
-from lightning_multigpu.bench.collectives.table import CollectivesTable
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.cli import main
 from tests.bench.planted import FAULTY, FORGETFUL, LIAR

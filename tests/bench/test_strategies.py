@@ -16,11 +16,11 @@ from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, contender, contenders
 from lightning_multigpu.bench.strategies.models import MODELS, check_model, repeated
-from lightning_multigpu.bench.strategies.rank import Taken, TakesTurns, Turn
-from lightning_multigpu.bench.strategies.run import Result
-from lightning_multigpu.bench.strategies.table import StrategiesTable
+from lightning_multigpu.bench.strategies.strategy_rank import Taken, TakesTurns, Turn
+from lightning_multigpu.bench.strategies.strategy_run import Result
+from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 from lightning_multigpu.cli import main
-from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.metering.meter import Meter
 from tests.bench.planted import NoData, Tiny, WithLoader
 
 QUICK = ("--repetitions=3", "--steps=2", "--warm-up=1")
@@ -139,7 +139,7 @@ class TestTurns:
             meter.end_step()
             return loss
 
-        monkeypatch.setattr("lightning_multigpu.bench.strategies.rank._meter_of", lambda trainer: meter)
+        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank._meter_of", lambda trainer: meter)
         measured = type("Measured", (Counting,), {"training_step": step})()
         monkeypatch.setattr("lightning_multigpu.callbacks.clock.HostTimeline.mark", lambda timeline: measured.now_s)
         monkeypatch.setattr(meter, "_clock", lambda: measured.now_s)

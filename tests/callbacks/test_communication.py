@@ -11,8 +11,8 @@ import pytest
 from lightning_multigpu.callbacks import CommunicationMonitor
 from lightning_multigpu.callbacks.communication import figures
 from lightning_multigpu.callbacks.keys import keys_of
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.traffic import StepTraffic
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.traffic import StepTraffic
 from tests.callbacks.training import Regression, batches, trainer
 from tests.world import World, rank
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_multigpu.bench.collectives import implementations
-from lightning_multigpu.bench.jobs.hosts import Hosts
+from lightning_multigpu.bench.jobs.host_agents import Hosts
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.machine import header, header_lines, without_places
 from lightning_multigpu.cli import main

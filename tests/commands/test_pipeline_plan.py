@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.strategies import validation
+from lightning_multigpu.strategies import option_checks
 from tests.commands.planned import LAYERS, SAMPLES, WIDTH, Model, events
 
 pytestmark = [
@@ -48,7 +48,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
-    monkeypatch.setattr(validation, "available_cpu_count", lambda: 8)
+    monkeypatch.setattr(option_checks, "available_cpu_count", lambda: 8)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "")  # so that it is taken away again when a run sets it
         monkeypatch.delenv(name)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_multigpu.communication.barrier import ConnectionLostError
-from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import init_group
 
 CHUNK_BYTES = 4096

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce
-from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import World, init_group, rank
 
 SETTINGS: dict[str, Any] = {

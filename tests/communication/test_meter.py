@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.traffic import merged, sent_share
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.traffic import merged, sent_share
 
 
 class Clock:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.barrier import ConnectionLostError
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from tests.world import World, init_group
 

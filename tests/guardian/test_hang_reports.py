@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_multigpu.guardian.hang import View
-from lightning_multigpu.guardian.hang_reports import HangReports
+from lightning_multigpu.guardian.hang.hang_reports import HangReports
+from lightning_multigpu.guardian.hang.waiting_graph import View
 from tests.guardian.job import WORK, Job, eventually, is_alive
-from tests.guardian.test_hosts import GOODBYE, two_hosts
+from tests.guardian.test_host_links import GOODBYE, two_hosts
 
 pytestmark = pytest.mark.launch
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_multigpu.guardian import hosts as hosts_module
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.hosts import Hosts
-from lightning_multigpu.guardian.peer import ASKING
-from lightning_multigpu.guardian.protocol import Connection, encode, proof
+from lightning_multigpu.guardian.link import host_links as hosts_module
+from lightning_multigpu.guardian.link.host_links import Hosts
+from lightning_multigpu.guardian.link.peer import ASKING
+from lightning_multigpu.guardian.link.protocol import Connection, encode, proof
 
 SECRET = b"of the job"
 SILENCE_S = 3.0

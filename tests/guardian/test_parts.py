@@ -12,6 +12,16 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lightning_multigpu.guardian.failure import MAX_TRACEBACK_CHARS, MAX_WHAT_CHARS, Failure
+from lightning_multigpu.guardian.link.protocol import (
+    MAX_LINE_BYTES,
+    Connection,
+    ProtocolError,
+    Seal,
+    decode,
+    encode,
+    proof,
+    proves,
+)
 from lightning_multigpu.guardian.proc import (
     ENDED,
     RUNNING,
@@ -21,16 +31,6 @@ from lightning_multigpu.guardian.proc import (
     ended_text,
     parse_stat,
     read_stat,
-)
-from lightning_multigpu.guardian.protocol import (
-    MAX_LINE_BYTES,
-    Connection,
-    ProtocolError,
-    Seal,
-    decode,
-    encode,
-    proof,
-    proves,
 )
 from lightning_multigpu.guardian.ranks import Ranks
 from tests.guardian.job import eventually

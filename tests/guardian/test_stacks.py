@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_multigpu.guardian.place import Frame, collective_call, place
+from lightning_multigpu.guardian.hang.stack_frames import Frame, collective_call, place
+from lightning_multigpu.guardian.hang.stacks import Question, Stacks, StackSignal, answer_stack_signal, parse
 from lightning_multigpu.guardian.proc import STOPPED, WatchedProcess
-from lightning_multigpu.guardian.stacks import Question, Stacks, StackSignal, answer_stack_signal, parse
 from tests.guardian.job import DEADLINE_S, REPOSITORY, eventually, is_alive
 
 pytestmark = pytest.mark.launch
@@ -92,7 +92,7 @@ from types import ModuleType
 package = ModuleType("lightning_multigpu")
 package.__path__ = [os.path.join({repository!r}, "lightning_multigpu")]
 sys.modules["lightning_multigpu"] = package
-from lightning_multigpu.guardian.stacks import answer_stack_signal
+from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 how = answer_stack_signal()
 assert answer_stack_signal() is how
 print(how.number, how.descriptor, how.main_thread, flush=True)

@@ -1,4 +1,4 @@
-"""A sample of what ``python -m tests.benchmarks.fault_runs`` runs: faults and controls, under every launcher.
+"""A sample of what ``python -m benchmarks.fault_runs`` runs: faults and controls, under every launcher.
 
 Within seconds every process on every host has ended, non-zero and with a message that names who failed, and nothing is
 left; or, after a control, all is as if nothing had been.
@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.benchmarks.fault_job import FaultJob, Outcome
-from tests.benchmarks.fault_runs import Combination
+from benchmarks.fault_job import FaultJob, Outcome
+from benchmarks.fault_runs import Combination
 from tests.hosts import require_hosts
 
 pytestmark = pytest.mark.launch

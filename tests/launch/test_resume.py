@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.benchmarks.fault_job import FaultJob, Outcome
+from benchmarks.fault_job import FaultJob, Outcome
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.interface import interface_towards
-from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.emulation import InterfaceCounters
 

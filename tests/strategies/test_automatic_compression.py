@@ -20,16 +20,16 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.collectives import MeteredGroup
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.meter import Meter
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.engine.data_parallel import compression_choice
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.runtime.joining import table_of
 from lightning_multigpu.strategies.automatic_compression import reducer_of_choice
 from lightning_multigpu.strategies.compressed_gradients import CHECKPOINT_KEY
-from lightning_multigpu.strategies.joining import table_of
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.strategies.test_gradient_path import TWO_HOSTS, as_hosts
 from tests.world import World, init_group

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.chain import Chain, find_chain
-from lightning_multigpu.engine.pipeline.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.strategies.stage_construction import built_by_stages, share_values
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.strategies.pipeline.stage_construction import built_by_stages, share_values
 from tests.strategies.tasks import Case, dataset, eval_loader, make_trainer
 from tests.world import World, rank
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.segment import SharedSegment
+from lightning_multigpu.communication.shared_memory.segment import SharedSegment
 from lightning_multigpu.strategies.compressed_gradients import CHECKPOINT_KEY
 from lightning_multigpu.strategies.gradient_path import Layout, layout
 from tests.strategies.tasks import Case, Classifier, dataset, fit, make_strategy, make_trainer, state, train_loader

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
 from tests.world import World
 

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
 from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer
 from tests.world import World
 

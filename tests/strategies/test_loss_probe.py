@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies import stage_steps
-from lightning_multigpu.strategies.loss_probe import LossProbe
+from lightning_multigpu.strategies.pipeline import stage_steps
+from lightning_multigpu.strategies.pipeline.loss_probe import LossProbe
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 

@@ -21,12 +21,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.strategies.pipeline_checks import check_callbacks, check_loggers, check_module, check_optimizers
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.stages.data_axis import DataAxis
+from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
+from lightning_multigpu.engine.pipeline.stages.random_state import seed_of, set_random_state
+from lightning_multigpu.strategies.pipeline.pipeline_checks import (
+    check_callbacks,
+    check_loggers,
+    check_module,
+    check_optimizers,
+)
 from tests.strategies.tasks import (
     Case,
     Classifier,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.traffic import StepTraffic
+from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.data_parallel import bucket_size
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank

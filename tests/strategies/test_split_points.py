@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.random_state import seed_of, set_random_state
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
+from lightning_multigpu.engine.pipeline.stages.random_state import seed_of, set_random_state
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World
 

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import RunReport
-from lightning_multigpu.engine.pipeline.plan import PlannedMemory
-from lightning_multigpu.engine.pipeline.stage_costs import LinkCost
-from lightning_multigpu.engine.pipeline.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.pipeline_prediction import PlannedMemory
+from lightning_multigpu.planning.stage_costs import LinkCost
+from lightning_multigpu.planning.timeline import StageMemory, StageRecord
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_NAME
-from lightning_multigpu.strategies.pipeline_plan import PipelinePlanner
+from lightning_multigpu.strategies.pipeline.measured_plan import PipelinePlanner
 from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
 from tests.world import World, rank
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.strategies.stage_storage import StageStorage, packed, unpacked
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.strategies.pipeline.stage_storage import StageStorage, packed, unpacked
 from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
 from tests.world import World
 

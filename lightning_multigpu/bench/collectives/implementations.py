@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_multigpu.bench.collectives.operations import Buffers
 from lightning_multigpu.communication.ring import RingAllReduce
-from lightning_multigpu.communication.shared_memory import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 
 Call = Callable[[Buffers], object]
 """Does one operation on prepared tensors; on return (on a GPU: when the current stream gets there) it is done."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.bench.collectives.pattern import Pattern
-from lightning_multigpu.communication.traffic import sent_share
+from lightning_multigpu.communication.metering.traffic import sent_share
 
 Extent = Literal["whole", "part", "none"]
 Piece = tuple[int, int, int | None, int]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_multigpu.bench.collectives.run import Result
+from lightning_multigpu.bench.collectives.collective_run import Result
 from lightning_multigpu.bench.sizes import size_text
 
 FORMATS = ("png", "svg", "pdf")

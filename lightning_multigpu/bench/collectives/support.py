@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 
+from lightning_multigpu.bench.collectives.collective_run import (
+    CRASHED,
+    FAILED,
+    NOT_SUPPORTED,
+    OK,
+    TIMED_OUT,
+    Contender,
+    Plan,
+)
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import Operation
-from lightning_multigpu.bench.collectives.run import CRASHED, FAILED, NOT_SUPPORTED, OK, TIMED_OUT, Contender, Plan
-from lightning_multigpu.bench.jobs.hosts import Hosts
+from lightning_multigpu.bench.jobs.host_agents import Hosts
 
 NOT_BUILT, NO_GPU, WRONG = "not built", "no GPU", "wrong"
 DEVICE_TYPES = ("cpu", "cuda")

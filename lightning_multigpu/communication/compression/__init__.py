@@ -1,10 +1,10 @@
 """What travels between hosts in place of float32 gradients. Knows torch, never Lightning."""
 
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
+from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressor import Compressor
 from lightning_multigpu.communication.compression.factory import COMPRESSORS, make_compressor
 from lightning_multigpu.communication.compression.pieces import Piece, cut, whole_bounds
-from lightning_multigpu.communication.compression.statistics import CompressionStatistics
 
 __all__ = [
     "COMPRESSORS",

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressor import Compressor, ElementwiseCompressor
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 from lightning_multigpu.communication.compression.low_rank import LowRank
-from lightning_multigpu.communication.compression.messages import Messages
+from lightning_multigpu.communication.compression.owner_messages import Messages
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
     Buffers,
@@ -24,7 +25,6 @@ from lightning_multigpu.communication.compression.owner_summed import (
 from lightning_multigpu.communication.compression.owners import Owners
 from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
-from lightning_multigpu.communication.compression.statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.warm_starts import WarmStarts
 from lightning_multigpu.communication.ring import RingAllReduce
 

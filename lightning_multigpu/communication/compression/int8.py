@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
-from lightning_multigpu.communication.compression.options import require_int
+from lightning_multigpu.communication.compression.option_errors import require_int
 
 _LARGEST = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that its reciprocal is finite

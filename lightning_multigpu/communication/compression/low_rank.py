@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.messages import (
+from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
+from lightning_multigpu.communication.compression.owner_messages import (
     FROM_OWNER,
     SECOND_FROM_OWNER,
     SECOND_TO_OWNER,
@@ -29,7 +30,6 @@ from lightning_multigpu.communication.compression.messages import (
 )
 from lightning_multigpu.communication.compression.owners import Part, Plan
 from lightning_multigpu.communication.compression.powersgd import add_product, orthonormalise
-from lightning_multigpu.communication.compression.statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.warm_starts import WarmStarts
 
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
-from lightning_multigpu.communication.compression.messages import FROM_OWNER, TO_OWNER, Messages, wait_all
-from lightning_multigpu.communication.compression.statistics import CompressionStatistics
+from lightning_multigpu.communication.compression.owner_messages import FROM_OWNER, TO_OWNER, Messages, wait_all
 from lightning_multigpu.communication.ring import chunk_bounds
 
 DEFAULT_SEGMENT_ELEMENTS = 1 << 18

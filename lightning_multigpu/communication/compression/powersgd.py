@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compressor import Compressor
-from lightning_multigpu.communication.compression.options import require_int
+from lightning_multigpu.communication.compression.option_errors import require_int
 from lightning_multigpu.communication.compression.pieces import Piece
 
 _RANKS_BY_OUTER_PRODUCTS = 4  # up to here a sum of outer products is faster than a product of matrices

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.notes import ranks_text
-from lightning_multigpu.communication.records import Transfer
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.data_parallel.dealing import DealtBatchSampler
+from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]

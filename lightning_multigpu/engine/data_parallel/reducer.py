@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.compression import Piece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.communication.notes import ranks_text
-from lightning_multigpu.communication.records import Transfer, recorded_event
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer, recorded_event
 from lightning_multigpu.communication.ring import RingAllReduce
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.engine.pipeline.construction import Construction
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
+from lightning_multigpu.engine.pipeline.splitting.construction import Construction
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
 
 
 class Drawn(nn.Module):

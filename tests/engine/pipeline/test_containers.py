@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_multigpu.engine.pipeline.containers import map_only, tensors_of
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.engine.pipeline.walk import Slot
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.stages.containers import map_only, tensors_of
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Slot
 
 Pair = namedtuple("Pair", "first second")
 A, B, C = torch.ones(1), torch.nn.Parameter(torch.ones(2)), StandIn(torch.ones(3), "a layer")

@@ -17,9 +17,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_multigpu.engine.pipeline.chain import find_chain
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.hugging_face import ModelsInStages, block_lists
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
+from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages, block_lists
 
 TOKENS = {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1}
 

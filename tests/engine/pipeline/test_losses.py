@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from lightning_multigpu.engine.pipeline.losses import (
+from lightning_multigpu.engine.pipeline.stages.losses import (
     combined_loss,
     disagreement,
     relative_difference,
     relative_tolerance,
 )
-from lightning_multigpu.engine.pipeline.micro_batches import weights_of
+from lightning_multigpu.engine.pipeline.stages.micro_batches import weights_of
 
 
 def test_a_micro_batch_that_counts_for_nothing_may_be_nan() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.engine.pipeline.micro_batches import (
+from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     checksum_of,
     first_part,
     num_micro_batches_of,

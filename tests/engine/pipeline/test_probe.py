@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.engine.pipeline.chain import find_chain
+from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.link import slowest_link
-from lightning_multigpu.engine.pipeline.ownership import Ownership
-from lightning_multigpu.engine.pipeline.probe import ChainProbe
-from lightning_multigpu.engine.pipeline.stage_costs import LinkCost, PartCost
-from lightning_multigpu.engine.pipeline.transfer import Line
+from lightning_multigpu.engine.pipeline.measuring.link_benchmark import slowest_link
+from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
 from tests.world import World, init_group, rank
 
 SAMPLES, WIDTH = 5, 4

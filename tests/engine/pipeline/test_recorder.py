@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.engine.pipeline.recompute import recomputed
-from lightning_multigpu.engine.pipeline.recorder import KEPT_STEPS, Recorder
-from lightning_multigpu.engine.pipeline.saved_tensors import KeptActivations
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.engine.pipeline.timeline import Interval
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.measuring.recorder import KEPT_STEPS, Recorder
+from lightning_multigpu.engine.pipeline.measuring.saved_tensors import KeptActivations
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
+from lightning_multigpu.planning.timeline import Interval
 
 
 class Ticking:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.engine.pipeline import schedules
-from lightning_multigpu.engine.pipeline.chain import find_chain
-from lightning_multigpu.engine.pipeline.messages import HostMessages, Message
-from lightning_multigpu.engine.pipeline.runner import PipelineRunner
-from lightning_multigpu.engine.pipeline.schedules import InOrder, TorchSchedules
-from lightning_multigpu.engine.pipeline.transfer import Line
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
+from lightning_multigpu.engine.pipeline.stages import schedules
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
+from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, TorchSchedules
+from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages, Message
+from lightning_multigpu.engine.pipeline.stages.transfer import Line
 from tests.world import World, init_group
 
 CPU = torch.device("cpu")

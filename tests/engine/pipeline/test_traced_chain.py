@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stand_in import StandIn
-from lightning_multigpu.engine.pipeline.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.walk import Carried, ChainWalk
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
 
 CPU = torch.device("cpu")
 POINTS = ["net.b", "net.c"]

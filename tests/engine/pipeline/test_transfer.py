@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_multigpu.communication.meter import Meter
-from lightning_multigpu.engine.pipeline.transfer import Header, Line
-from lightning_multigpu.engine.pipeline.walk import Carried
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried
+from lightning_multigpu.engine.pipeline.stages.transfer import Header, Line
 from tests.world import World, init_group, rank
 
 CPU = torch.device("cpu")

@@ -1,0 +1,169 @@
+"""One rank of one implementation: it tries, checks and times operations as it is asked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_multigpu.bench.collectives.implementations import Call, Implementation
+from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
+from lightning_multigpu.bench.collectives.pattern import Pattern
+from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
+from lightning_multigpu.callbacks.clock import timeline_of
+
+_ESTIMATING_CALLS = 2
+_LATE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job is about.
+
+    Args:
+        implementation: a row of the table.
+        device_type: "cpu" or "cuda".
+        dtype: of the tensors.
+        timeout_s: after which a collective may give up.
+    """
+
+    implementation: Implementation
+    device_type: str
+    dtype: torch.dtype
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Join:
+    """Answered by None once the process group is there."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """Prepare tensors, do it once, check the result, and see how long it takes; answered by :class:`Tried`."""
+
+    operation: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """``seconds`` is of a call after the first."""
+
+    numel: int = 0
+    size_bytes: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Time:
+    """Call it ``calls`` times after ``warm_up`` others; answered by the seconds of each call."""
+
+    warm_up: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """Do it once more and answer how many elements are wrong."""
+
+
+def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
+    """Joins the others, then does what it is asked."""
+    store = _join(settings, seat)
+    assert dist.group.WORLD is not None
+    operations = settings.implementation.make(dist.group.WORLD)
+    bench: _Bench | None = None
+    for request in requests:
+        if isinstance(request, Join):
+            requests.answer(None)
+        elif isinstance(request, Try):
+            bench = None  # gives its tensors back before new ones are made
+            bench = _Bench(request, operations[request.operation], settings, seat, store)
+            requests.answer(bench.tried())
+        elif bench is not None:
+            requests.answer(bench.check() if isinstance(request, Check) else bench.time(request.warm_up, request.calls))
+    dist.destroy_process_group()
+
+
+def _join(settings: Settings, seat: Seat) -> Store:
+    device = _device(settings, seat)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = PrefixStore(seat.job, TCPStore(seat.address, seat.store_port, is_master=False))
+    dist.init_process_group(
+        settings.implementation.backend,
+        store=store,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=timedelta(seconds=2 * settings.timeout_s),
+        device_id=device if settings.implementation.backend == "nccl" and device.type == "cuda" else None,
+    )
+    return store
+
+
+def _device(settings: Settings, seat: Seat) -> torch.device:
+    if settings.device_type != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", seat.local_rank % max(1, torch.cuda.device_count()))
+
+
+class _Bench:
+    """One operation on one size."""
+
+    def __init__(self, request: Try, call: Call, settings: Settings, seat: Seat, store: Store) -> None:
+        device = _device(settings, seat)
+        self._call = call
+        self._seat = seat
+        self._store = store
+        self._barriers = 0
+        self._timeline = timeline_of(device)
+        operation = BY_NAME[request.operation]
+        self._pattern = Pattern(seat.world_size, settings.dtype, device, summed=operation.is_sum)
+        self._buffers = Buffers.make(
+            operation,
+            request.size,
+            rank=seat.rank,
+            world_size=seat.world_size,
+            dtype=settings.dtype,
+            device=device,
+        )
+
+    def tried(self) -> Tried:
+        wrong = self.check()
+        seconds = min(self.time(0, _ESTIMATING_CALLS))
+        return Tried(self._buffers.numel, self._buffers.size_bytes, wrong, seconds)
+
+    def check(self) -> int:
+        if not self._buffers.operation.has_size:
+            return self._check_barrier()
+        self._buffers.fill(self._pattern)
+        self._call(self._buffers)
+        wrong = self._buffers.wrong(self._pattern)
+        self._buffers.clear()
+        return wrong
+
+    def _check_barrier(self) -> int:
+        """How many ranks had not arrived when this one was let go; the last rank comes late on purpose."""
+        if self._seat.rank == self._seat.world_size - 1:
+            time.sleep(_LATE_S)
+        self._barriers += 1
+        self._store.add(f"barrier/{self._barriers}", 1)
+        self._call(self._buffers)
+        return self._seat.world_size - int(self._store.add(f"barrier/{self._barriers}", 0))
+
+    def time(self, warm_up: int, calls: int) -> list[float]:
+        for _ in range(warm_up):
+            self._call(self._buffers)
+        marks = [self._timeline.mark()]
+        for _ in range(calls):
+            self._call(self._buffers)
+            marks.append(self._timeline.mark())
+        self._timeline.wait(marks[-1])
+        return [self._timeline.seconds(a, b) for a, b in pairwise(marks)]

@@ -1,0 +1,164 @@
+"""One rank of one strategy: an ordinary ``Trainer.fit`` that stands still between its turns."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
+from lightning_multigpu.bench.strategies.contenders import Contender
+from lightning_multigpu.bench.strategies.models import brings_batch, repeated
+from lightning_multigpu.callbacks.clock import timeline_of
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.report.statistics import quantile
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job trains.
+
+    Args:
+        contender: the strategy.
+        model: the class of the LightningModule.
+        batch_size: samples of each rank, for models with an example batch.
+        device_type: "cpu" or "cuda".
+        num_steps: of all turns together.
+    """
+
+    contender: Contender
+    model: type[LightningModule]
+    batch_size: int
+    device_type: str
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Train ``warm_up`` steps and then ``steps`` timed ones; answered by :class:`Taken`."""
+
+    warm_up: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A turn of one rank: seconds of each timed step, and what the strategy's meter says of them, if it has one."""
+
+    seconds: list[float]
+    metered: dict[str, float] | None = None
+    parameters: int = 0
+
+
+@dataclass
+class TakesTurns(Callback):
+    """Times steps from the start of one batch to that of the next, and waits at the end of a turn for the next one.
+
+    ::
+
+        on_train_batch_start   |   |   |   |...............|   |   |   |........
+                               warm-up  timed   (waiting)   warm-up  timed
+                                    <-1-><-2->                   <-3-><-4->
+
+    While it waits, the thread sleeps in a system call.
+    """
+
+    requests: Requests
+    _turn: Turn | None = None
+    _marks: list[Any] = field(default_factory=list)
+    _first_metered: int = 0
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        timeline = timeline_of(trainer.strategy.root_device)
+        if self._turn is not None:
+            self._marks.append(timeline.mark())
+            self._note_first_metered(trainer)
+            if len(self._marks) <= self._turn.warm_up + self._turn.steps:
+                return
+            timeline.wait(self._marks[-1])
+            seconds = [timeline.seconds(start, end) for start, end in pairwise(self._marks)][self._turn.warm_up :]
+            parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+            self.requests.answer(Taken(seconds, self._metered(trainer), parameters))
+        self._turn = self.requests.next()
+        if self._turn is None:
+            trainer.should_stop = True
+            return
+        self._marks = [timeline.mark()]
+        self._note_first_metered(trainer)
+
+    def _note_first_metered(self, trainer: Trainer) -> None:
+        meter = _meter_of(trainer)
+        if meter is not None and self._turn is not None and len(self._marks) == self._turn.warm_up + 1:
+            self._first_metered = meter.steps_ended
+
+    def _metered(self, trainer: Trainer) -> dict[str, float] | None:
+        meter = _meter_of(trainer)
+        if meter is None:
+            return None
+        meter.flush()
+        steps = [step for step in meter.steps if step.index >= self._first_metered]
+        if not steps:
+            return None
+        figures = {
+            "total_ms": [1e3 * step.total_s for step in steps],
+            "hidden_ms": [1e3 * step.hidden_s for step in steps],
+            "exposed_ms": [1e3 * step.exposed_s for step in steps],
+            "sent_bytes": [float(step.sent_bytes) for step in steps],
+        }
+        return {name: quantile(sorted(values), 0.5) for name, values in figures.items()}
+
+
+def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
+    """Trains turn by turn until there is none left."""
+    seed_everything(0, verbose=False)
+    model = settings.model()
+    alone = settings.contender.strategy is None
+    loader: DataLoader[Any] | None = None
+    if brings_batch(settings.model):
+        # One more: the last turn ends with the start of a batch that belongs to none.
+        num_batches = settings.num_steps + 1
+        batch = model.example_batch(settings.batch_size)  # type: ignore[operator]
+        ranks = 1 if alone else seat.world_size
+        loader = repeated(batch, settings.batch_size, num_batches, ranks)
+    _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader)
+
+
+def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Trainer:
+    on_gpus = settings.device_type == "cuda"
+    devices: Any = list(range(seat.devices)) if on_gpus else seat.devices
+    strategy: Strategy
+    if settings.contender.strategy is None:
+        devices = [seat.local_rank] if on_gpus else 1
+        strategy, num_nodes = SingleDeviceStrategy(f"cuda:{seat.local_rank}" if on_gpus else "cpu"), 1
+    else:
+        # As if this rank had been started by hand: Lightning then starts none.
+        os.environ.update(LOCAL_RANK=str(seat.local_rank), NODE_RANK=str(seat.node_rank))
+        strategy, num_nodes = settings.contender.make(), seat.num_nodes
+    return Trainer(
+        accelerator="gpu" if on_gpus else "cpu",
+        devices=devices,
+        num_nodes=num_nodes,
+        strategy=strategy,
+        plugins=[LightningEnvironment()] if settings.contender.strategy is not None else None,
+        max_epochs=-1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+
+
+def _meter_of(trainer: Trainer) -> Meter | None:
+    meter = getattr(trainer.strategy, "meter", None)
+    return meter if isinstance(meter, Meter) else None

@@ -1,0 +1,161 @@
+"""Strategies in turn: the same steps under each, while the others sleep.
+
+Each strategy has a job of its own, all started before the first turn. A turn is some steps of one job; in every
+repetition each job gets one, in an order that moves on by one place, so that none of them always follows the same
+neighbour or profits from a quiet moment of the machine. ::
+
+    repetition 1    none  ddp  ring_ddp       "none": each rank trains by itself, all at the same time, so that they
+    repetition 2    ddp  ring_ddp  none       share cores and memory as the others do; what a step takes longer than
+    repetition 3    ring_ddp  none  ddp       that is the cost of communication
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
+from lightning_multigpu.bench.jobs.host_agents import Hosts, Job, JobError
+from lightning_multigpu.bench.machine import without_places
+from lightning_multigpu.bench.spread import Spread
+from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
+from lightning_multigpu.bench.strategies.strategy_rank import Settings, Taken, Turn, serve
+from lightning_multigpu.report.statistics import quantile
+
+START_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        contenders: the strategies; "no communication" is added.
+        model: the class of the LightningModule.
+        batch_size: of each rank.
+        device_type: "cpu" or "cuda".
+        repetitions: turns of each strategy.
+        steps: timed steps of a turn.
+        warm_up: steps before them, in each turn.
+        timeout_s: for a turn; the first has :data:`START_TIMEOUT_S` more.
+    """
+
+    contenders: Sequence[Contender]
+    model: type[LightningModule]
+    batch_size: int
+    device_type: str
+    repetitions: int
+    steps: int
+    warm_up: int
+    timeout_s: float
+
+    @property
+    def num_steps(self) -> int:
+        """Of each job; the first turn is for memory, buckets and caches, and is not counted."""
+        return (self.repetitions + 1) * (self.warm_up + self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row: the step of one strategy, in seconds, on the slowest rank.
+
+    ``rank_medians_s`` are the medians of all ranks. ``metered`` is what the strategy's own meter says of a step, on the
+    rank that communicates longest: total_ms, hidden_ms, exposed_ms and sent_bytes. A row whose status is not "ok" has a
+    reason in place of figures.
+    """
+
+    label: str
+    status: str = OK
+    reason: str | None = None
+    step_s: Spread | None = None
+    rank_medians_s: Sequence[float] = ()
+    metered: dict[str, float] | None = None
+    parameters: int = 0
+
+
+def measure(hosts: Hosts, plan: Plan) -> list[Result]:
+    """The rows: "no communication", then the strategies in their order."""
+    runners = [_Runner(hosts, contender, plan) for contender in (Contender(NO_COMMUNICATION), *plan.contenders)]
+    try:
+        for runner in runners:
+            runner.start()
+        for repetition in range(plan.repetitions):
+            first = repetition % len(runners)
+            for runner in [*runners[first:], *runners[:first]]:
+                runner.turn()
+    finally:
+        for runner in runners:
+            runner.end()
+    return [runner.result() for runner in runners]
+
+
+@dataclass
+class _Runner:
+    """One strategy in the course of the run."""
+
+    hosts: Hosts
+    contender: Contender
+    plan: Plan
+    _job: Job | None = None
+    _out: tuple[str, str] | None = None
+    _seconds: list[list[float]] = field(default_factory=list)
+    _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
+    _parameters: int = 0
+
+    def start(self) -> None:
+        """Starts the ranks and has them train a turn that does not count."""
+        plan = self.plan
+        settings = Settings(self.contender, plan.model, plan.batch_size, plan.device_type, plan.num_steps)
+        self._job = self.hosts.start("strategy", serve, settings)
+        self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
+
+    def turn(self) -> None:
+        """One turn that counts."""
+        taken = self._ask(Turn(self.plan.warm_up, self.plan.steps), self.plan.timeout_s)
+        if taken is not None:
+            self._seconds = self._seconds or [[] for _ in taken]
+            for ours, answer in zip(self._seconds, taken, strict=True):
+                ours += answer.seconds
+            self._metered.append([answer.metered for answer in taken])
+            self._parameters = taken[0].parameters
+
+    def end(self) -> None:
+        """Ends the ranks."""
+        if self._job is not None:
+            self._job.end()
+            self._job = None
+
+    def result(self) -> Result:
+        if self._out is not None:
+            return Result(label=self.contender.label, status=self._out[0], reason=self._out[1])
+        spreads = [Spread.of(seconds) for seconds in self._seconds]
+        return Result(
+            label=self.contender.label,
+            step_s=max(spreads, key=lambda spread: spread.median),
+            rank_medians_s=[spread.median for spread in spreads],
+            metered=self._meter_figures(),
+            parameters=self._parameters,
+        )
+
+    def _meter_figures(self) -> dict[str, float] | None:
+        """Medians over the turns, of the rank with the longest communication."""
+        by_rank: list[dict[str, float]] = []
+        for turns in zip(*self._metered, strict=True):
+            told = [figures for figures in turns if figures is not None]
+            if told:
+                by_rank.append({key: quantile(sorted(turn[key] for turn in told), 0.5) for key in told[0]})
+        return max(by_rank, key=lambda figures: figures["total_ms"]) if by_rank else None
+
+    def _ask(self, request: Any, timeout_s: float) -> list[Taken] | None:
+        if self._job is None:
+            return None
+        try:
+            return self._job.ask(request, timeout_s)
+        except JobError as error:
+            self._job = None
+            status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.failure.kind]
+            self._out = status, without_places(error.failure.reason)
+            return None

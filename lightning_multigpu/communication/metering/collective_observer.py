@@ -1,0 +1,37 @@
+"""What the meter tells of collectives while they are under way, for others to read when a rank cannot speak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Note(Protocol):
+    """One collective under way; exactly one of :meth:`ended` and :meth:`broke` is called."""
+
+    def awaited(self) -> None:
+        """The calling thread begins to wait for it."""
+
+    def ended(self) -> None:
+        """It has come to its end."""
+
+    def broke(self) -> None:
+        """It has raised an error."""
+
+
+class Notes(Protocol):
+    """Takes down each collective as it begins; the guardian's ``Logbook`` is one."""
+
+    def began(
+        self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True
+    ) -> Note | None: ...
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The members of a group in a few characters: "0-3", with a stride "0-6:2", otherwise "0,3,4"."""
+    if len(ranks) < 2:
+        return ",".join(map(str, ranks))
+    stride = ranks[1] - ranks[0]
+    if stride > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, stride)):
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{stride}" if stride > 1 else "")
+    return ",".join(map(str, ranks))

@@ -1,0 +1,334 @@
+"""Collectives between the ranks of one host, through memory that they share: no socket carries a byte of them.
+
+A tensor is worked off in chunks that stay in cache, several at once (:mod:`.shared_buffers`). Each chunk of an
+all-reduce goes through three stages::
+
+    write           every rank copies its chunk into its slot
+    sum own part    every rank sums its part of the chunk over all slots
+    read the sums   every rank copies the sums into its tensor
+
+Two ranks, or short messages, take two stages: after ``write`` every rank sums all by itself. Tensors that were moved
+into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are (:mod:`.reachable`).
+
+Sums are made in the order of ranks, so they are the same bits on every rank and in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.ring import chunk_bounds
+from lightning_multigpu.communication.shared_memory.in_place_shared import ReachableTensors
+from lightning_multigpu.communication.shared_memory.shared_buffers import SharedBuffers
+
+DEFAULT_CHUNK_BYTES = 1 << 20
+DEFAULT_DIRECT_BYTES = 1 << 18
+DEFAULT_TIMEOUT_S = 1800.0
+IN_PLACE_FROM_BYTES = 1 << 17
+"""Smaller tensors are copied although they were moved: that takes one barrier instead of two."""
+
+_IN_PLACE_BYTES = 1 << 18
+_TEXT_BYTES = 512
+Bounds = Sequence[tuple[int, int]]
+_SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
+
+
+class SharedMemoryAllReduce:
+    """Sums or averages CPU tensors over the ranks of one host, and the other collectives that go with that.
+
+    All ranks of the group must call the same collectives in the same order, one at a time; which thread calls does not
+    matter. Tensors are dense, contiguous, on the CPU, and of the same shape and dtype on every rank. float16 and
+    bfloat16 are summed in float32 and rounded once.
+
+    Making one is a collective of the group.
+
+    Args:
+        group: ranks of one host, over gloo; used for handing over the memory, and then no more.
+        chunk_bytes: how much of a tensor is worked off between two barriers.
+        direct_bytes: up to this size each of more than two ranks sums everything itself, which saves a barrier.
+        timeout_s: how long a rank waits for the others.
+
+    Raises:
+        ValueError: an option is out of its range.
+        SharedMemoryUnavailableError: the ranks cannot share memory; on all of them alike, so that all can do without.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._buffers = SharedBuffers(group, chunk_bytes=chunk_bytes, timeout_s=timeout_s)
+        self.rank = self._buffers.rank
+        self.world_size = self._buffers.world_size
+        self.direct_bytes = direct_bytes
+        self._reachable = ReachableTensors(self.rank, self._exchange)
+
+    def move(self, tensor: Tensor, key: int) -> None:
+        """Moves a tensor's memory to where all ranks reach it, so that it is reduced without copies from now on.
+
+        A collective; no other thread may work on the tensor meanwhile.
+
+        Args:
+            tensor: one-dimensional and with a storage of its own, equally long on every rank; its views move along.
+            key: a number for it. An earlier tensor of the same number is forgotten.
+
+        Raises:
+            SharedMemoryUnavailableError: on all ranks alike; the tensor is as usable as before.
+        """
+        self._reachable.move(_flat(tensor, False), key)
+
+    def has_moved(self, tensor: Tensor) -> bool:
+        """Whether :meth:`move` was called for the tensor; the same on all ranks."""
+        return self._reachable.rows(tensor) is not None
+
+    def sent_bytes(self, tensor: Tensor, operation: str = "all_reduce") -> int:
+        """Payload in bytes that this rank writes for the others.
+
+        Args:
+            tensor: what is passed to the collective.
+            operation: "all_reduce", "reduce_scatter" or "all_gather".
+        """
+        if self.world_size == 1:
+            return 0
+        start, end = self.shard(tensor)
+        share = {
+            "all_reduce": tensor.numel(),  # the shards of the others, and the sums of its own
+            "reduce_scatter": tensor.numel() - (end - start),
+            "all_gather": end - start,
+        }
+        return share[operation] * tensor.element_size()
+
+    def shard(self, tensor: Tensor) -> tuple[int, int]:
+        """First and one-past-last element of this rank's shard of the flattened tensor."""
+        return chunk_bounds(tensor.numel(), self.world_size)[self.rank]
+
+    def __call__(self, tensor: Tensor, *, average: bool = False) -> Tensor:
+        """Reduces ``tensor`` in place over all ranks and returns it.
+
+        Args:
+            tensor: any shape.
+            average: divide the sums by the number of ranks; needs a floating-point or complex dtype.
+
+        Raises:
+            ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
+            ConnectionLostError: another rank is gone, :meth:`abort` was called, or the time is up.
+        """
+        flat = _flat(tensor, average)
+        moved = self._reachable.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None
+        if moved is not None:
+            self._reduce_in_place(moved, average)
+            return tensor
+        chunks = self._chunks(flat)
+        rows = self._buffers.rows
+
+        def write(chunk: int) -> None:
+            source = chunks[chunk]
+            rows(0, 0, source)[self.rank].copy_(source)
+
+        def sum_all(chunk: int) -> None:
+            out = chunks[chunk]
+            self._sum(rows(1, 0, out)[: self.world_size], out, average)
+
+        def sum_own(chunk: int) -> None:
+            a, b = _part(chunks[chunk].numel(), self.world_size, self.rank)
+            own = chunks[chunk][a:b]
+            self._sum(rows(1, a, own)[: self.world_size], rows(0, a, own)[-1], average)
+
+        def read_sums(chunk: int) -> None:
+            out = chunks[chunk]
+            out.copy_(rows(1, 0, out)[-1])
+
+        if self.world_size == 2 or flat.nbytes <= self.direct_bytes:
+            self._buffers.run(len(chunks), write, sum_all)
+        else:
+            self._buffers.run(len(chunks), write, sum_own, read_sums)
+        return tensor
+
+    def reduce_scatter(self, tensor: Tensor, *, average: bool = False, bounds: Bounds | None = None) -> Tensor:
+        """Puts the sums over all ranks into this rank's shard of ``tensor``; the rest stays as it is, except where the
+        tensor was moved: there a faster rank may be gathering its shard already.
+
+        Arguments and errors are those of an all-reduce; and:
+
+        Args:
+            bounds: first and one-past-last element of each rank's shard, which follow one another and may be empty; by
+                default as even as can be (:meth:`shard`).
+
+        Returns:
+            The shard, a flat view of ``tensor``.
+        """
+        flat = _flat(tensor, average)
+        shards = self._shards(flat, bounds)
+        moved = self._reachable.rows(flat)
+        if moved is not None:
+            own = [self._shards(row, bounds)[self.rank] for row in moved]
+            self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average))
+            return shards[self.rank]
+        rows = self._buffers.rows
+        size = self._chunk_elements(flat) // self.world_size
+
+        def write(chunk: int) -> None:
+            for rank, shard in enumerate(shards):
+                piece = shard[chunk * size : (chunk + 1) * size]
+                rows(0, rank * size, piece)[self.rank].copy_(piece)
+
+        def sum_own(chunk: int) -> None:
+            piece = shards[self.rank][chunk * size : (chunk + 1) * size]
+            self._sum(rows(1, self.rank * size, piece)[: self.world_size], piece, average)
+
+        self._buffers.run(_num_chunks(shards, size), write, sum_own)
+        return shards[self.rank]
+
+    def all_gather(self, tensor: Tensor, *, bounds: Bounds | None = None) -> Tensor:
+        """Fills ``tensor`` in place with the shard of every rank, and returns it.
+
+        Errors are those of an all-reduce; ``bounds`` are those of :meth:`reduce_scatter`.
+        """
+        flat = _flat(tensor)
+        shards = self._shards(flat, bounds)
+        moved = self._reachable.rows(flat)
+        if moved is not None:
+            # Nobody else reads or writes these parts, from the sums of a reduce-scatter on.
+            others = [self._shards(row, bounds)[self.rank] for rank, row in enumerate(moved) if rank != self.rank]
+            self._buffers.run(1, lambda _: [other.copy_(shards[self.rank]) for other in others], _nothing)
+            return tensor
+        rows = self._buffers.rows
+        size = self._chunk_elements(flat)
+
+        def write(chunk: int) -> None:
+            piece = shards[self.rank][chunk * size : (chunk + 1) * size]
+            rows(0, 0, piece)[self.rank].copy_(piece)
+
+        def read(chunk: int) -> None:
+            for rank, shard in enumerate(shards):
+                if rank != self.rank:
+                    piece = shard[chunk * size : (chunk + 1) * size]
+                    piece.copy_(rows(1, 0, piece)[rank])
+
+        self._buffers.run(_num_chunks(shards, size), write, read)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """Copies the tensor of the rank ``src`` of this group into that of every rank, and returns it.
+
+        Errors are those of an all-reduce; ValueError too if there is no such rank.
+        """
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"src={src}: the ranks of this group are 0 to {self.world_size - 1}")
+        flat = _flat(tensor)
+        chunks = self._chunks(flat)
+        rows = self._buffers.rows
+
+        def write(chunk: int) -> None:
+            if self.rank == src:
+                rows(0, 0, chunks[chunk])[src].copy_(chunks[chunk])
+
+        def read(chunk: int) -> None:
+            if self.rank != src:
+                chunks[chunk].copy_(rows(1, 0, chunks[chunk])[src])
+
+        self._buffers.run(len(chunks), write, read)
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it.
+
+        Raises:
+            ConnectionLostError: as an all-reduce.
+        """
+        self._buffers.run(1, _nothing, _nothing)
+
+    def abort(self) -> None:
+        """Lets every rank of the group that is in a collective, or calls one later, raise. Any thread may call it."""
+        self._buffers.abort()
+
+    def close(self) -> None:
+        """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
+        self._reachable.close()
+        self._buffers.close()
+
+    def _exchange(self, text: str) -> list[str]:
+        """The texts of all ranks, or their beginnings."""
+        encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        texts = torch.zeros(self.world_size, _TEXT_BYTES, dtype=torch.uint8)
+        texts[self.rank] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self.all_gather(texts, bounds=[(r * _TEXT_BYTES, (r + 1) * _TEXT_BYTES) for r in range(self.world_size)])
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
+
+    def _reduce_in_place(self, rows: Sequence[Tensor], average: bool) -> None:
+        own = [self._shards(row, None)[self.rank] for row in rows]
+        self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average, to_all=True), _nothing)
+
+    def _sum_chunks(self, parts: Sequence[Tensor], average: bool, *, to_all: bool = False) -> None:
+        """This rank's part becomes the sum of all, chunk by chunk while they are in cache; or every part does."""
+        size = _IN_PLACE_BYTES // parts[0].element_size()
+        # The first two are read before anything is written; a later one would be lost before its turn.
+        scratch = None if self.rank < 2 else parts[0].new_empty(min(size, parts[0].numel()))
+        for start in range(0, parts[0].numel(), size):
+            sources = tuple(part[start : start + size] for part in parts)
+            own = sources[self.rank]
+            out = own if scratch is None else scratch[: own.numel()]
+            self._sum(sources, out, average)
+            for part in sources if to_all else (own,):
+                if part is not out:
+                    part.copy_(out)
+
+    def _sum(self, sources: tuple[Tensor, ...], out: Tensor, average: bool) -> None:
+        """``out`` becomes the sum of ``sources``, which are as long as it, in their order."""
+        first, second, *others = sources
+        if out.dtype in _SUMMED_IN_FLOAT32:
+            total = first.float()
+            total.add_(second)
+        else:
+            total = torch.add(first, second, out=out)
+        for other in others:
+            total.add_(other)
+        if average:
+            total.div_(self.world_size)
+        if total is not out:
+            out.copy_(total)
+
+    def _shards(self, flat: Tensor, bounds: Bounds | None) -> list[Tensor]:
+        return [flat[a:b] for a, b in bounds or chunk_bounds(flat.numel(), self.world_size)]
+
+    def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """One-dimensional tensors; of an empty tensor none."""
+        size = self._chunk_elements(flat)
+        if flat.numel() <= size:
+            return (flat,) if flat.numel() else ()
+        return flat.split(size)  # type: ignore[no-untyped-call,no-any-return]
+
+    def _chunk_elements(self, flat: Tensor) -> int:
+        return self._buffers.chunk_bytes // flat.element_size()
+
+
+def _num_chunks(shards: Sequence[Tensor], size: int) -> int:
+    return -(-max(shard.numel() for shard in shards) // size)
+
+
+@lru_cache(maxsize=512)
+def _part(numel: int, world_size: int, rank: int) -> tuple[int, int]:
+    return chunk_bounds(numel, world_size)[rank]
+
+
+def _nothing(_: int) -> None:
+    pass
+
+
+def _flat(tensor: Tensor, average: bool = False) -> Tensor:
+    if not tensor.is_cpu or tensor.is_sparse:
+        raise ValueError(f"shared memory takes dense CPU tensors, not {tensor.layout} on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"shared memory takes contiguous tensors, strides are {tensor.stride()}: call .contiguous()")
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: convert to a float dtype first")
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)

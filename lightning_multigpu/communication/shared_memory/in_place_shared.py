@@ -1,0 +1,99 @@
+"""Tensors that all ranks of a host reach: they are reduced where they are, and nothing is copied in or out.
+
+Every rank has a tensor of its own, here of two halves (a0 is rank 0's part of a; capitals are complete sums)::
+
+                      rank 0's tensor    rank 1's tensor
+    start             a0 b0              a1 b1              all wait until all are there
+    rank 0 writes     A  .               A  .               rank r sums the r-th part of all tensors,
+    rank 1 writes     .  B               .  B               and writes the sums into all of them
+    end               A  B               A  B               all wait until all have written
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+
+
+class ReachableTensors:
+    """The tensors of every rank of a host, of which each rank has moved its own into shared memory.
+
+    The memory is a nameless file (torch makes it in ``/dev/shm`` and removes its name at once), which the kernel frees
+    when the last process that has it is gone.
+
+    Args:
+        rank: this one's place among those of the host, which share memory already: :class:`~.segment.SharedSegment`
+            makes sure that they see each other's processes.
+        exchange: hands a short text to all ranks and returns those of all, in the order of ranks; a collective.
+    """
+
+    def __init__(self, rank: int, exchange: Callable[[str], list[str]]) -> None:
+        self._rank = rank
+        self._exchange = exchange
+        self._by_key: dict[int, tuple[Tensor, ...]] = {}
+        self._by_address: dict[int, tuple[Tensor, ...]] = {}
+
+    def rows(self, flat: Tensor) -> tuple[Tensor, ...] | None:
+        """This tensor of every rank, in the order of ranks and as long as ``flat``; None if it was not moved."""
+        return self._by_address.get(flat.data_ptr())
+
+    def move(self, flat: Tensor, key: int) -> None:
+        """Moves the memory of ``flat`` and of all its views, with what they hold; a collective.
+
+        Args:
+            flat: contiguous, on the CPU, with a storage of its own; equally long on every rank.
+            key: a number for it. An earlier tensor of the same number is forgotten.
+
+        Raises:
+            SharedMemoryUnavailableError: on all ranks, if any of them cannot reach the memory. The tensor is as usable
+                as before.
+        """
+        offer = problem = ""
+        try:
+            offer = _offered(flat)
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        paths = self._exchange(offer)
+        rows: list[Tensor] = []
+        if all(paths):
+            try:
+                rows = [flat if rank == self._rank else _mapped(path, flat) for rank, path in enumerate(paths)]
+            except (OSError, RuntimeError) as error:
+                problem = str(error)
+        problems = self._exchange(problem)
+        if any(problems):
+            rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason)
+            raise SharedMemoryUnavailableError(f"rank {rank} of {len(problems)} on this host: {reason}")
+        self._forget(key)
+        self._by_key[key] = self._by_address[flat.data_ptr()] = tuple(rows)
+
+    def close(self) -> None:
+        """Gives the other ranks' memory back."""
+        self._by_key.clear()
+        self._by_address.clear()
+
+    def _forget(self, key: int) -> None:
+        rows = self._by_key.pop(key, None)
+        if rows is not None:
+            del self._by_address[rows[self._rank].data_ptr()]
+
+
+def _offered(flat: Tensor) -> str:
+    """Moves the tensor's storage into shared memory in place, so that its views move along; a path to it."""
+    storage = flat.untyped_storage()
+    if flat.storage_offset() != 0 or storage.nbytes() != flat.nbytes or not flat.numel():
+        raise RuntimeError("only a tensor with a storage of its own can be moved into shared memory")
+    # torch has no public way to the descriptor behind share_memory_(); tests/communication/test_in_place_shared.py says
+    # if this one moves.
+    descriptor, _ = storage._share_fd_cpu_()
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _mapped(path: str, like: Tensor) -> Tensor:
+    """Another rank's tensor."""
+    return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype)

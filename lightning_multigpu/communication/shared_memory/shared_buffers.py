@@ -1,0 +1,146 @@
+"""Buffers that ranks of one host share, and the pipeline that passes the chunks of a tensor through them.
+
+The time between two barriers is an interval; what is written in one interval is read by the others in the next one.
+Ranks are in different stages of several chunks at once. With three stages (chunks a, b, c)::
+
+    interval      0         1         2         3         4
+    stage 0       a         b         c
+    stage 1                 a         b         c
+    stage 2                           a         b         c
+
+The last stage writes nothing that others wait for, so a rank arrives at the barrier before it and waits after it.
+Therefore a fast rank may write for interval ``t + 2`` while a slow one still reads what was written in ``t``: there are
+three buffers, used in turn. No barrier is needed between two pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.shared_memory.barrier import Barrier
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError, SharedSegment
+
+_BUFFERS = 3
+_ALIGNMENT_BYTES = 64
+_VIEWS_KEPT = 512  # slicing costs more than moving a small tensor does
+
+Stage = Callable[[int], object]
+"""What a rank does with the chunk of that number."""
+
+
+class SharedBuffers:
+    """Making them is a collective of ``group``; the memory is taken at once.
+
+    Args:
+        group: ranks of one host, over gloo; used for handing over the memory, and then no more.
+        chunk_bytes: upper limit of a slot's size; a buffer has one slot for each rank, and one for sums.
+        timeout_s: how long a rank waits for the others.
+
+    Raises:
+        ValueError: an option is out of its range.
+        SharedMemoryUnavailableError: the ranks cannot share memory; on all of them alike, so that all can do without.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, chunk_bytes: int, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        smallest = _ALIGNMENT_BYTES * self.world_size
+        if chunk_bytes < smallest:
+            raise ValueError(f"chunk_bytes={chunk_bytes}: must be {smallest} or more, {_ALIGNMENT_BYTES} for each rank")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s}: must be above 0")
+        self.chunk_bytes = chunk_bytes - chunk_bytes % smallest
+        self._interval = 0
+        shape = (_BUFFERS, self.world_size + 1, self.chunk_bytes)
+        barrier_bytes = Barrier.size_bytes(self.world_size)
+        self._segment = SharedSegment(group, barrier_bytes + shape[0] * shape[1] * shape[2])
+        try:
+            self._barrier: Barrier | None = Barrier(
+                self._segment.memory,
+                rank=self.rank,
+                world_size=self.world_size,
+                names=dist.get_process_group_ranks(group),
+                is_gone=self._segment.is_gone,
+                timeout_s=timeout_s,
+            )
+        except OSError as error:  # for lack of something in the system's library, which all ranks of a host share
+            self._segment.close()
+            raise SharedMemoryUnavailableError(str(error)) from error
+        if self.rank == 0:
+            self._barrier.initialise()
+        dist.barrier(group=group)
+        memory = self._segment.memory[barrier_bytes:]
+        self._buffers: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+        self._views: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, ...]] = {}
+
+    def run(self, num_chunks: int, *stages: Stage) -> None:
+        """Takes every chunk through all stages, one stage an interval.
+
+        A rank that leaves with an exception, whichever, leaves for all: the others would wait for it.
+
+        Raises:
+            ConnectionLostError: another rank is gone, :meth:`abort` was called, or the time is up.
+            RuntimeError: the buffers are closed.
+        """
+        if self.world_size == 1 or num_chunks == 0:
+            return
+        barrier = self._barrier
+        if barrier is None:
+            raise RuntimeError(_CLOSED)
+        *writing, last = stages
+        lag = len(writing)
+        try:
+            for interval in range(num_chunks + lag):
+                for stage, work in enumerate(writing):
+                    if 0 <= interval - stage < num_chunks:
+                        work(interval - stage)
+                ends = interval == num_chunks + lag - 1
+                if not ends:
+                    barrier.arrive()
+                if interval >= lag:
+                    last(interval - lag)
+                if not ends:
+                    barrier.wait()
+                    self._interval += 1
+        except BaseException:
+            barrier.abort()
+            raise
+
+    def rows(self, age: int, start: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Elements ``start`` and following of each rank's slot, and last of the slot for sums.
+
+        Args:
+            age: 0 for the buffer that is written in this interval, 1 for that of the interval before.
+            start: counted in elements of ``like``.
+            like: of as many elements, and of that dtype.
+        """
+        key = ((self._interval - age) % _BUFFERS, start, like.numel(), like.dtype)
+        rows = self._views.get(key)
+        if rows is None:
+            if self._buffers is None:
+                raise RuntimeError(_CLOSED)
+            if len(self._views) == _VIEWS_KEPT:
+                self._views.clear()
+            buffer = self._buffers[key[0]].view(like.dtype)
+            rows = self._views[key] = buffer[:, start : start + like.numel()].unbind()
+        return rows
+
+    def abort(self) -> None:
+        """Lets every rank that is in :meth:`run`, or calls it later, raise. Any thread may call it, at any time."""
+        barrier = self._barrier
+        if barrier is not None:
+            barrier.abort()
+
+    def close(self) -> None:
+        """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
+        self._barrier = None
+        self._buffers = None
+        self._views.clear()
+        self._segment.close()
+
+
+_CLOSED = "the shared memory of this group is closed"

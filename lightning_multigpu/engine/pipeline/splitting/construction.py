@@ -1,0 +1,148 @@
+"""Builds on each rank of a pipeline only what that rank will hold, with the values that one device would give it.
+
+The module is built twice. Both times modules register the same tensors in the same order, by which they are followed::
+
+    rehearsal    every parameter becomes a stand-in as soon as it is registered: shows which tensors there will be,
+                 and so where the module will be split
+    building     what this rank will hold stays as it is; of everything else only a stand-in stays. Random numbers
+                 that fill a stand-in are drawn into memory that is free again at once
+
+Since no random number is left out, those that are kept are the ones that one device draws. At no time does a rank have
+more than what it will hold and the one tensor that is being filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter, init
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn, exchange, first_stand_in
+
+_Registered = Callable[[Module, str, Tensor | None], None]
+
+
+class Construction:
+    """Follows the tensors of a module while it is built for the first and for the second time."""
+
+    def __init__(self) -> None:
+        self._rehearsed: list[tuple[str, Tensor]] = []
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within the block parameters that modules register lose their values, and nothing random fills them."""
+
+        def registered(module: Module, name: str, tensor: Tensor | None) -> None:
+            if tensor is not None:
+                self._rehearsed.append((_description(module, name, tensor), tensor))
+                if isinstance(tensor, Parameter):
+                    _drop(tensor, name, module)
+
+        with _following(registered, draw=False):
+            yield
+
+    @contextmanager
+    def building(self, is_held: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Within the block tensors that modules register keep their values if ``is_held``.
+
+        Args:
+            is_held: called with each tensor of the rehearsal, in its place.
+
+        Raises:
+            PipelineError: other tensors are registered than in the rehearsal.
+        """
+        expected = [(description, is_held(tensor)) for description, tensor in self._rehearsed]
+        self._rehearsed = []
+        number = 0
+
+        def registered(module: Module, name: str, tensor: Tensor | None) -> None:
+            nonlocal number
+            if tensor is None:
+                return
+            found = _description(module, name, tensor)
+            before, held = expected[number] if number < len(expected) else ("nothing", False)
+            if found != before:
+                raise PipelineError(f"it makes {found} where it made {before} when it was called first")
+            number += 1
+            if not held:
+                _drop(tensor, name, module)
+
+        with _following(registered, draw=True):
+            yield
+        if number < len(expected):
+            raise PipelineError(f"it does not make {expected[number][0]} as it did when it was called first")
+
+
+@contextmanager
+def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
+    """Within the block ``registered`` is told of every tensor that becomes a parameter or buffer of a module."""
+    hooks = [
+        register_module_parameter_registration_hook(registered),
+        register_module_buffer_registration_hook(registered),
+    ]
+    truncated = init._no_grad_trunc_normal_
+
+    def fill_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # How many numbers it draws depends on those that it has drawn, which a stand-in does not show.
+        if not isinstance(tensor, StandIn):
+            return truncated(tensor, *args, **kwargs)
+        if draw:
+            truncated(_real(tensor), *args, **kwargs)
+        return tensor
+
+    init._no_grad_trunc_normal_ = fill_truncated
+    try:
+        with _Draws(draw):
+            yield
+    finally:
+        init._no_grad_trunc_normal_ = truncated
+        for hook in hooks:
+            hook.remove()
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws the random numbers that would have filled stand-ins."""
+
+    def __init__(self, draw: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draw = draw
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if self._draw and is_random and first_stand_in((args, kwargs)) is not None:
+            real_args, real_kwargs = tree_map_only(StandIn, _real, (args, kwargs))
+            func(*real_args, **real_kwargs)
+        return func(*args, **kwargs)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _drop(tensor: Tensor, name: str, module: Module) -> None:
+    if isinstance(tensor, StandIn) or is_lazy(tensor):
+        return
+    is_parameter = isinstance(tensor, Parameter)
+    source = f"{'parameter' if is_parameter else 'buffer'} {name} of a {type(module).__name__}"
+    new: Tensor = StandIn(tensor.data, source)
+    if is_parameter:
+        new = Parameter(new, requires_grad=tensor.requires_grad)
+    with suppress(RuntimeError):  # something holds on to it; it is dropped when the module is there
+        exchange(tensor, new)
+
+
+def _description(module: Module, name: str, tensor: Tensor) -> str:
+    return f"{type(module).__name__}.{name} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,241 @@
+"""A module of any form as a chain: it is cut at named submodules, by tracing it on the first batch."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.split_points import find_whole
+from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
+
+_MANY_TRACES = 8
+
+
+class Piece(Module):
+    """The part of a traced module between two split points, which looks its parameters and buffers up by name.
+
+    To others it shows these as its own, and the modules that have them as its children.
+
+    Args:
+        whole: the module that is cut.
+        index: of the piece.
+    """
+
+    def __init__(self, whole: Module, index: int) -> None:
+        super().__init__()
+        self._owners: dict[str, Module] = dict(whole.named_modules(remove_duplicate=False))
+        self.index = index
+        self.names: tuple[str, ...] = ()
+
+    def forward(self, arrived: tuple[Tensor, ...], trace: Trace, leaves: list[Any]) -> tuple[Any, ...]:
+        """Runs the piece on what the one before has returned and on the arguments of the whole module."""
+        piece = trace.pieces[self.index]
+        if piece.changes_arrived:
+            arrived = tuple(tensor.clone() for tensor in arrived)
+        num_tensors = len(trace.tensors)
+        inputs = [
+            self._tensor(trace.tensors[index]) if index < num_tensors else leaves[index - num_tensors]
+            for index in piece.inputs
+        ]
+        result: tuple[Any, ...] = piece.module(*arrived, *inputs)
+        return result
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[Module]:
+        yield self
+        yield from dict.fromkeys(self._owner(name) for name in self.names)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
+        for name in self.names:
+            tensor = self._tensor(name)
+            if isinstance(tensor, Parameter):
+                yield name, tensor
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names:
+            tensor = self._tensor(name)
+            if not isinstance(tensor, Parameter):
+                yield name, tensor
+
+    def _owner(self, name: str) -> Module:
+        return self._owners[name.rpartition(".")[0]]
+
+    def _tensor(self, name: str) -> Tensor:
+        path, _, own_name = name.rpartition(".")
+        tensor: Tensor = getattr(self._owners[path], own_name)
+        return tensor
+
+
+class _Arranged(BaseException):
+    """Thrown through the user's step when the module has been traced."""
+
+
+class TracedChain(Chain):
+    """The pieces of a module between split points.
+
+    The forward pass is traced anew for arguments of other shapes, in training and in evaluation: that takes seconds.
+    What it does beside computing with tensors - counting in Python, logging - it does when it is traced.
+
+    Args:
+        module: has the submodules.
+        name: of the submodule to cut; "auto" takes the smallest that has all points in its forward pass.
+        points: names of submodules of ``module``, with each of which a piece begins.
+        device: where the parameters and buffers will be.
+
+    Raises:
+        ValueError: there are no such submodules.
+    """
+
+    layers: tuple[Piece, ...]
+
+    def __init__(self, module: Module, name: str, points: Sequence[str], device: torch.device) -> None:
+        name, self._whole = find_whole(module, name, points)
+        super().__init__(name or type(module).__name__, tuple(Piece(self._whole, i) for i in range(len(points) + 1)))
+        self._prefix = f"{name}." if name else ""
+        self._points = [point.removeprefix(self._prefix) for point in points]
+        self._named_points = ["", *points]
+        self._device = device
+        self._traces: dict[Any, Trace] = {}
+        self._arranging = self._will_train = self._is_arranged = False
+        self._is_all = self._whole is module  # what runs before its forward pass may need any parameter
+        self._parts = tuple(self._whole.modules())
+
+    def layer_name(self, index: int) -> str:
+        return f"what begins with {self._named_points[index]!r}" if index else f"the beginning of {self.name!r}"
+
+    def describe(self) -> str:
+        return f"{self.name!r}, cut before {', '.join(map(repr, self._named_points[1:]))}"
+
+    def describe_layers(self, start: int, stop: int) -> str:
+        return self.layer_name(start)
+
+    def modules(self) -> set[Module]:
+        return set(self._parts)
+
+    def waiting(self) -> Iterable[Tensor]:
+        if self.is_arranged or self._is_all:
+            return ()
+        return (*self._whole.parameters(), *self._whole.buffers())
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether it is known which piece uses which parameters and buffers."""
+        return self._is_arranged
+
+    def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
+        """Runs ``step`` up to the call of the module, and traces that.
+
+        Args:
+            step: the user's.
+            will_train: it is traced as in training too, which may use further parameters and buffers.
+
+        Raises:
+            PipelineError: the step does not call it, or it cannot be traced.
+        """
+        self._arranging, self._will_train = True, will_train
+        try:
+            with self.entered():
+                step()
+        except _Arranged:
+            self._is_arranged = True
+            return
+        finally:
+            self._arranging = False
+        raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within the block the module runs in pieces."""
+        before = self._whole.__dict__.get("forward")
+        self._whole.__dict__["forward"] = functools.partial(self._forward, self._whole.forward)
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._whole.__dict__["forward"]
+            else:
+                self._whole.__dict__["forward"] = before
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        trace = self._trace(forward, leaves, structure)
+        if self._arranging:
+            if self._will_train and not (self._whole.training and torch.is_grad_enabled()):
+                with self._as_in_training():
+                    self._trace(forward, leaves, structure)
+            raise _Arranged
+        values: Any = ()
+        for piece in self.layers:
+            values = piece(values, trace, leaves)
+        return tree_unflatten(list(values), trace.output)
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        modes = [part.training for part in self._parts]
+        for part in self._parts:
+            part.training = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+        finally:
+            for part, mode in zip(self._parts, modes, strict=True):
+                part.training = mode
+
+    def _trace(self, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> Trace:
+        key = (
+            tuple(_kind(leaf) for leaf in leaves),
+            structure,
+            tuple(part.training for part in self._parts),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self._device.type) and torch.get_autocast_dtype(self._device.type),
+            torch.get_default_dtype(),
+        )
+        if key not in self._traces:
+            began_s = time.perf_counter()
+            args, kwargs = tree_unflatten(leaves, structure)
+            trace = traced(self._whole, forward, self._points, args, kwargs, self._device)
+            self._note_names(trace)
+            self._traces[key] = trace
+            if len(self._traces) == _MANY_TRACES + 1:
+                warnings.warn(
+                    f"{self.name!r} has been traced for {len(self._traces)} kinds of arguments, the last in "
+                    f"{time.perf_counter() - began_s:.1f} s; give batches the same shape where that can be done, by "
+                    "padding and drop_last=True for example",
+                    stacklevel=2,
+                )
+        return self._traces[key]
+
+    def _note_names(self, trace: Trace) -> None:
+        """Notes which piece uses which tensors.
+
+        Raises:
+            PipelineError: another one than in earlier traces.
+        """
+        for piece in self.layers:
+            for name in trace.tensors_of(piece.index):
+                users = [other.index for other in self.layers if name in other.names]
+                if self._is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
+                    others = ", ".join(map(str, users)) or "none"
+                    raise PipelineError(
+                        f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, before "
+                        f"the stages that did were: {others}; move the split points so that it stays on one stage"
+                    )
+        if not self._is_arranged:
+            for piece in self.layers:
+                piece.names = tuple(dict.fromkeys((*piece.names, *trace.tensors_of(piece.index))))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)

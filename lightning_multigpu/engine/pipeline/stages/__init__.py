@@ -1,0 +1,1 @@
+"""The stages of a pipeline at work: schedules, messages, forward and backward."""

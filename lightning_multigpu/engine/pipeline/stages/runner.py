@@ -1,0 +1,249 @@
+"""Runs a user's step through a pipeline: micro-batches in the order of a schedule, or a whole batch forward only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
+from lightning_multigpu.engine.pipeline.stages.random_state import kept_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
+from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, Schedule, TorchSchedules
+from lightning_multigpu.engine.pipeline.stages.stage import Stage
+from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.planning.schedule_order import regime_of
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
+"""Those that take several stages a rank."""
+
+
+class PipelineRunner:
+    """One rank of a pipeline, with one stage or several.
+
+    ::
+
+        gpipe, P = 2, M = 3               1f1b
+        rank 0   F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
+        rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
+
+    Args:
+        chain: all layers.
+        bounds: the layers ``[start, stop)`` of each stage; the rank at position p of P has the stages p, P + p...
+        line: to the other ranks.
+        device: where this rank computes.
+        meter: told of what travels.
+        schedule: the order of the micro-batches' forward and backward passes. Where the micro-batches are too few for
+            it, or no multiple of what it needs, all run forward first and then backward, which computes the same.
+        parameters: gives those that this rank holds.
+        recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward comes in
+            two parts.
+        recorder: notes what this rank does; by default one that takes no tensor for a buffer.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        bounds: Sequence[tuple[int, int]],
+        line: Line,
+        device: torch.device,
+        meter: Meter,
+        *,
+        schedule: ScheduleName,
+        parameters: Callable[[], list[Parameter]],
+        recompute: Collection[int] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.line = line
+        self.position = dist.get_rank(line.group)
+        self.recorder = recorder or Recorder(meter, device, parameters)
+        self._device = device
+        self._schedule = schedule
+        self._bounds = bounds
+        self._seed: tuple[int, ...] = ()
+        self._known_seeds: dict[tuple[int, ...], int] = {}
+        self._chain = chain
+        self._recompute = recompute
+        self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part, self._run_layer)
+        self.stages = [
+            Stage(
+                functools.partial(self._compute, index // line.num_ranks),
+                parameters,
+                index,
+                len(bounds),
+                line,
+                device,
+                meter,
+                self.recorder,
+            )
+            for index in range(self.position, len(bounds), line.num_ranks)
+        ]
+        own = [bounds[stage.index] for stage in self.stages]
+        self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
+        # An operation in place must not overwrite what was received: its gradient is wanted.
+        self._clones_input = {
+            stage.index: any(getattr(part, "inplace", False) for part in chain.layers[bounds[stage.index][0]].modules())
+            for stage in self.stages
+        }
+        self._order: Schedule = (
+            TorchSchedules(self.stages, line.group, device, schedule)
+            if line.in_batches
+            else InOrder(self.stages, self.position, line.num_ranks, schedule)
+        )
+        self._kinds: set[Any] = set()
+        self._step: Callable[[int], Any] = lambda micro_batch: None
+        self._scales: Sequence[float] = ()
+        self._micro_batches: list[int] = []
+        self._losses: dict[int, Tensor] = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.position == self.line.num_ranks - 1
+
+    @property
+    def is_behind_chain(self) -> bool:
+        """Whether the step that is being run has left all layers behind: what it does now, no other stage waits for."""
+        return self._walk.is_behind
+
+    def train(
+        self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Forward and backward of all micro-batches; gradients are added to those that are there.
+
+        Args:
+            step: runs the user's step on micro-batch m and returns its loss.
+            kinds: of each micro-batch, something hashable: equal kinds have equal shapes. The same on all stages.
+            scales: what each micro-batch's loss is multiplied by before its backward. One of 0 has no gradients at all,
+                also where its loss is NaN.
+            seed: of the step; the same on all stages, different for every step.
+
+        Returns:
+            On the last stage the unscaled losses of the micro-batches in order, else nothing.
+
+        Raises:
+            PipelineError: the step cannot be split; or whatever the step raises.
+        """
+        self._step, self._scales, self._losses = step, scales, {}
+        groups = self._groups(kinds)
+        with (
+            kept_random_state(self._device),
+            self._walk.installed(),
+            self.recorder.step(len(kinds), together=len(groups) == 1),
+        ):
+            for group in groups:
+                self._run_group(group, [kinds[m] for m in group], seed)
+        self._step = lambda micro_batch: None
+        return [self._losses[m] for m in sorted(self._losses)]
+
+    def evaluate(self, step: Callable[[], Any], seed: tuple[int, ...]) -> tuple[bool, Any]:
+        """Runs a step on a whole batch, forward only.
+
+        Returns:
+            Whether the rest of the step runs on later stages; if not, what the step returned.
+        """
+        self._seed = seed
+        before = (self.position - 1) % self.line.num_ranks
+        with kept_random_state(self._device), self._walk.installed():
+            for stage in self.stages:
+                self._walk.take(*self._bounds[stage.index])
+                receive = functools.partial(self.line.receive_carried, before, self._device)
+                left, output = self._walk.run(step, None if stage.is_first else receive)
+                if not left:
+                    return False, output
+                self.line.send_carried(Carried.of(output), (self.position + 1) % self.line.num_ranks)
+        return True, None
+
+    def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
+        """Micro-batches that run together: the first ones of a new kind go alone, their headers travel ahead.
+
+        In a running schedule a stage that waits for a header would keep back the gradients that the sender waits for.
+        """
+        groups: list[list[int]] = []
+        others: list[int] = []
+        for micro_batch, kind in enumerate(kinds):
+            if kind in self._kinds:
+                others.append(micro_batch)
+            else:
+                self._kinds.add(kind)
+                groups.append([micro_batch])
+        return [*groups, others] if others else groups
+
+    def _run_group(self, micro_batches: list[int], kinds: list[Any], seed: tuple[int, ...]) -> None:
+        self._seed = seed
+        self._micro_batches = micro_batches
+        # All at once: between two layers, whose work has emptied the caches, each takes several times as long.
+        self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
+        count = len(micro_batches)
+        alternates = regime_of(self._schedule, self.line.num_ranks, count) == "1f1b"
+        for stage in self.stages:
+            stage.begin(kinds, alternates=alternates)
+        try:
+            self._order.run(count)
+        finally:
+            for stage in self.stages:
+                stage.drop()
+        for stage in self.stages:
+            stage.end()
+
+    def _compute(self, number: int, chunk: int) -> Carried | Tensor:
+        """A forward pass of one of this rank's stages: its output, on the last stage the scaled loss."""
+        stage, micro_batch = self.stages[number], self._micro_batches[chunk]
+        receive = functools.partial(stage.expected, chunk)
+        step_seed, self._seed = self._seed, (*self._seed, micro_batch)
+        self._walk.take(*self._bounds[stage.index])
+        try:
+            left, result = self._walk.run(
+                functools.partial(self._step, micro_batch),
+                None if stage.is_first else receive,
+                functools.partial(self._arrived, stage, chunk),
+            )
+        finally:
+            self._seed = step_seed
+        if left:
+            carried = Carried.of(result)
+            if self._schedule == "zero_bubble":  # which detaches outputs in place, and cannot do so with views
+                carried = replace(carried, tensors=tuple(t.clone() if t._is_view() else t for t in carried.tensors))
+            return carried
+        if not stage.is_last:
+            raise PipelineError("training_step returned without running the split part; every step must run it")
+        if not (isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad):
+            raise PipelineError(
+                f"training_step returned {type(result).__name__} as its loss: it must return a tensor of one element "
+                "that depends on parameters, for every micro-batch"
+            )
+        self._losses[micro_batch] = result.detach()
+        if self._scales[micro_batch] == 0:  # NaN times 0 would be NaN
+            return torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
+        return result.reshape(()) * self._scales[micro_batch]
+
+    def _arrived(self, stage: Stage, chunk: int) -> tuple[Tensor, ...]:
+        tensors = stage.arrived(chunk)
+        return tuple(tensor.clone() for tensor in tensors) if self._clones_input[stage.index] else tensors
+
+    def _begin_part(self, part: int) -> None:
+        set_random_state(self._seed_of_part(part), self._device)
+
+    def _seed_of_part(self, part: int) -> int:
+        key = (*self._seed, part)
+        seed = self._known_seeds.get(key)
+        return seed_of(*key) if seed is None else seed
+
+    def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if index not in self._recompute or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        seed = self._seed_of_part(1 + index)  # as _begin_part has set it
+        layer = self._chain.layers[index]
+        return recomputed(layer, forward, args, kwargs, lambda: set_random_state(seed, self._device))

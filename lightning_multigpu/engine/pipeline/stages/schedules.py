@@ -1,0 +1,159 @@
+"""Runs a rank's stages through a step: the passes in the schedule's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn import Module
+
+from lightning_multigpu.engine.pipeline.stages.stage import Stage
+from lightning_multigpu.planning.schedule_order import Regime, Work, regime_of, timetable
+
+_TORCH: dict[Regime, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "breadth_first": ScheduleLoopedBFS,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class Schedule(Protocol):
+    """Of the stages of one rank, which have begun a step of so many micro-batches."""
+
+    def run(self, num_micro_batches: int) -> None: ...
+
+
+class InOrder:
+    """One pass after the other, for stages that post their messages themselves: each waits just for what it needs.
+
+    The receives of the next pass are posted before a pass begins, so that they are filled meanwhile.
+
+    Args:
+        stages: of this rank, in order.
+        position: of this rank in the pipeline.
+        num_ranks: P.
+        schedule: its name.
+    """
+
+    def __init__(self, stages: Sequence[Stage], position: int, num_ranks: int, schedule: str) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._position = position
+        self._num_ranks = num_ranks
+        self._schedule = schedule
+        self._orders: dict[int, list[Work]] = {}
+
+    def run(self, num_micro_batches: int) -> None:
+        order = self._order(num_micro_batches)
+        apart = any(work.kind == "weight" for work in order)
+        for work, following in zip(order, [*order[1:], None], strict=True):
+            stage, micro_batch = self._stages[work.stage], work.micro_batch
+            stage.expect(work.kind, micro_batch)
+            if following is not None:
+                self._stages[following.stage].expect(following.kind, following.micro_batch, ahead=True)
+            if work.kind == "forward":
+                stage.forward(micro_batch)
+            elif work.kind == "backward":
+                stage.backward(micro_batch, full=not apart)
+            else:
+                stage.weight(micro_batch)
+
+    def _order(self, num_micro_batches: int) -> list[Work]:
+        if num_micro_batches not in self._orders:
+            orders = timetable(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)
+            self._orders[num_micro_batches] = orders[self._position]
+        return self._orders[num_micro_batches]
+
+
+class TorchSchedules:
+    """torch's own, which post messages in batches and wait for them, as NCCL needs it.
+
+    Two ranks that send to each other would otherwise both wait.
+
+    Args:
+        stages: of this rank, in order.
+        group: the ranks of the pipeline.
+        device: of the stages.
+        schedule: its name.
+    """
+
+    def __init__(self, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device, schedule: str) -> None:
+        self._stages = [_StageForTorch(stage, group, device) for stage in stages]
+        self._num_ranks = dist.get_world_size(group)
+        self._schedule = schedule
+        self._made: dict[tuple[Any, int], Any] = {}
+
+    def run(self, num_micro_batches: int) -> None:
+        cls = _TORCH[regime_of(self._schedule, self._num_ranks, num_micro_batches)]
+        key = cls, num_micro_batches
+        if key not in self._made:
+            stages: Any = self._stages[0] if cls in (ScheduleGPipe, Schedule1F1B) else self._stages
+            self._made[key] = cls(stages, num_micro_batches, loss_fn=_loss_itself, scale_grads=False)
+        target = torch.arange(num_micro_batches) if any(stage.is_last for stage in self._stages) else None
+        self._made[key].step(target=target, return_outputs=False)
+
+
+class _StageForTorch(_PipelineStageBase):
+    """A stage as torch's schedules see it.
+
+    torch's own stage wants to know the shapes beforehand, or finds them out by running stage and loss once more on
+    uninitialised data - which would count batches in BatchNorm and in metrics, and draw random numbers.
+
+    Everything that is overridden here is torch's, and none of it is public: ``tests/engine/pipeline/test_schedules.py``
+    names what has moved.
+    """
+
+    def __init__(self, stage: Stage, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(Module(), stage.index, stage.num_stages, device, group)
+        self._stage = stage
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # nothing that torch receives by itself
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.expect("forward", fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.outgoing("forward", fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.expect("backward", bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.outgoing("backward", bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        output = self._stage.forward(fwd_chunk_id)
+        return output.detach() if isinstance(output, Tensor) else output.tensors
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._stage.backward(bwd_chunk_id, full=full_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._stage.weight(bwd_chunk_id)
+
+
+def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
+    return output

@@ -1,0 +1,1 @@
+"""Hang reports: which ranks wait, for whom, and where those are."""

@@ -1,0 +1,168 @@
+"""Tells of a hang once, on the terminal of node 0 and in a file, with what the guardians of all hosts see.
+
+::
+
+    another host                       node 0
+      waiting  (ranks, since)  ---->     takes it down; with the first wait a report begins
+                               <----   look
+      view     (of one rank)   ---->
+                               <----   next                 one view at a time, so that no socket runs full
+      seen                     ---->   the report: verdict, table, stacks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+from lightning_multigpu.guardian.failure import host_name
+from lightning_multigpu.guardian.hang.hang_text import full_stacks, hang_report
+from lightning_multigpu.guardian.hang.hang_watch import HangWatch, Waits
+from lightning_multigpu.guardian.hang.waiting_graph import View
+from lightning_multigpu.guardian.link.host_links import Hosts
+from lightning_multigpu.guardian.link.protocol import Message
+
+KINDS = ("waiting", "look", "view", "next", "seen")
+
+_COLLECT_S = 8.0
+_AGAIN = 10
+_WRITE_S = 0.5
+_OWN = "this host"
+
+
+class HangReports:
+    """This host's part in the reports; on node 0, and where there is one host, the reports themselves.
+
+    Args:
+        limit_s: ``hang_report_s``, or None for no reports.
+        watch: of this host's ranks.
+        hosts: the way to the other hosts.
+        directory: where the file belongs at the moment, or None for no file.
+    """
+
+    def __init__(
+        self, limit_s: float | None, watch: HangWatch, hosts: Hosts, directory: Callable[[], str | None]
+    ) -> None:
+        self._limit_s = limit_s
+        self._watch, self._hosts, self._directory = watch, hosts, directory
+        self._now_s = 0.0
+        self._waits: dict[Hashable, Waits] = {}
+        self._reported: Waits = {}
+        self._again_s = 0.0
+        # On node 0 while a report is being collected: until when, from whom, and what has come.
+        self._until_s: float | None = None
+        self._awaited: set[Hashable] = set()
+        self._views: list[View] = []
+        # On the other hosts: what node 0 has been told, and what it has not fetched yet.
+        self._told: set[str] = set()
+        self._unsent: list[View] = []
+
+    def observe(self, now_s: float) -> None:
+        """Looks at this host's ranks, and goes on with what is under way."""
+        self._now_s = now_s
+        waits = self._watch.observe(now_s)
+        if not self._hosts.is_first:
+            if waits.keys() != self._told:
+                self._told = set(waits)
+                self._hosts.say("waiting", waits={name: now_s - since_s for name, since_s in waits.items()})
+            return
+        self._waits[_OWN] = waits
+        if self._limit_s is None:
+            return
+        current = self._current()
+        if self._until_s is not None:
+            if not self._awaited or now_s >= self._until_s:
+                self._report(current)
+        elif self._reported and not self._reported.keys() & current.keys():
+            waited_s = now_s - min(self._reported.values())
+            self._reported = {}
+            self._write(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n", "")
+        elif current and (not self._reported or now_s >= self._again_s):
+            self._collect()
+
+    def heard(self, host: Hashable, message: Message) -> None:
+        """A message of another host's guardian, of one of :data:`KINDS`.
+
+        Raises:
+            TypeError, ValueError: it has not the form that it should.
+        """
+        kind = message["kind"]
+        if kind == "waiting":
+            self._waits[host] = {str(k): self._now_s - float(age_s) for k, age_s in message["waits"].items()}
+        elif kind == "look":
+            self._watch.look(self._send_views)
+        elif kind == "next":
+            self._send_next()
+        elif kind == "view" and host in self._awaited:
+            self._views.append(View.from_message(message["view"]))
+            self._hosts.say("next", to=host)
+        elif kind == "seen":
+            self._awaited.discard(host)
+
+    def _current(self) -> Waits:
+        return {name: since_s for waits in self._waits.values() for name, since_s in waits.items()}
+
+    def _collect(self) -> None:
+        self._until_s = self._now_s + _COLLECT_S
+        self._views = []
+        self._awaited = {_OWN, *self._hosts.say("look")}
+        self._watch.look(self._own_views)
+
+    def _own_views(self, views: list[View]) -> None:
+        self._views += views
+        self._awaited.discard(_OWN)
+
+    def _send_views(self, views: list[View]) -> None:
+        self._unsent = list(views)
+        self._send_next()
+
+    def _send_next(self) -> None:
+        if self._unsent:
+            self._hosts.say("view", view=self._unsent.pop(0).to_message())
+        else:
+            self._hosts.say("seen")
+
+    def _report(self, current: Waits) -> None:
+        self._until_s = None
+        if not current or self._limit_s is None:
+            return  # it has gone on meanwhile
+        since_s = min(current.values())
+        self._reported = current
+        self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
+        text = hang_report(self._views, waited_s=self._now_s - since_s, limit_s=self._limit_s, file=self._path())
+        self._write(text, full_stacks(self._views))
+
+    def _path(self) -> str | None:
+        directory = self._directory()
+        return None if directory is None else os.path.join(directory, f"hang-{host_name()}.txt")
+
+    def _write(self, text: str, details: str) -> None:
+        path = self._path()
+        if path is not None:
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "a", encoding="utf-8", errors="replace") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}\n")
+            except OSError as error:
+                text += f"It could not be written to {path}: {error}\n"
+        print_without_waiting(text)
+
+
+def print_without_waiting(text: str) -> None:
+    """Writes to standard error; a pipe that nobody reads keeps a thread waiting, but not the guardian."""
+    data = text.encode(errors="replace")
+
+    def write() -> None:
+        rest = data
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(2, rest) :]
+
+    if sys.stderr is not None:
+        thread = threading.Thread(target=write, name="hang-report", daemon=True)
+        thread.start()
+        thread.join(_WRITE_S)

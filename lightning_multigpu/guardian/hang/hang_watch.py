@@ -1,0 +1,172 @@
+"""Notices on this host that ranks wait too long for others, and takes the views of its ranks.
+
+Two things are noticed. A wait that a rank has noted in its page and that has lasted too long; and, where a page has not
+changed for that time while the main thread uses no processor, a main thread whose stack ends in the same collective
+twice: one that a user's code or a library has called past the strategy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_multigpu.guardian.failure import host_name
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, Entry, read_entries, read_steps
+from lightning_multigpu.guardian.hang.stack_frames import CollectiveCall
+from lightning_multigpu.guardian.hang.stacks import Question, Stacks, StackSignal
+from lightning_multigpu.guardian.hang.waiting_graph import View
+from lightning_multigpu.guardian.proc import ENDED, STOPPED
+from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
+
+# Between two looks at the same stack. Processor time below so many ticks a second is that of a thread that waits.
+_SECOND_LOOK_S = 2.0
+_IDLE_TICKS = 10
+_ANSWER_S = 3.0
+
+Waits = dict[str, float]  # what is waited for, and since when
+
+
+class _Silence:
+    """How long a rank's page has not changed, and what its stack has shown meanwhile."""
+
+    def __init__(self, signature: object, since_s: float) -> None:
+        self.signature = signature
+        self.since_s = since_s
+        self.look_at_s = since_s
+        self.ticks = -1
+        self.seen: CollectiveCall | None = None
+        self.confirmed = False
+
+
+class _Round:
+    """Questions that were put to ranks together."""
+
+    def __init__(self, ranks: list[WatchedRank], signals: dict[int, StackSignal]) -> None:
+        self.ranks = ranks
+        self.questions = {r.rank: Question(r.process, signals.get(r.rank)) for r in ranks if not _gone(r)}
+        self._until_s = time.monotonic() + _ANSWER_S
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until_s or all(q.is_answered() for q in self.questions.values())
+
+
+class HangWatch:
+    """The ranks of this host, looked at for waits.
+
+    Args:
+        limit_s: how long a rank may wait; None: waits are not looked for, but :meth:`look` works.
+        ranks: of this host.
+        memory: their pages.
+    """
+
+    def __init__(self, limit_s: float | None, ranks: Ranks, memory: Any) -> None:
+        self._limit_s = limit_s
+        self._ranks = ranks
+        self._memory = memory
+        self._signals: dict[int, StackSignal] = {}
+        self._silences: dict[int, _Silence] = {}
+        self._wanted: list[tuple[list[WatchedRank], Callable[[list[View]], None]]] = []
+        self._round: _Round | None = None
+        self._now_s = self._forgiven_s = 0.0
+
+    def registered(self, rank: int, how: StackSignal) -> None:
+        """The rank has said how to ask it for its stacks."""
+        if rank in self._signals:
+            os.close(self._signals[rank].descriptor)
+        self._signals[rank] = how
+
+    def forgive(self, now_s: float) -> None:
+        """Counts every wait from now on: until now this process, or all ranks, were paused."""
+        self._forgiven_s = now_s
+        self._silences.clear()
+
+    def observe(self, now_s: float) -> Waits:
+        """Looks at all pages; returns the waits that have lasted too long."""
+        self._now_s = now_s
+        self._go_on()
+        if self._limit_s is None:
+            return {}
+        at_work = self._ranks.at_work
+        if at_work and all(rank.process.state() == STOPPED for rank in at_work):
+            self.forgive(now_s)  # the whole job is suspended
+        waits: Waits = {}
+        for rank in at_work:
+            entries = read_entries(self._memory, rank.slot)
+            for entry in entries:
+                since_s = max(entry.since_s, self._forgiven_s)
+                if entry.state == AWAITED and now_s - since_s >= self._limit_s:
+                    waits[f"{rank.rank}: {entry.name} {entry.ranks}"] = since_s
+            silence = self._silence(rank, entries)
+            if silence.confirmed and silence.seen is not None:
+                waits[f"{rank.rank}: {silence.seen.operation} {silence.seen.place}"] = silence.since_s
+        return waits
+
+    def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
+        """Takes the views of all ranks (or of some), and hands them over when they have answered or cannot."""
+        self._wanted.append((list(self._ranks) if ranks is None else ranks, seen))
+        self._go_on()
+
+    @property
+    def signals(self) -> dict[int, StackSignal]:
+        """How each rank is asked for its stacks."""
+        return self._signals
+
+    # Stacks
+
+    def _go_on(self) -> None:
+        """Puts the next questions, or hands the answers over."""
+        if self._round is None and self._wanted:
+            self._round = _Round(self._wanted[0][0], self._signals)
+        if self._round is not None and self._round.is_over():
+            ended, self._round = self._round, None
+            _, seen = self._wanted.pop(0)
+            seen([self._view(rank, ended.questions.get(rank.rank)) for rank in ended.ranks])
+
+    def _view(self, rank: WatchedRank, question: Question | None) -> View:
+        entries = read_entries(self._memory, rank.slot)
+        return View(
+            rank=rank.rank,
+            host=host_name(),
+            pid=rank.process.pid,
+            step=read_steps(self._memory, rank.slot),
+            entries=tuple(e._replace(since_s=self._now_s - max(e.since_s, self._forgiven_s)) for e in entries),
+            stacks=Stacks(_gone(rank)) if question is None else question.answer(),
+            main_thread=self._signals[rank.rank].main_thread if rank.rank in self._signals else 0,
+            gone=_gone(rank),
+        )
+
+    # Waits that nobody has noted
+
+    def _silence(self, rank: WatchedRank, entries: list[Entry]) -> _Silence:
+        signature = read_steps(self._memory, rank.slot), [(e.group, e.ranks, e.begun, e.state) for e in entries]
+        silence = self._silences.get(rank.rank)
+        if silence is None or silence.signature != signature:
+            silence = self._silences[rank.rank] = _Silence(signature, self._now_s)
+        assert self._limit_s is not None
+        if self._now_s - silence.since_s < self._limit_s or self._now_s < silence.look_at_s:
+            return silence
+        ticks, before = rank.process.cpu_ticks(), silence.ticks
+        silence.ticks = ticks
+        silence.look_at_s = self._now_s + _SECOND_LOOK_S
+        if before < 0 or ticks - before > _IDLE_TICKS:
+            # Not known yet, or at work; who has waited and now works has got on.
+            silence.confirmed, silence.seen = False, None
+        elif not silence.confirmed and not any(entry.state == AWAITED for entry in entries):
+            silence.look_at_s = self._now_s + _ANSWER_S + _SECOND_LOOK_S
+            self.look(lambda views: self._compare(silence, views), ranks=[rank])
+        return silence
+
+    def _compare(self, silence: _Silence, views: list[View]) -> None:
+        """Two looks that show the same collective make a wait; after another sight the next look is far away."""
+        seen = views[0].stacks.collective if views else None
+        silence.confirmed = seen is not None and seen == silence.seen
+        silence.seen = seen
+        silence.look_at_s = self._now_s + (_SECOND_LOOK_S if seen is not None else self._limit_s or 0.0)
+
+
+def _gone(rank: WatchedRank) -> str:
+    if rank.finished:
+        return "it has finished"
+    return "it has ended" if rank.process.state() == ENDED else ""

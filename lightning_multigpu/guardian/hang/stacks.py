@@ -1,0 +1,174 @@
+"""The Python stacks of a rank, taken without its cooperation.
+
+Each rank lets the interpreter's fault handler answer a real-time signal by writing the stacks of all threads to a file
+in memory that the guardian holds too. The handler is C code and needs no interpreter lock, so that it answers from
+within a collective and from within a C function that holds the lock; a stopped process answers when it goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import threading
+import time
+from typing import NamedTuple
+
+from lightning_multigpu.guardian.hang.stack_frames import CollectiveCall, Frame, collective_call, place
+from lightning_multigpu.guardian.proc import STOPPED, WatchedProcess
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+# The handler writes the main thread last, and its outermost frame is a module; otherwise silence has to tell the end.
+_LAST_LINE = b" in <module>\n"
+_SETTLED_S = 0.25
+_MAX_DUMP_BYTES = 1 << 20
+
+
+class Stacks(NamedTuple):
+    """What one rank has answered.
+
+    Attributes:
+        text: as the fault handler has written it, or a sentence that says why there is nothing.
+        main: the main thread's frames, most recent call first; empty where they are not known.
+    """
+
+    text: str
+    main: tuple[Frame, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The line that tells most of where the main thread is."""
+        return place(self.main) if self.main else self.text
+
+    @property
+    def collective(self) -> CollectiveCall | None:
+        """The collective in which the main thread is, if its stack shows one."""
+        return collective_call(self.main)
+
+
+def parse(text: str, main_thread: int) -> Stacks:
+    """Reads a dump of ``faulthandler``; ``main_thread`` is the identity of the rank's main thread."""
+    frames: list[Frame] = []
+    is_main = False
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            is_main = int(thread[1], 16) == main_thread
+        elif is_main and (frame := _FRAME.match(line)):
+            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+    return Stacks(text, tuple(frames))
+
+
+class StackSignal(NamedTuple):
+    """How a rank is asked: by which signal, and where it writes."""
+
+    number: int
+    descriptor: int
+    main_thread: int
+
+
+_own: StackSignal | None = None
+_own_process = 0
+
+
+def answer_stack_signal() -> StackSignal | None:
+    """Lets this process answer a signal with its stacks, until its end; the same one each time that it is called.
+
+    None where no real-time signal is free. The handler stays: without it the signal would end the process.
+    """
+    global _own, _own_process
+    if _own is not None and _own_process == os.getpid():
+        return _own
+    number = next((n for n in range(signal.SIGRTMAX - 3, signal.SIGRTMIN, -1) if not _is_used(n)), None)
+    if number is None or threading.main_thread().ident is None:
+        return None
+    descriptor = os.memfd_create("rank-stacks")
+    # The guardian empties the file before it asks: each answer then begins at its end.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(number, file=descriptor, all_threads=True)
+    _own, _own_process = StackSignal(number, descriptor, threading.main_thread().ident or 0), os.getpid()
+    return _own
+
+
+def _is_used(number: int) -> bool:
+    return bool(_caught(os.getpid(), "SigCgt", "SigIgn") >> (number - 1) & 1)
+
+
+def _caught(pid: int, *fields: str) -> int:
+    """The signals that the process handles, as the kernel's bit mask."""
+    mask = 0
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name in fields:
+                    mask |= int(value, 16)
+    except (OSError, ValueError):
+        return 0
+    return mask
+
+
+class Question:
+    """Asks one rank for its stacks.
+
+    The signal is sent only to a process that handles it at this moment, as the kernel says: one that has replaced its
+    program since it registered would be ended by it.
+
+    Args:
+        process: of the rank.
+        how: what the rank has said of the signal, or None if it has said nothing.
+    """
+
+    def __init__(self, process: WatchedProcess, how: StackSignal | None) -> None:
+        self._process, self._how = process, how
+        self._refusal = ""
+        self._size, self._since_s = -1, time.monotonic()
+        if process.state() == STOPPED:
+            self._refusal = "it is stopped by a signal, and shows no stacks"
+        elif how is None or not _caught(process.pid, "SigCgt") >> (how.number - 1) & 1:
+            self._refusal = "it has not said how to ask for its stacks"
+        else:
+            os.ftruncate(how.descriptor, 0)
+            if not process.send_signal(how.number):
+                self._refusal = "its process has ended"
+
+    def is_answered(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        if self._refusal:
+            return True
+        assert self._how is not None
+        size = os.fstat(self._how.descriptor).st_size
+        if size != self._size:
+            self._size, self._since_s = size, time.monotonic()
+        if (
+            size > len(_LAST_LINE)
+            and os.pread(self._how.descriptor, len(_LAST_LINE), size - len(_LAST_LINE)) == _LAST_LINE
+        ):
+            return True
+        return size > 0 and time.monotonic() - self._since_s >= _SETTLED_S
+
+    def answer(self) -> Stacks:
+        """What has come so far; where nothing has, what the kernel says of the process."""
+        text = ""
+        if not self._refusal:
+            assert self._how is not None
+            text = os.pread(self._how.descriptor, _MAX_DUMP_BYTES, 0).decode(errors="replace").strip()
+            if text:
+                return parse(text, self._how.main_thread)
+        return Stacks((self._refusal or "it does not answer") + _kernel_text(self._process.pid))
+
+
+def _kernel_text(pid: int) -> str:
+    """What the kernel tells of where a process waits, as far as this user may read it."""
+    found = []
+    for name in ("wchan", "syscall", "stack"):
+        try:
+            with open(f"/proc/{pid}/{name}", encoding="utf-8", errors="replace") as file:
+                text = " ".join(file.read().split())
+        except OSError:
+            continue
+        if text and text != "0":
+            found.append(f"{name}: {text[:200]}")
+    return f" ({'; '.join(found)})" if found else ""

@@ -1,0 +1,209 @@
+"""What a hang is about: who waits for whom, found by comparing what all ranks are doing.
+
+A pure function of what was read of each rank, so that every case can be told by a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, UNDER_WAY, Entry, parse_ranks
+from lightning_multigpu.guardian.hang.stack_frames import Frame
+from lightning_multigpu.guardian.hang.stacks import Stacks
+
+_MAX_FRAMES = 40
+_MAX_STACKS_CHARS = 6_000
+
+
+class View(NamedTuple):
+    """One rank, as its host's guardian has seen it.
+
+    Attributes:
+        step: optimizer steps completed.
+        entries: of its page; ``since_s`` is here how many seconds ago it was, since the clocks of hosts differ.
+        stacks: of its threads.
+        main_thread: the identity of the main one; 0 where it is not known.
+        gone: why it takes part in nothing any more ("it has finished"), or empty.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    entries: tuple[Entry, ...] = ()
+    stacks: Stacks = Stacks("its stacks are not known")
+    main_thread: int = 0
+    gone: str = ""
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON values, cut to what fits into one message."""
+        stacks = Stacks(self.stacks.text[-_MAX_STACKS_CHARS:], self.stacks.main[:_MAX_FRAMES])
+        return self._replace(stacks=stacks)._asdict()
+
+    @classmethod
+    def from_message(cls, values: dict[str, Any]) -> View:
+        """The inverse of :meth:`to_message`.
+
+        Raises:
+            TypeError, ValueError: the values are not those of a view.
+        """
+        text, main = values["stacks"]
+        return cls(**{
+            **values,
+            "entries": tuple(Entry(*entry) for entry in values["entries"]),
+            "stacks": Stacks(str(text), tuple(Frame(*frame) for frame in main)),
+        })  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A collective in which a rank waits. ``number`` is 0 where it was not noted, but found in the stack only."""
+
+    rank: int
+    operation: str
+    group: str
+    ranks: str
+    number: int
+    for_s: float
+    place: str
+
+    @property
+    def name(self) -> str:
+        """ "all_reduce #118 of group data", or "all_reduce, called in train.py:42 in training_step"."""
+        if self.number:
+            return f"{self.operation} #{self.number} of group {self.group}"
+        return f"{self.operation}, called at {self.place}"
+
+
+def calls(view: View) -> list[Call]:
+    """The collectives in which a rank waits: those that it has noted, and the main thread's if that has noted none."""
+    if view.gone:
+        return []
+    noted = [entry for entry in view.entries if entry.state == AWAITED]
+    found = [
+        Call(
+            view.rank,
+            e.operation,
+            e.group,
+            e.ranks,
+            e.number,
+            e.since_s,
+            view.stacks.place if _is_main(e, view) else "",
+        )
+        for e in noted
+    ]
+    seen = view.stacks.collective
+    if seen is not None and not any(_is_main(entry, view) for entry in noted):
+        found.append(Call(view.rank, seen.operation, "", "", 0, 0.0, seen.place))
+    return found
+
+
+def _is_main(entry: Entry, view: View) -> bool:
+    return not view.main_thread or entry.thread == view.main_thread
+
+
+def verdict(views: Iterable[View]) -> list[str]:
+    """What the ranks wait for, one finding a line; none where nobody waits in a collective."""
+    by_rank = {view.rank: view for view in sorted(views)}
+    waiting: dict[tuple[str, str], list[Call]] = {}
+    for view in by_rank.values():
+        for call in calls(view):
+            waiting.setdefault((call.group, call.ranks), []).append(call)
+    lines = []
+    for (group, ranks), found in waiting.items():
+        if not group:
+            continue
+        members = sorted(parse_ranks(ranks) or by_rank)
+        for number in sorted({call.number for call in found}):
+            lines.append(_noted(by_rank, members, [call for call in found if call.number == number]))
+    if ("", "") in waiting:
+        lines += _not_noted(by_rank, waiting["", ""])
+    return lines
+
+
+def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
+    """One number of one group: who waits in it, and what the other members do."""
+    operations: dict[str, list[int]] = {}
+    for call in found:
+        operations.setdefault(call.operation, []).append(call.rank)
+    first = found[0]
+    for_s = max(call.for_s for call in found)
+    if len(operations) > 1:
+        what = ", ".join(f"{_ranks(ranks)} in {operation} #{first.number}" for operation, ranks in operations.items())
+        head = f"Mismatch: different collectives of group {first.group} at the same time: {what}, for {for_s:.0f} s"
+    else:
+        who = [call.rank for call in found]
+        at = f" ({first.place})" if first.place else ""
+        elsewhere = [by_rank.get(rank) for rank in members if rank not in who]
+        only = bool(elsewhere) and all(
+            v is not None and calls(v) and _begun(v, first) < first.number for v in elsewhere
+        )
+        verb = _plural(who, "is", "are") if only else _plural(who, "waits", "wait")
+        head = f"{_ranks(who)} {verb} in {first.name}{at} for {for_s:.0f} s"
+        head = f"Only {head}" if only else head[0].upper() + head[1:]
+    there = {call.rank for call in found}
+    others = [_other(by_rank.get(rank), rank, first) for rank in members if rank not in there]
+    if not others and len(operations) == 1:
+        others = ["all ranks of the group have come, so that what they send is slow or lost"]
+    return "; ".join([head, *others])
+
+
+def _other(view: View | None, rank: int, call: Call) -> str:
+    """What a member that does not wait in ``call`` does instead."""
+    if view is None:
+        return f"nothing is known of rank {rank}"
+    entry = _entry(view, call)
+    if _begun(view, call) < call.number:
+        came = "has not come"
+    elif entry is not None and entry.number == call.number and entry.state == UNDER_WAY:
+        came = "has come, and does not wait"
+    else:
+        came = "has come and gone on"
+    return f"rank {rank} {came}: {_doing(view)}"
+
+
+def _entry(view: View, call: Call) -> Entry | None:
+    return next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
+
+
+def _begun(view: View, call: Call) -> int:
+    """The number of the last collective that the rank has begun in the call's group."""
+    entry = _entry(view, call)
+    return 0 if entry is None else entry.begun
+
+
+def _doing(view: View) -> str:
+    if view.gone:
+        return view.gone
+    own = calls(view)
+    if own:
+        at = f" ({own[0].place})" if own[0].number and own[0].place else ""
+        return f"it is in another collective, {own[0].name}{at}"
+    return f"it is at {view.stacks.place}" if view.stacks.main else view.stacks.text
+
+
+def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
+    """Calls past the strategy, a user's own for example: known by their lines only."""
+    by_call: dict[tuple[str, str], list[int]] = {}
+    for call in found:
+        by_call.setdefault((call.operation, call.place), []).append(call.rank)
+    named = [f"{_ranks(ranks)} in {operation}, called at {place}" for (operation, place), ranks in by_call.items()]
+    if len({operation for operation, _ in by_call}) > 1:
+        head = f"Mismatch: different collectives at the same time: {'; '.join(named)}"
+    elif len(found) == len(by_rank):
+        where = " and ".join(f"at {place} ({_ranks(ranks)})" for (_, place), ranks in by_call.items())
+        return [f"All ranks are in {found[0].operation}, called {where}"]
+    else:
+        head = f"Only {'; '.join(named)}".replace(" in ", f" {_plural(found, 'is', 'are')} in ", 1)
+    there = {call.rank for call in found}
+    others = [f"rank {rank} is not: {_doing(view)}" for rank, view in sorted(by_rank.items()) if rank not in there]
+    return ["; ".join([head, *others])]
+
+
+def _ranks(ranks: list[int]) -> str:
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _plural(items: list[Any], one: str, many: str) -> str:
+    return one if len(items) == 1 else many

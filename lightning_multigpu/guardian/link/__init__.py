@@ -1,0 +1,1 @@
+"""Connections between the guardians of several hosts."""

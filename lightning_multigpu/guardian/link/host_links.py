@@ -1,0 +1,348 @@
+"""What the guardians of several hosts have to do with each other.
+
+::
+
+      node 0 ---- node 1       all of them know each other, up to 32 hosts; beyond that each knows node 0
+         | \\    / |            and its neighbours in the ring
+         |  \\  /  |
+         |   \\/   |            each line is a TCP connection over which both ends say once a second
+         |   /\\   |            that they are alive
+         |  /  \\  |
+      node 2 ---- node 3
+
+Silence, a closed connection and a reported failure are failures of the job on all hosts. Whoever finds one ends its own
+ranks and passes it on, so that a host that is cut off says so by itself, and a cut between two others is seen as well.
+
+The job's secret keeps out other jobs, port scanners, and whoever can send packets to the port or alter those that pass:
+each message is sealed with it. Rank 0 makes the secret, and it comes to the other hosts through the process group or
+the store of the job, which encrypt nothing: who reads along there has it too. Against them only a network of one's own
+helps, as for the gradients and the exceptions that pass there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.link.peer import Peer, node_name
+from lightning_multigpu.guardian.link.protocol import Connection, Message
+from lightning_multigpu.guardian.ranks import Found
+
+_LONGEST_BEAT_S = 1.0
+_MAX_MESH = 32
+_MAX_STRANGERS = 256
+
+
+class Hosts:
+    """This host's connections to other hosts' guardians.
+
+    Args:
+        silence_s: how long another host may say nothing.
+        join_timeout_s: how long after :meth:`listen` the last host may come.
+        watch: makes the guardian's loop call a function when a socket becomes readable.
+        forget: the opposite.
+        heard: called with another host and what it says, where that is none of this class's own business.
+
+    Attributes:
+        end_now: another host has said that the job has to end at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        silence_s: float,
+        join_timeout_s: float,
+        watch: Callable[[socket.socket, Callable[[], None]], None],
+        forget: Callable[[socket.socket], None],
+        heard: Callable[[Hashable, Message], None] = lambda host, message: None,
+    ) -> None:
+        self._silence_s = silence_s
+        self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
+        self._join_timeout_s = join_timeout_s
+        self._watch, self._forget, self._heard = watch, forget, heard
+        self._secret = b""
+        self._own_rank = 0
+        self._num_nodes = 1
+        self._on_met: Callable[[], None] = lambda: None
+        self._finished = self._paused = False
+        self._at_end = self._all_at_end = False
+        self.end_now = False
+        self._peers: list[Peer] = []
+        self._strangers: list[Peer] = []
+        self._listener: socket.socket | None = None  # of node 0
+        self._further: socket.socket | None = None  # of the others, for those that come later
+        self._missing = 0
+        self._since_s = self._now_s = self._beat_s = 0.0
+        self._found: Found | None = None
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether another host's ranks may wait for this one's: they are there, and at work."""
+        return any(not (peer.paused or peer.done) for peer in self._known())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is node 0, which speaks for the job; a host alone is."""
+        return self._own_rank == 0
+
+    @property
+    def all_done(self) -> bool:
+        """Whether this guardian may leave: node 0's stays until the others' ranks have finished."""
+        if self._listener is None:
+            return all(peer.trusted for peer in self._peers)
+        return self._missing == 0 and all(peer.done for peer in self._peers)
+
+    def listen(self, listener: socket.socket, *, num_nodes: int, secret: bytes, now_s: float) -> None:
+        """On node 0: accepts the other hosts' guardians."""
+        self._num_nodes, self._missing, self._secret = num_nodes, num_nodes - 1, secret
+        self._since_s = self._now_s = now_s
+        self._listener = listener
+        self._open(listener)
+
+    def join(
+        self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
+    ) -> None:
+        """On the other nodes: ``sock`` is connected to node 0's guardian, which asks for the proof first."""
+        self._secret, self._now_s = secret, now_s
+        self._own_rank, self._on_met = node_rank, on_met
+        with contextlib.suppress(OSError):  # else nobody can come, and says so
+            self._further = socket.create_server((sock.getsockname()[0], 0), family=sock.family)
+            self._open(self._further)
+        self._ask(Connection(sock), 0, "")
+
+    def forgive(self, now_s: float) -> None:
+        """Begins to wait anew: this guardian has been paused and may have overheard the others."""
+        for peer in self._peers:
+            peer.heard_s = now_s
+
+    def observe(self, now_s: float, *, paused: bool) -> Found | None:
+        """Says that this host is alive; returns the failure of another one, if there is any.
+
+        Args:
+            now_s: on this guardian's clock.
+            paused: whether all ranks of this host are stopped.
+        """
+        self._now_s = now_s
+        if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
+            self._beat_s, self._paused = now_s, paused
+            for peer in self._known():
+                peer.connection.send("alive", paused=paused)
+        for stranger in self._strangers[:]:
+            if stranger.connection.closed or now_s - stranger.heard_s > self._silence_s:
+                self._drop(stranger)
+        waited_for = [peer for peer in self._peers if not peer.done]
+        for peer in waited_for:
+            if peer.connection.closed:
+                self._drop(peer)
+                self._lost(peer)
+        if silent := [peer for peer in waited_for if now_s - peer.heard_s > self._silence_s]:
+            # Those who went silent together are named together: then it is this host that is cut off, or a switch.
+            self._silent([peer for peer in waited_for if now_s - peer.heard_s > self._silence_s - self._beat_every_s])
+            for peer in silent:
+                self._drop(peer)
+        if self._missing > 0 and now_s - self._since_s > self._join_timeout_s:
+            came = ", ".join(peer.name for peer in self._known()) or "none"
+            self._find(f"{self._missing} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
+        found, self._found = self._found, None
+        return found
+
+    def tell(self, failure: Failure, since_s: float) -> None:
+        """Passes a failure on to all hosts that this one knows; how long ago it was, because clocks differ."""
+        age_s = max(0.0, self._now_s - since_s)
+        for peer in self._known():
+            peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
+
+    def say(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
+        """Sends a message to one host; without ``to``, node 0 to all others, and they to node 0. Returns to whom."""
+        peers = [p for p in self._known() if p is to or (to is None and (self.is_first or p.node_rank == 0))]
+        for peer in peers:
+            peer.connection.send(kind, **fields)
+        return list(peers)
+
+    def tell_end_now(self) -> None:
+        """Passes on that the job has to end at once."""
+        for peer in self._known():
+            peer.connection.send("end now")
+
+    def come_to_end(self) -> bool:
+        """All ranks of this host have come to the end of their run; True once those of all hosts have.
+
+        Called again until then. The others tell node 0, which tells them when all have come.
+        """
+        if self._listener is not None and (self._missing or not all(peer.at_end or peer.done for peer in self._peers)):
+            return False
+        if not self._at_end:
+            self._at_end = True
+            self.say("at end" if self._listener is None else "all at end")
+        return self._listener is not None or self._all_at_end or not self._peers
+
+    def finish(self) -> None:
+        """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
+        if self._listener is None and not self._finished:
+            for peer in self._known():
+                self._finished = True
+                peer.connection.send("done")
+
+    def close(self) -> None:
+        """Closes everything; what has been sent before still arrives."""
+        for peer in self._peers + self._strangers:
+            self._drop(peer)
+        for listener in (self._listener, self._further):
+            if listener is not None:
+                self._forget(listener)
+                listener.close()
+        self._listener = self._further = None
+
+    def _known(self) -> list[Peer]:
+        return [peer for peer in self._peers if peer.trusted and not peer.connection.closed]
+
+    # Failures
+
+    def _find(self, what: str, since_s: float | None = None) -> None:
+        """The first failure counts."""
+        if self._found is None:
+            self._found = Found(Failure(what), self._now_s if since_s is None else since_s)
+
+    def _lost(self, peer: Peer) -> None:
+        why = f": {peer.connection.why}" if peer.connection.why else ""
+        if peer.trusted:
+            self._find(f"the guardian of {peer.name} has ended, or its connection to {self._own_name}{why}")
+        else:
+            self._cannot_reach(peer, why)
+
+    def _silent(self, peers: list[Peer]) -> None:
+        since_s = min(peer.heard_s for peer in peers)
+        if not peers[0].trusted:
+            self._cannot_reach(peers[0], f": no answer for {self._now_s - since_s:.1f} s")
+            return
+        names = " and ".join(peer.name for peer in peers)
+        self._find(
+            f"{self._own_name} has heard nothing from {names} for {self._now_s - since_s:.1f} s: a host, its guardian, "
+            "or the link between them is down",
+            since_s,
+        )
+
+    def _cannot_reach(self, peer: Peer, why: str) -> None:
+        address, port = peer.where
+        at = f" at {address} port {port}" if address else ""
+        self._find(
+            f"{self._own_name} cannot reach the guardian of {peer.name}{at}{why}; are all ports open between the hosts?"
+        )
+
+    @property
+    def _own_name(self) -> str:
+        return node_name(self._own_rank, host_name())
+
+    # Connections
+
+    def _open(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._watch(listener, lambda: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:  # who does not introduce itself makes room for others
+            self._drop(self._strangers[0])
+        peer = Peer(Connection(sock), secret=self._secret, now_s=self._now_s)
+        self._strangers.append(peer)
+        self._watch(sock, lambda: self._read(peer))
+        peer.challenge()
+
+    def _ask(self, connection: Connection, node_rank: int, host: str, where: tuple[str, int] = ("", 0)) -> None:
+        peer = Peer(connection, secret=self._secret, now_s=self._now_s, node_rank=node_rank)
+        peer.host, peer.where = host, where
+        self._peers.append(peer)
+        self._watch(connection.socket, lambda: self._read(peer))
+
+    def _drop(self, peer: Peer) -> None:
+        for peers in (self._peers, self._strangers):
+            if peer in peers:
+                peers.remove(peer)
+        self._forget(peer.connection.socket)
+        peer.connection.close()
+
+    def _read(self, peer: Peer) -> None:
+        for message in peer.connection.arriving():
+            if peer not in self._strangers:
+                peer.heard_s = self._now_s
+            try:
+                self._handle(peer, message)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                peer.connection.closed = True
+        if peer.connection.closed:
+            self._forget(peer.connection.socket)
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        kind = message["kind"]
+        if peer in self._strangers:
+            self._welcome(peer, message)
+        elif not peer.trusted:
+            self._introduce(peer, message)
+        elif kind == "alive":
+            peer.paused = message.get("paused") is True
+        elif kind == "failure" and self._found is None:
+            age_s = message.get("age_s")
+            since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
+            self._found = Found(Failure.from_message(message.get("failure")), since_s)
+        elif kind == "at end":
+            peer.at_end = True
+        elif kind == "all at end":
+            self._all_at_end = True
+        elif kind == "end now":
+            self.end_now = True
+        elif kind == "done":
+            peer.done = True
+        else:
+            self._heard(peer, message)
+
+    def _introduce(self, peer: Peer, message: Message) -> None:
+        """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""
+        kind = message["kind"]
+        if kind == "challenge":
+            port = 0 if self._further is None else int(self._further.getsockname()[1])
+            peer.introduce(message, node_rank=self._own_rank, port=port)
+        elif kind == "refused":
+            self._find(f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')}")
+        elif kind == "welcome" and peer.is_welcomed_by(message):
+            for node_rank, host, address, port in message.get("others") or ():
+                sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+                sock.setblocking(False)
+                sock.connect_ex((address, port))  # what becomes of it is seen when it is read from
+                self._ask(Connection(sock), node_rank, host, (address, port))
+            if all(other.trusted for other in self._peers):
+                self._on_met()
+
+    def _welcome(self, peer: Peer, message: Message) -> None:
+        """Asked: the stranger's answer."""
+        if message["kind"] != "hello":
+            raise ValueError(f"a stranger says {message['kind']!r:.80} before hello")
+        why = peer.why_not(message)
+        if not why and (peer.node_rank == self._own_rank or any(p.node_rank == peer.node_rank for p in self._peers)):
+            why = f"there is a node {peer.node_rank} already; give each host a node rank of its own"
+        if why:
+            peer.connection.send("refused", why=why)
+            peer.connection.closed = True
+            return
+        self._strangers.remove(peer)
+        peer.welcome(message, others=self._others_for(peer) if self._listener is not None else [])
+        self._peers.append(peer)
+        peer.heard_s = self._now_s
+        self._missing -= self._listener is not None
+
+    def _others_for(self, newcomer: Peer) -> list[tuple[int, str, str, int]]:
+        """Node 0: those that have come before, and that the newcomer has to connect to."""
+        assert newcomer.node_rank is not None
+        neighbours = {(newcomer.node_rank + step) % self._num_nodes for step in (-1, 1)}
+        return [
+            (peer.node_rank, peer.host, *peer.where)
+            for peer in self._known()
+            if peer.node_rank is not None
+            and not peer.done
+            and (self._num_nodes <= _MAX_MESH or peer.node_rank in neighbours)
+        ]

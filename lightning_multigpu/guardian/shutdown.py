@@ -1,0 +1,151 @@
+"""How a job that has failed ends on this host: ranks by themselves if they can, and by SIGKILL if not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.hang.last_waits import shortened
+from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
+from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
+from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.guardian.workers import remove_temporary
+
+# Of failure_timeout_s, what ranks have to end by themselves; the rest is for the kernel and for the message.
+_OWN_TIME = 0.9
+_HURRY_S = 1.0
+_WRITE_LIMIT_S = 5
+_TIDY_LIMIT_S = 3.0
+_TIDY_LOOK_S = 0.05
+
+
+class Ending:
+    """The last seconds of the ranks at work.
+
+    Args:
+        failure: why.
+        since_s: when that came about, on the guardian's clock.
+        timeout_s: how long after that every rank has to have ended.
+
+    Attributes:
+        waits: what ranks were waiting in when it came about; a line a rank.
+    """
+
+    def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
+        self.failure = failure
+        self.since_s = since_s
+        self._kill_at_s = since_s + _OWN_TIME * timeout_s
+        self._own_time_s = _OWN_TIME * timeout_s
+        self._killed: list[WatchedRank] = []
+        self._announced: WatchedRank | None = None
+        self.waits: list[str] = []
+        self._wants_file = failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED)
+
+    def waited(self, lines: list[str]) -> None:
+        """Takes down what ranks were waiting in when it came about; a line a rank."""
+        self.waits += lines
+
+    def hurry(self, now_s: float) -> None:
+        """Lets ranks no more time than they need to be told: the user has asked for it, and needs no file about it."""
+        self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
+        self._wants_file = False
+
+    def announce(self, rank: WatchedRank) -> None:
+        """``rank`` shows the failure in this host's terminal itself, if it lives to do so."""
+        self._announced = rank
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether the time that ranks have to end by themselves is over."""
+        return now_s >= self._kill_at_s
+
+    def progress(self, ranks: Ranks, now_s: float) -> bool:
+        """Kills who has had time enough; True once no rank is left.
+
+        A stopped rank goes as soon as only stopped ones are left: it cannot end by itself. The others first, because
+        a terminal shows its prompt when the first rank has ended.
+        """
+        states = {rank.rank: rank.process.state() for rank in ranks.at_work}
+        left = [rank for rank in ranks.at_work if states[rank.rank] != ENDED]
+        only_stopped = all(states[rank.rank] == STOPPED for rank in left)
+        if left and (only_stopped or now_s >= self._kill_at_s):
+            for rank in left:
+                if rank not in self._killed:
+                    self._killed.append(rank)
+                    rank.process.kill()
+        return not left
+
+    def report(self, path: str | None, ranks: Ranks) -> None:
+        """Writes the failure to a file, and to the terminal unless a rank has done so.
+
+        Args:
+            path: of the file, or None for no file. One that an earlier failure has left is replaced.
+            ranks: of this host, which the file names with the time: it may be found much later.
+        """
+        text = self.text()
+        if path is not None and self._wants_file:
+            _write_file(path, _heading(ranks) + text)
+        if self._announced is not None and self._announced not in self._killed:
+            return
+        if sys.stderr is None:
+            return
+        # A pipe that nobody reads must not keep the guardian for ever: the default of SIGALRM ends it.
+        signal.alarm(_WRITE_LIMIT_S)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        signal.alarm(0)
+
+    def tidy_up(self, ranks: Ranks) -> None:
+        """Removes what ranks leave that said goodbye after the failure, and were ended before they could remove it.
+
+        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. One that lives on for seconds
+        keeps what is its own.
+        """
+        deadline_s = clock_s() + _TIDY_LIMIT_S
+        left = [(rank.process, rank.temporary) for rank in ranks if rank.temporary is not None]
+        while left and clock_s() < deadline_s:
+            for process, directory in list(left):
+                if process.state() == ENDED:
+                    remove_temporary(directory)
+                    left.remove((process, directory))
+            if left:
+                time.sleep(_TIDY_LOOK_S)
+
+    def text(self) -> str:
+        """The message: the failed rank's traceback, whom the guardian had to end, what the others waited in, and,
+        last, what happened."""
+        lines = [self.failure.traceback.rstrip()] if self.failure.traceback else []
+        others = [rank for rank in self._killed if rank.rank != self.failure.rank]
+        if others:
+            names = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in others)
+            lines.append(
+                f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
+            )
+        lines += [f"Meanwhile {line}" for line in shortened(self.waits)]
+        lines.append(f"The job failed: {self.failure.describe()}")
+        return "\n".join(lines) + "\n"
+
+
+def _heading(ranks: Ranks) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    pids = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in ranks)
+    return f"{when}, host {host_name()}, rank {pids}\n"
+
+
+def _write_file(path: str, text: str) -> None:
+    directory, name = os.path.split(path)
+    partial = os.path.join(directory, f".{name}.{os.getpid()}")
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with open(partial, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"The failure could not be written to {path}: {error}\n")

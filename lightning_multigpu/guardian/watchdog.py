@@ -1,0 +1,383 @@
+"""What runs in the guardian: one loop over its connections and over the states of the ranks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
+from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports
+from lightning_multigpu.guardian.hang.hang_watch import HangWatch
+from lightning_multigpu.guardian.hang.last_waits import last_waits
+from lightning_multigpu.guardian.hang.stacks import StackSignal
+from lightning_multigpu.guardian.interrupts import Interrupts
+from lightning_multigpu.guardian.link.host_links import Hosts
+from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
+from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.guardian.shutdown import Ending
+from lightning_multigpu.guardian.workers import Workers, remove_temporary
+
+_CREDENTIALS = "3i"
+_MAX_STRANGERS = 64
+_SHORTEST_PAUSE_S = 1.0
+
+
+class Process:
+    """The guardian of one host.
+
+    Args:
+        settings: what :meth:`lightning_multigpu.guardian.Guardian.start` has sent.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._secret = bytes.fromhex(settings["secret"])
+        self._timeout_s: float = settings["failure_timeout_s"]
+        self._join_timeout_s: float = settings["join_timeout_s"]
+        self._directory: str | None = settings["directory"]
+        self._node_rank: int | None = None
+        self._is_public: bool = settings["is_public"]
+        self._tick_s = min(0.5, self._timeout_s / 20)
+        self._now_s = self._started_s = clock_s()
+        self._owner = WatchedProcess(settings["owner_pid"])
+        self._owner_gone = self._stopping = False
+        self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
+        self._connections: dict[Connection, WatchedRank] = {}
+        self._strangers: dict[Connection, str] = {}
+        self._ending: Ending | None = None
+        self._interrupts, self._workers = Interrupts(), Workers()
+        self._hurries = self._released = False
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(fileno=settings["listener"])
+        self._listener.setblocking(False)
+        self._watch(self._listener, self._accept)
+        self._owner_link = Connection(socket.socket(fileno=settings["owner_link"]))
+        self._watch(self._owner_link.socket, self._read_owner)
+        self._pages_descriptor: int = settings["pages"]
+        self._pages = mmap.mmap(self._pages_descriptor, PAGE_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
+        self._hosts = Hosts(
+            silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget,
+            heard=self._hear,
+        )  # fmt: skip
+        limit_s: float | None = settings["hang_report_s"]
+        self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
+        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory)
+
+    def run(self) -> None:
+        """Watches until all ranks have finished, or until all have ended after a failure."""
+        self._interrupts.install()
+        while not self._is_over():
+            for key, _ in self._selector.select(self._tick_s):
+                key.data()
+            now_s = clock_s()
+            if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
+                # This process was stopped, or the machine asleep; so were the ranks, and they go on at other moments.
+                self._started_s += now_s - self._now_s
+                self._ranks.forgive()
+                self._workers.forgive()
+                self._hosts.forgive(now_s)
+                self._hang_watch.forgive(now_s)
+            self._now_s = now_s
+            self._observe()
+        self._hosts.close()
+        if self._ending is not None:
+            self._ending.report(self._file(), self._ranks)
+            self._listener.close()  # a further run of these processes may want the address
+            self._ending.tidy_up(self._ranks)
+
+    def _is_over(self) -> bool:
+        if self._ending is not None:
+            ended = self._ending.progress(self._ranks, self._now_s) and self._workers_have_ended()
+            return ended and not self._awaits_late_ranks(self._ending)
+        if self._ranks.at_work:
+            return False
+        for connection in list(self._connections):  # what a rank said before it ended may not have been read so far
+            self._read(connection)
+        everybody_came = len(self._ranks) == self._ranks.num_ranks
+        if not (everybody_came or self._owner_gone or self._stopping):
+            return False
+        self._hosts.finish()
+        return self._hosts.all_done
+
+    def _awaits_late_ranks(self, ending: Ending) -> bool:
+        """Whether ranks may still come that would look for a guardian in vain, and wait for long."""
+        return self._is_public and len(self._ranks) < self._ranks.num_ranks and not ending.is_late(self._now_s)
+
+    def _observe(self) -> None:
+        self._observe_interrupts()
+        self._ranks.others_wait = self._hosts.others_wait
+        # What ranks have said before they ended comes first, and so does what other hosts have found.
+        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._ending is None else None
+        if self._ending is None and found is None:
+            found = self._ranks.observe(self._now_s)
+            if found is not None:
+                for connection in list(self._connections):
+                    self._read(connection)
+                found = self._ranks.observe(self._now_s)
+        if found is not None:
+            self._fail(found.failure, found.since_s)
+        if self._ending is None:
+            self._observe_joining()
+        if self._ending is None:
+            self._observe_end()
+        if self._ending is None:
+            self._hangs.observe(self._now_s)
+        pids = self._pids()
+        for rank in self._ranks.at_work:
+            self._workers.note(rank.process.pid, pids)
+            self._observe_workers(rank)
+
+    def _observe_workers(self, rank: WatchedRank) -> None:
+        """A stopped worker keeps its rank waiting for data, and the rank all others."""
+        if self._ending is not None or rank.process.state() == STOPPED:
+            self._workers.forgive()
+            return
+        found = self._workers.stopped(rank.process.pid, self._now_s)
+        if found is not None and self._now_s - found[1] > self._timeout_s / 2:
+            pid, since_s = found
+            what = f"waits for its worker (pid {pid}), which a signal has stopped {self._now_s - since_s:.1f} s ago"
+            self._fail(rank.failure(what, None), since_s)
+
+    def _observe_end(self) -> None:
+        """Nobody leaves before all ranks have come to the end: until then the failure of one is that of all."""
+        early = self._ranks.left_early(self._hosts.others_wait)
+        if early is not None:
+            what = "ended with exit status 0 in the middle of the run, and others wait for it"
+            self._fail(early.failure(what, None), self._now_s)
+        elif not self._released and self._ranks.all_at_end and self._hosts.come_to_end():
+            self._released = True
+            for connection in self._connections:
+                connection.send("all at end")
+
+    def _observe_interrupts(self) -> None:
+        self._interrupts.show_first()
+        if not self._hurries and (self._interrupts.number > 1 or self._hosts.end_now):
+            self._hurries = True
+            self._fail(Failure("a second Ctrl-C has ended the job at once", host=host_name()), self._now_s)
+            assert self._ending is not None
+            self._ending.hurry(self._now_s)
+            self._hosts.tell_end_now()
+            for connection in self._connections:
+                connection.send("end now")
+
+    def _workers_have_ended(self) -> bool:
+        pids = self._pids()
+        left = [rank for rank in self._ranks.at_work if not self._workers.end(rank.process.pid, pids)]
+        for rank in self._ranks.at_work:
+            if rank.temporary is not None and not left:
+                remove_temporary(rank.temporary)
+        return not left
+
+    def _pids(self) -> set[int]:
+        return {rank.process.pid for rank in self._ranks}
+
+    def _file(self) -> str | None:
+        """Each host has a file of its own: the directory may be one that all of them see."""
+        if self._directory is None:
+            return None
+        node = "" if self._node_rank is None else f"-node{self._node_rank}"
+        return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
+
+    def _observe_joining(self) -> None:
+        missing = self._ranks.num_ranks - len(self._ranks)
+        if not self._owner_gone and self._owner.state() == ENDED:
+            self._owner_gone = True
+            exit_code = self._owner.exit_code()
+            is_rank = any(rank.process.pid == self._owner.pid for rank in self._ranks)
+            if exit_code != 0 and self._ranks.at_work and not is_rank:
+                what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
+                self._fail(Failure(what, host=host_name()), self._now_s)
+        elif missing and len(self._ranks) and self._now_s - self._started_s > self._join_timeout_s:
+            came = ", ".join(str(rank.rank) for rank in self._ranks)
+            what = (
+                f"{missing} of {self._ranks.num_ranks} ranks have not come within {self._join_timeout_s:g} s; "
+                f"there are: {came}"
+            )
+            self._fail(Failure(what, host=host_name()), self._now_s)
+        elif (late := self._ranks.late(self._now_s)) is not None:
+            self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
+
+    def _fail(self, failure: Failure, since_s: float) -> None:
+        """The first failure is the job's; what comes later follows from it."""
+        if self._ending is not None:
+            return
+        failed = self._ranks.get(failure.rank)
+        if failed is not None and failure.step is None:
+            failure = failure._replace(step=self._step(failed))
+        # Before anybody is told: who is told stops waiting.
+        waits = last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
+        self._ending = Ending(failure, since_s, self._timeout_s)
+        self._ending.waited(waits)
+        self._hosts.tell(failure, since_s)
+        self._hosts.say("waited", lines=waits)
+        for connection, rank in self._connections.items():
+            # The one that failed knows; if it is stopped, it hears of it should it ever go on.
+            if rank is not failed or rank.process.state() == STOPPED:
+                connection.send("failure", failure=failure.to_message(), waited=waits)
+
+    def _hear(self, host: Hashable, message: Message) -> None:
+        """What another host's guardian says besides that it is alive."""
+        if message["kind"] in KINDS:
+            self._hangs.heard(host, message)
+        elif message["kind"] == "waited" and self._ending is not None:
+            self._ending.waited([str(line) for line in message["lines"]])
+
+    def _step(self, rank: WatchedRank) -> int:
+        """Steps that the rank has completed, as it counted them in the shared memory."""
+        return read_steps(self._pages, rank.slot)
+
+    # Connections
+
+    def _watch(self, sock: socket.socket, read: Callable[[], None]) -> None:
+        self._selector.register(sock, selectors.EVENT_READ, read)
+
+    def _forget(self, sock: socket.socket | int) -> None:
+        if self._selector.get_map().get(sock) is not None:
+            self._selector.unregister(sock)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        connection = Connection(sock)
+        if len(self._strangers) >= _MAX_STRANGERS:  # who does not introduce itself makes room for others
+            self._close(next(iter(self._strangers)))
+        self._strangers[connection] = nonce()
+        self._watch(sock, lambda: self._read(connection))
+        connection.send("challenge", nonce=self._strangers[connection])
+
+    def _close(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        self._connections.pop(connection, None)
+        self._forget(connection.socket)
+        connection.close()
+
+    def _read(self, connection: Connection) -> None:
+        """Reads what a rank says. That it closes its connection means nothing: only its process counts."""
+        for message in connection.receive():
+            try:
+                if connection in self._strangers:
+                    self._welcome(connection, message)
+                else:
+                    self._handle(connection, message)
+            except (ValueError, KeyError, TypeError) as error:
+                connection.send("refused", why=str(error))
+                connection.closed = True
+        if connection.closed:
+            self._close(connection)
+
+    def _welcome(self, connection: Connection, message: Message) -> None:
+        challenge = self._strangers[connection]
+        credentials = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
+        pid, user, _ = struct.unpack(_CREDENTIALS, credentials)  # as the kernel saw them when the rank connected
+        if user == os.getuid() and self._is_public and message["kind"] == "ask":
+            connection.send("secret", secret=self._secret.hex())
+            return
+        if user != os.getuid() or not proves(message, self._secret, "rank", challenge):
+            raise ValueError(
+                "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
+            )
+        number = message.get("rank")
+        if not isinstance(number, int):
+            raise ValueError(f"the rank is {number!r:.80}; it must be an integer")
+        try:
+            rank = self._add(number, pid, introduced=True)
+        except ProcessLookupError:
+            connection.closed = True
+            return
+        except ValueError as error:
+            if len(self._ranks) < self._ranks.num_ranks:  # one that is missing has come under a wrong number
+                self._fail(Failure(str(error), host=host_name()), self._now_s)
+            raise
+        del self._strangers[connection]
+        self._connections[connection] = rank
+        connection.send(
+            "welcome",
+            descriptors=(self._pages_descriptor,),
+            proof=proof(self._secret, "guardian", str(message.get("nonce"))),
+            pid=os.getpid(),
+            slot=rank.slot,
+            num_slots=self._ranks.num_ranks,
+            failure_timeout_s=self._timeout_s,
+        )
+        if self._ending is not None:
+            connection.send("failure", failure=self._ending.failure.to_message())
+
+    def _add(self, number: int, pid: int, *, introduced: bool) -> WatchedRank:
+        known = self._ranks.get(number)
+        before = None if known is None else known.process
+        rank = self._ranks.add(number, pid, introduced=introduced)
+        if rank.process is not before and rank.process.pidfd is not None:
+            descriptor = rank.process.pidfd
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._forget(descriptor))
+        return rank
+
+    def _handle(self, connection: Connection, message: Message) -> None:
+        rank, kind = self._connections[connection], message["kind"]
+        if kind == "goodbye":
+            rank.finished = rank.at_end = True
+        elif kind == "at end":
+            rank.at_end = True
+        elif kind == "joining":
+            rank.joining_until_s = self._now_s + float(message["limit_s"])
+        elif kind == "joined":
+            rank.joining_until_s = None
+        elif kind == "temporary":
+            rank.temporary = str(message["directory"])
+        elif kind == "directory":
+            self._directory, node_rank = str(message["directory"]), message.get("node_rank")
+            self._node_rank = None if node_rank is None else int(node_rank)
+        elif kind == "counts interrupts":
+            self._interrupts.counts = True
+        elif kind == "interrupted":
+            self._interrupts.told(int(message["number"]))
+        elif kind == "failed":
+            self._fail(Failure.from_message(message.get("failure")), self._now_s)
+            connection.send("seen", waited=[] if self._ending is None else self._ending.waits)
+        elif kind == "announced" and self._ending is not None:
+            self._ending.announce(rank)
+        elif kind == "stacks":
+            descriptor = connection.take_descriptor()
+            if descriptor is not None:
+                how = StackSignal(int(message["number"]), descriptor, int(message["main_thread"]))
+                self._hang_watch.registered(rank.rank, how)
+        elif kind in ("listen", "join"):
+            descriptor = connection.take_descriptor()
+            if descriptor is not None:
+                self._meet_hosts(connection, message, socket.socket(fileno=descriptor))
+
+    def _meet_hosts(self, connection: Connection, message: Message, sock: socket.socket) -> None:
+        secret = bytes.fromhex(message["secret"])
+        if message["kind"] == "listen":
+            self._hosts.listen(sock, num_nodes=int(message["num_nodes"]), secret=secret, now_s=self._now_s)
+        else:
+            node_rank = int(message["node_rank"])
+            self._hosts.join(
+                sock, node_rank=node_rank, secret=secret, now_s=self._now_s, on_met=lambda: connection.send("met")
+            )
+
+    def _read_owner(self) -> None:
+        """What the process that started the guardian says of the ranks that it starts."""
+        for message in self._owner_link.receive():
+            kind = message["kind"]
+            if kind == "started":
+                try:
+                    self._add(message["rank"], message["pid"], introduced=False)
+                except ProcessLookupError:
+                    what = "ended before it could be watched"
+                    self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
+            elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
+                rank.told_exit_code = message["exit_code"]
+            elif kind == "directory":
+                self._directory, self._node_rank = message["directory"], message["node_rank"]
+            elif kind == "stop":
+                self._stopping = True
+        if self._owner_link.closed:
+            self._forget(self._owner_link.socket)

@@ -1,0 +1,1 @@
+"""Schedules, balance and predictions: pure functions that import neither torch nor Lightning."""

@@ -1,0 +1,249 @@
+"""What the ranks of a pipeline did in a step, and what they would do in theory: pure functions of intervals.
+
+::
+
+    wall     |<------------------------------>|     from the first pass of any rank to the last
+    rank 0   .. F0 F1 F2 .. .. .. B0 B1 B2          busy: forward, backward and weight passes
+    rank 1   F0 F1 F2 .. .. .. .. .. B0 B1 B2       bubble: 1 - busy / wall
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+from lightning_multigpu.planning.schedule_order import timetable, work_times
+
+BUSY = ("forward", "backward", "weight")
+WAITING = ("send", "receive")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What a rank did from ``start_s`` to ``end_s``; for what is none of these it has no interval, and is idle.
+
+    ``kind`` is "forward", "backward" or, where the gradients of the weights are computed apart, "weight": passes of a
+    stage over a micro-batch. It is "send" while a message is handed over to the back end, or the back end waited for
+    to have sent it, and "receive" while the rank waits for what a pass needs. Such a wait cuts a forward pass in two
+    where the step computes something before it comes to the stage's layers.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+Timeline = tuple[Interval, ...]
+"""Of one rank in one step, in order."""
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """A rank's timeline of a step; ``number`` is the same on all ranks of the pipeline."""
+
+    number: int
+    num_micro_batches: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that a rank holds: of its parameters, their gradients and optimizer states, and of what autograd keeps for
+    backward at most at a time; that is None if it was not measured."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int | None
+    device_peak_bytes: int | None = None
+    """The most that torch had allocated on the GPU; None on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """What one rank of a pipeline did and holds.
+
+    Attributes:
+        pipeline: which of the pipelines side by side.
+        position: of the rank in it: it has the stages position, position + num_ranks...
+        num_ranks: P.
+        stages_per_rank: v.
+        schedule: its name.
+        steps: the newest that were timed, in order.
+        memory: what it holds.
+    """
+
+    pipeline: int
+    position: int
+    num_ranks: int
+    stages_per_rank: int
+    schedule: str
+    steps: tuple[StepTimeline, ...]
+    memory: StageMemory
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a rank spent the time from the pipeline's first pass to its last.
+
+    Attributes:
+        wall_s: that time; the same on all ranks.
+        seconds: of each kind of interval, within that time.
+        passes: how many there were of each kind.
+    """
+
+    wall_s: float
+    seconds: dict[str, float]
+    passes: dict[str, int]
+
+    @property
+    def bubble(self) -> float:
+        """1 - busy / wall."""
+        return 1 - sum(self.seconds[kind] for kind in BUSY) / self.wall_s
+
+    @property
+    def idle_s(self) -> float:
+        """Neither busy, nor sending, nor waiting in a receive."""
+        return self.wall_s - sum(self.seconds.values())
+
+
+def usage(timelines: Sequence[Timeline]) -> list[Usage]:
+    """Of each rank of a pipeline; the timelines are of the same step and on the same clock.
+
+    Raises:
+        ValueError: no rank has a pass.
+    """
+    start_s, end_s = span(timelines)
+    return [
+        Usage(
+            end_s - start_s,
+            {
+                kind: sum(
+                    max(0.0, min(end_s, i.end_s) - max(start_s, i.start_s)) for i in timeline if i.kind == kind
+                )
+                for kind in (*BUSY, *WAITING)
+            },
+            {kind: len({(i.stage, i.micro_batch) for i in timeline if i.kind == kind}) for kind in BUSY},
+        )
+        for timeline in timelines
+    ]  # fmt: skip
+
+
+def span(timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """When the first pass of any rank begins, and when the last one ends.
+
+    Raises:
+        ValueError: no rank has a pass.
+    """
+    passes = [interval for timeline in timelines for interval in timeline if interval.kind in BUSY]
+    if not passes:
+        raise ValueError("the timelines have no forward, backward or weight pass: give those of a step that was run")
+    return min(interval.start_s for interval in passes), max(interval.end_s for interval in passes)
+
+
+def bubble(timelines: Sequence[Timeline]) -> float:
+    """Of the pipeline: the share of its ranks' time, from the first pass to the last, in which they are not busy."""
+    return sum(rank.bubble for rank in usage(timelines)) / len(timelines)
+
+
+def theoretical(
+    schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int, unit_s: float = 1.0
+) -> list[Timeline]:
+    """The timelines of equal stages whose messages take no time.
+
+    A forward pass takes one unit and a backward pass two; where the gradients of the weights are computed apart, each
+    of the three parts takes one. With P ranks, v stages on each and M micro-batches the bubble is (P-1)/(M+P-1) under
+    "gpipe" and "1f1b", and (P-1)/(vM+P-1) under "interleaved", as in the papers that :mod:`.timetable` names, whatever
+    the ratio of backward to forward.
+
+    Args:
+        schedule, num_ranks, stages_per_rank, num_micro_batches: as in :func:`.timetable.timetable`.
+        unit_s: seconds of a forward pass.
+    """
+    orders = timetable(schedule, num_ranks, stages_per_rank, num_micro_batches)
+    stages = num_ranks * stages_per_rank
+    times = work_times(orders, [unit_s] * stages, [2 * unit_s] * stages, [0.0] * (stages - 1))
+    return [
+        tuple(Interval(work.kind, work.stage, work.micro_batch, *times[work]) for work in order) for order in orders
+    ]
+
+
+def same_work(
+    timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
+) -> list[Timeline]:
+    """:func:`theoretical` in such units that the ranks together are busy for as long as they were in ``timelines``."""
+    busy_s = sum(i.seconds for timeline in timelines for i in timeline if i.kind in BUSY)
+    num_ranks = len(timelines)
+    unit_s = busy_s / (3 * num_ranks * stages_per_rank * num_micro_batches)
+    return theoretical(schedule, num_ranks, stages_per_rank, num_micro_batches, unit_s)
+
+
+def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -> list[StepTimeline]:
+    """Each rank's timeline of the step of median wall time, on the clock of the first rank.
+
+    Only steps with the most micro-batches count, and of those the ones that all ranks have.
+
+    Args:
+        steps: of each rank, in the order of their positions.
+        hosts: a number for each rank, equal for those of the same host, whose clock they share.
+
+    Returns:
+        One step a rank; nothing where the ranks have none in common.
+    """
+    by_number = [{step.number: step for step in of_rank} for of_rank in steps]
+    common = [number for number in by_number[0] if all(number in of_rank for of_rank in by_number)]
+    most = max((by_number[0][number].num_micro_batches for number in common), default=0)
+    walls: dict[int, float] = {}
+    found: dict[int, list[StepTimeline]] = {}
+    for number in common:
+        step = [of_rank[number] for of_rank in by_number]
+        if step[0].num_micro_batches == most:
+            moved = aligned([part.timeline for part in step], hosts)
+            start_s, end_s = span(moved)
+            walls[number] = end_s - start_s
+            found[number] = [replace(part, timeline=timeline) for part, timeline in zip(step, moved, strict=True)]
+    if not walls:
+        return []
+    middle = median_low(walls.values())
+    return next(found[number] for number in walls if walls[number] == middle)
+
+
+def aligned(timelines: Sequence[Timeline], hosts: Sequence[int]) -> list[Timeline]:
+    """The timelines on the clock of the first rank.
+
+    Ranks of one host share a clock. Between hosts, nothing is received before it was sent: an activation bounds the
+    difference of two clocks from above and a gradient from below, and the middle is taken, which is wrong by at most
+    half of the fastest way there and back (Cristian 1989, "Probabilistic clock synchronization", section 4).
+    """
+    moved = [timelines[0]]
+    ahead_s = 0.0
+    for position in range(1, len(timelines)):
+        if hosts[position] != hosts[position - 1]:
+            ahead_s += _clock_ahead_s(timelines[position - 1], timelines[position])
+        moved.append(
+            tuple(replace(i, start_s=i.start_s - ahead_s, end_s=i.end_s - ahead_s) for i in timelines[position])
+        )
+    return moved
+
+
+def _clock_ahead_s(before: Timeline, behind: Timeline) -> float:
+    """By how much the clock of the rank with the stages behind is ahead."""
+    passes = {(i.kind, i.stage, i.micro_batch): i for i in behind}
+    at_most = []
+    at_least = []
+    for interval in before:
+        neighbour = passes.get((interval.kind, interval.stage + 1, interval.micro_batch))
+        if neighbour is not None and interval.kind == "forward":
+            at_most.append(neighbour.start_s - interval.end_s)
+        elif neighbour is not None and interval.kind == "backward":
+            at_least.append(neighbour.end_s - interval.start_s)
+    if not at_most:
+        return 0.0
+    return (min(at_most) + max(at_least)) / 2 if at_least else min(at_most)

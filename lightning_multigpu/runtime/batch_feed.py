@@ -1,0 +1,132 @@
+"""Feeds every data rank its share of the samples, and keeps the ranks in step with each other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.data_parallel.agreement import (
+    AgreedLoader,
+    Announcement,
+    Announcer,
+    LossReduction,
+    StatefulAgreedLoader,
+    UnevenInputs,
+    agreed_length,
+    is_stateful,
+    loss_scale,
+)
+from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, deal_out
+from lightning_multigpu.runtime.loader_workers import leave_interrupts_to_rank
+from lightning_multigpu.runtime.run_signals import RunSignals
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class BatchFeed:
+    """What a strategy does with data: deals it out, agrees on every training batch, weighs it, and resumes in it.
+
+    Args:
+        uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        signals: travel with what the ranks say of each training batch.
+
+    Attributes:
+        loss_scale: what this rank's loss of the present batch is multiplied by.
+        counts: False if the present batch only fills the gap of a rank without data.
+    """
+
+    def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction, signals: RunSignals) -> None:
+        self.loss_scale = 1.0
+        self.counts = True
+        self.uneven_inputs: UnevenInputs = uneven_inputs
+        self.loss_reduction: LossReduction = loss_reduction
+        self._signals = signals
+        self._filter: Any = None
+
+    def deal(
+        self,
+        loader: Any,
+        trainer: pl.Trainer,
+        *,
+        rank: int,
+        num_replicas: int,
+        meter: Meter,
+        new_group: Callable[[], dist.ProcessGroup],
+        ranks_a_batch: int,
+    ) -> Any:
+        """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
+
+        In training all ranks stay in step through ``new_group()``, also the ``ranks_a_batch`` of each data rank.
+        Prediction keeps Lightning's own sampler, which repeats nothing and remembers the indices for writers.
+        """
+        if trainer.predicting:
+            dealt: Any = loader
+            batches = None
+        else:
+            dealt, batches = deal_out(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
+        if self._signals.holds_interrupts:
+            leave_interrupts_to_rank(dealt, trainer.global_rank)
+        if not trainer.training:
+            return dealt
+        group = new_group()
+        return self._agreed(dealt, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
+
+    def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
+        """Looks up what the ranks have said of the batch that is about to be trained on."""
+        self.loss_scale, self.counts = 1.0, True
+        loader = trainer.train_dataloader
+        if isinstance(loader, AgreedLoader) and loader.announced:
+            announcement = loader.announced.popleft()
+            self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
+            self.counts = announcement.samples[rank] > 0
+
+    def silence_warning(self) -> None:
+        """Keeps Lightning from saying that samples are repeated in validation and test: dealt out by us, none is."""
+        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
+        self._filter = warnings.filters[0]
+
+    def restore_warning(self) -> None:
+        """Lets the warning through again, for other strategies of this process."""
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        self._filter = None
+
+    def _agreed(
+        self,
+        loader: Iterable[Any],
+        batches: DealtBatchSampler | None,
+        trainer: pl.Trainer,
+        announcer: Announcer,
+        group: dist.ProcessGroup,
+    ) -> AgreedLoader:
+        stateful = is_stateful(loader)
+        kind = StatefulAgreedLoader if stateful else AgreedLoader
+        return kind(
+            loader,
+            announcer,
+            batches=batches,
+            uneven_inputs=self.uneven_inputs,
+            loss_reduction=self.loss_reduction,
+            skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
+            flags=lambda: self._signals.flags,
+            on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
+            on_uneven=rank_zero_warn,
+            length=agreed_length(loader, group, self.uneven_inputs),
+        )
+
+    def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
+        # Gradients that are being accumulated are not part of a checkpoint.
+        may_act = _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+        self._signals.agree(announcement.flags, may_act=may_act)
+
+
+def _batches_trained_on(trainer: pl.Trainer) -> int:
+    """Batches of this epoch that the weights have seen; what a run that resumes within the epoch leaves out."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.current.processed)

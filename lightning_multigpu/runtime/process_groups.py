@@ -1,0 +1,187 @@
+"""The process groups of a run: joined at its start, left at its end, whatever the way out."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.communication.interface import interface_towards
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.meter import Meter
+
+AXES = ("data", "pipeline", "tensor")
+
+# Beside the world's group, which is the process's too: it outlives a run, and so do its connections.
+CONNECTIONS = Connections()
+
+
+class ProcessGroups:
+    """All ranks, their mesh, and further groups over its axes.
+
+    Args:
+        environment: knows this rank, the number of ranks and where the first one listens.
+        device: this rank's device.
+        shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
+        backend: of all groups unless another one is asked for; None for the device's default.
+        timeout: how long a collective may wait.
+        variables: environment variables for the time of the run; those that the user has set stay as they are.
+        store: through which the ranks have met; not needed where this process is in their world already.
+
+    Attributes:
+        also_cut: what else ranks may wait in: called by :meth:`cut`, before anything of its own; must not raise.
+    """
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        shape: tuple[int, int, int],
+        *,
+        backend: str | None,
+        timeout: timedelta | None,
+        variables: dict[str, str],
+        store: Store | None,
+    ) -> None:
+        self.device = device
+        self.backend = backend or dist.get_default_backend_for_device(device)
+        self._timeout = timeout
+        self.also_cut: list[Callable[[], None]] = []
+        self._before: dict[str, str | None] = {}
+        self._port = environment.main_port
+        self.own: list[dist.ProcessGroup] = []
+        # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
+        interface = interface_towards(environment.main_address)
+        wanted = {**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})}
+        self._set({name: value for name, value in wanted.items() if name not in os.environ})
+        try:
+            self.mesh = self._connect(environment, interface, store, shape)
+        except BaseException:
+            self.leave(failed=True)
+            raise
+        self.own = [group for axis in AXES if (group := self.mesh.get_group(axis)) is not self.world]
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks. Lightning leaves it open between runs, and so do we."""
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    def new(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
+        """A further group over this rank's line of ``axis``; a collective of the whole world.
+
+        With ``descending`` the group's first rank is the world's last of that line, and so on.
+        """
+        lines = self.lines(axis)
+        mine = self.over([line[::-1] for line in lines] if descending else lines, backend=backend)
+        assert mine is not None
+        return mine
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """The ranks of each line of ``axis``; every rank of the world is in one of them."""
+        ranks = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
+        return [list(line) for line in ranks.tolist()]
+
+    def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
+        """A further group over that of ``lines`` which this rank is in, or None; a collective of the whole world.
+
+        Args:
+            lines: ranks in the order that they have in the group, the same on every rank.
+            backend: None for that of the other groups.
+        """
+        mine: dist.ProcessGroup | None = None
+        for ranks in lines:
+            with CONNECTIONS.noted():
+                group = dist.new_group(
+                    ranks, timeout=self._timeout, backend=backend or self.backend, sort_ranks=ranks == sorted(ranks)
+                )
+            if dist.get_rank() in ranks:
+                mine = group
+        if mine is not None:
+            self.own.append(mine)
+        return mine
+
+    def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
+        """The collectives of ``group``, filed by the meter under ``name``."""
+        return metered_group(group, meter, name, self.device)
+
+    def cut(self) -> None:
+        """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error."""
+        for cut in self.also_cut:
+            cut()
+        for group in [self.world, *self.own]:
+            with contextlib.suppress(Exception):
+                group.abort()
+        CONNECTIONS.cut(except_port=self._port)
+
+    def leave(self, *, failed: bool) -> None:
+        """Destroys what this run has made. After a failure that includes the world: it has been aborted."""
+        own, self.own = self.own, []
+        if failed:
+            leave_world()
+        elif dist.is_initialized():
+            for group in own:
+                dist.destroy_process_group(group)
+        while self._before:
+            name, value = self._before.popitem()
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def _set(self, variables: dict[str, str]) -> None:
+        """Sets variables until :meth:`leave`: programs that are started afterwards must not inherit this run's."""
+        for name, value in variables.items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def _connect(
+        self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
+    ) -> DeviceMesh:
+        # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
+        mesh_device = "cuda" if self.backend == "nccl" else "cpu"
+        with CONNECTIONS.noted():
+            self._join(environment, interface, store)
+            return init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+
+    def _join(self, environment: ClusterEnvironment, interface: str | None, store: Store | None) -> None:
+        if dist.is_initialized():
+            return
+        assert store is not None
+        self._set({"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)})
+        if self._timeout is not None:
+            store.set_timeout(self._timeout)
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=self._timeout,
+            device_id=self.device if self.backend == "nccl" else None,
+        )
+        if self.backend == "nccl":
+            atexit.register(leave_world)  # NCCL warns of groups that are still there when the interpreter ends
+        rank_zero_info(f"Process group of {environment.world_size()} over {self.backend}, through {interface}")
+
+
+def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:
+    """The collectives of ``group``, whose tensors travel from ``device`` or, unless its back end is NCCL, the CPU."""
+    travels_from = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return MeteredGroup(group, meter, name=name, device=travels_from)
+
+
+def leave_world() -> None:
+    """Destroys every process group of this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,342 @@
+"""Starts the ranks of a host from the running interpreter, and brings back what the first of them returns."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import (
+    EndOfRun,
+    GlobalStateSnapshot,
+    MultiProcessingLauncher,
+    check_cuda_fork,
+    check_main_guard,
+    disable_module_memory_sharing,
+    interrupt,
+    set_num_threads_if_needed,
+)
+from lightning_multigpu.communication.failure_board import RankFailure
+from lightning_multigpu.guardian import Guardian
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
+from lightning_multigpu.guardian.proc import ended_text
+from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, guarded
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+_POLL_S = 0.2
+_AT_ONCE_S = 2.0
+_TUNED_IN_VAIN = (
+    "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
+    "start_method='popen', under 'ring_ddp' for example"
+)
+_GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
+
+
+class SpawnLauncher(MultiProcessingLauncher):
+    """Runs a function of the current interpreter in one new process a rank."""
+
+    def __init__(self, strategy: MultiGPUStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._strategy: MultiGPUStrategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        self._check(trainer)
+        with self._one_port_for_all_ranks():
+            return self._launch(function, args, trainer, kwargs)
+
+    @contextlib.contextmanager
+    def _one_port_for_all_ranks(self) -> Iterator[None]:
+        """A free port is chosen once and told through the environment. A later run in this process chooses again:
+        by then somebody else may have this one."""
+        environment = self._strategy.cluster_environment
+        assert environment is not None
+        before = os.environ.get("MASTER_PORT")
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        try:
+            yield
+        finally:
+            os.environ.pop("MASTER_PORT", None)
+            if before is not None:
+                os.environ["MASTER_PORT"] = before
+
+    def _launch(
+        self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
+    ) -> Any:
+        guardian = self._strategy.joining.start_guardian(self._strategy)
+        try:
+            task = _Task(
+                self,
+                trainer,
+                function,
+                args,
+                kwargs,
+                GlobalStateSnapshot.capture() if self._start_method == "spawn" else None,
+                {} if guardian is None else guardian.environment,
+            )
+            result = self._run(task, guardian)
+        except BaseException:
+            self._strategy.ranks_have_ended = True  # callbacks that save at exceptions do not know that
+            raise
+        finally:
+            if guardian is not None:
+                guardian.stop()
+        if trainer is None:
+            return result.returned
+        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        self._take_over(result, trainer)
+        return result.returned
+
+    def _check(self, trainer: pl.Trainer | None) -> None:
+        if self._start_method == "spawn":
+            check_main_guard()
+        else:
+            check_cuda_fork()
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise NotImplementedError(
+                "This Trainer has run fit() in spawned processes already, and their state is gone; make a new Trainer, "
+                "and pass fit(ckpt_path=...) to go on where the first one ended"
+            )
+
+    def _run(self, task: _Task, guardian: Guardian | None) -> _Result:
+        """Starts the ranks and waits for all of them.
+
+        Raises:
+            SystemExit: SIGTERM has ended the run, in order.
+            Exception: a rank has failed; its own exception, or RankFailedError where that cannot be brought here.
+        """
+        ranks = _Ranks(self._strategy, self._start_method, task, guardian)
+        self.procs = ranks.processes
+        try:
+            ranks.await_end()
+            return ranks.result()
+        except KeyboardInterrupt:
+            ranks.interrupt()
+            raise
+        except BaseException:
+            ranks.end()
+            raise
+        finally:
+            if ranks.were_interrupted_twice:
+                os._exit(INTERRUPTED_STATUS)
+
+    def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
+        """Gives this process's Trainer the state of rank 0's."""
+        if result.weights is not None:
+            # The module may have changed its composition over there.
+            trainer.lightning_module.load_state_dict(result.weights, strict=False)
+        callback: Any = trainer.checkpoint_callback
+        if hasattr(callback, "best_model_path"):
+            callback.best_model_path = result.best_model_path
+        trainer.state = result.state
+        self.update_main_process_results(trainer, result.extra)
+
+    def collect(self, trainer: pl.Trainer, returned: Any) -> _Result:
+        """In a rank: what the process that has started it needs."""
+        weights = trainer.lightning_module.state_dict()  # on all ranks: metrics synchronise
+        return _Result(
+            returned,
+            weights if trainer.state.fn == TrainerFn.FITTING else None,
+            str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
+            trainer.state,
+            self.get_extra_results(trainer),
+        )
+
+
+class _Result(NamedTuple):
+    """What the first rank has to give to the process that has started it."""
+
+    returned: Any
+    weights: Mapping[str, Any] | None = None
+    best_model_path: str = ""
+    state: Any = None
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What each spawned process does. It answers with a result, or with the failure that has ended it."""
+
+    launcher: SpawnLauncher
+    trainer: pl.Trainer | None
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: GlobalStateSnapshot | None
+    variables: dict[str, str]
+
+    def __call__(self, local_rank: int, answers: Connection) -> None:
+        strategy = self.launcher._strategy
+        args, kwargs = self.args, self.kwargs
+        if self.states is not None:
+            self.states.restore()
+            if isinstance(strategy.accelerator, CPUAccelerator):
+                args, kwargs = disable_module_memory_sharing((args, kwargs))
+        set_num_threads_if_needed(num_processes=strategy.num_processes)
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        try:
+            strategy.joining.begin(strategy, variables=self.variables)
+            returned = guarded(self.function, strategy, args, kwargs)
+            result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
+            answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
+        except (KeyboardInterrupt, SIGTERMException) as error:
+            # Lightning handles them in the first process only, where the trained weights are not.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if self.trainer is not None:
+                interrupt(self.trainer, error)
+                self.trainer._teardown()
+            strategy.failure_watch.stop()
+            raise SystemExit(1 if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
+        except SystemExit:
+            strategy.failure_watch.stop()
+            raise
+        except Exception as error:
+            if isinstance(error, EndOfRun):
+                error = ValueError(_TUNED_IN_VAIN)
+            failure = RankFailure.behind(error)
+            if failure is None:
+                failure = RankFailure.of(error, rank=strategy.global_rank, step=strategy.steps_completed())
+            answers.send_bytes(pickle.dumps(failure))
+            strategy.failure_watch.shown()
+            raise SystemExit(1) from None
+        answers.send_bytes(answer)
+
+
+class _Ranks:
+    """The processes, each with a pipe of its own: what one that is killed leaves half-written harms no other."""
+
+    def __init__(self, strategy: MultiGPUStrategy, start_method: str, task: _Task, guardian: Guardian | None) -> None:
+        self._timeout_s = strategy.failure_timeout_s
+        self._guardian = guardian
+        self._first_rank = strategy.node_rank * strategy.num_processes
+        self._pipes: list[Connection] = []
+        self._answers: dict[int, Any] = {}
+        self._bad: list[int] = []
+        self.processes: list[Any] = []
+        context: Any = multiprocessing.get_context(start_method)
+        try:
+            for local_rank in range(strategy.num_processes):
+                reader, writer = context.Pipe(duplex=False)
+                self._pipes.append(reader)
+                with writer:
+                    process = context.Process(target=task, args=(local_rank, writer), name=f"rank-{local_rank}")
+                    process.start()
+                self.processes.append(process)
+                if guardian is not None:
+                    guardian.started(self._first_rank + local_rank, process.pid)
+        except BaseException:
+            self.end()
+            raise
+
+    def await_end(self) -> None:
+        """Takes the answers until all have ended; after a failure they have ``failure_timeout_s`` for that."""
+        left = dict(enumerate(self.processes))
+        deadline_s: float | None = None
+        while left:
+            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            watched = [process.sentinel for process in left.values()]
+            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)], timeout=remaining_s)
+            for index, process in list(left.items()):
+                has_ended = process.exitcode is not None  # asked before the pipe: nothing comes after that
+                self._read(index)
+                if has_ended:
+                    del left[index]
+                    self._note_end(index, process.exitcode)
+            if self._bad and deadline_s is None:
+                deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
+                if self._guardian is None or all(self.processes[i].exitcode == 0 for i in self._bad):
+                    for process in left.values():
+                        process.terminate()  # nobody else tells them
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                for process in left.values():
+                    process.kill()
+
+    def result(self) -> _Result:
+        """What the first rank has answered; raises if a rank has failed."""
+        codes = [process.exitcode for process in self.processes]
+        failure = next((answer for answer in self._answers.values() if isinstance(answer, RankFailure)), None)
+        if failure is None and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
+            raise SystemExit(SIGTERM_STATUS)
+        if failure is None and self._bad:
+            index = next((index for index in self._bad if codes[index] < 0), self._bad[0])
+            when = " before its work was done" if codes[index] == 0 else ""
+            failure = RankFailure(
+                self._first_rank + index,
+                socket.gethostname(),
+                self.processes[index].pid,
+                None,
+                f"{ended_text(codes[index])}{when}",
+                "",
+            )
+        if failure is not None:
+            raise failure.exception() from None
+        result = self._answers[0]
+        assert isinstance(result, _Result)
+        return result
+
+    @property
+    def were_interrupted_twice(self) -> bool:
+        """Whether the ranks have ended at once, upon a second Ctrl-C."""
+        return any(process.exitcode == INTERRUPTED_STATUS for process in self.processes)
+
+    def interrupt(self) -> None:
+        """After a first Ctrl-C: lets the ranks end in order; at a second one this process ends, and so do they."""
+        since_s = time.monotonic()
+        self._signal(signal.SIGINT)  # those that the terminal has told already take it for the same one
+        try:
+            while any(process.is_alive() for process in self.processes):
+                with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
+                    time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            self._join(_AT_ONCE_S)  # their guardian ends them
+            self._signal(signal.SIGKILL)
+            os._exit(INTERRUPTED_STATUS)
+
+    def end(self) -> None:
+        """Ends what is left."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            self._join(self._timeout_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def _join(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _read(self, index: int) -> None:
+        pipe = self._pipes[index]
+        try:
+            if not pipe.closed and pipe.poll():
+                self._answers[index] = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            pipe.close()
+
+    def _note_end(self, index: int, exit_code: int) -> None:
+        self._pipes[index].close()
+        if exit_code != 0 or index not in self._answers:
+            self._bad.append(index)
+        if self._guardian is not None:
+            self._guardian.ended(self._first_rank + index, exit_code)

@@ -1,0 +1,45 @@
+"""Steps of the user's that are run to find something out, and that nobody is to notice."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_multigpu.engine.pipeline.measuring.state_snapshot import kept_state
+from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@contextmanager
+def without_trace(module: pl.LightningModule) -> Iterator[None]:
+    """Puts back at the end of the block what steps change: random states, the module's buffers and attributes, and what
+    they have asked of the Trainer.
+
+    Loggers of the Trainer do nothing meanwhile, and nothing is warned of: a step that is trained on warns by itself.
+    What steps do to other objects stays.
+    """
+    trainer = module.trainer
+    stops, loggers = trainer.should_stop, trainer.loggers
+    on_gpu = module.device.type == "cuda"
+    with isolate_rng(include_cuda=on_gpu), kept_state(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            trainer.should_stop, trainer.loggers = stops, loggers
+
+
+def unlogged_loss(plugin: Precision, logs: StageLogs, call: Callable[[], Any]) -> Any:
+    """The loss that a training step returns, run by ``call`` in the Trainer's precision; what it logs is dropped."""
+    with plugin.train_step_context(), logs.recording(pass_on=False):
+        output = call()
+    return output.get("loss") if isinstance(output, Mapping) else output

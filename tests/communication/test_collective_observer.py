@@ -1,0 +1,145 @@
+"""What the meter tells of collectives while they are under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.data_parallel.agreement import Announcer
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.guardian.hang.flight_recorder import parse_ranks
+from tests.world import World, init_group
+
+
+class Told:
+    """Keeps what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.fields: list[dict[str, Any]] = []
+
+    def began(self, operation: str, *, awaited: bool = True, **fields: Any) -> ToldNote:
+        self.fields.append({"operation": operation, **fields})
+        self.events.append("began" if awaited else "began, not awaited")
+        return ToldNote(self.events)
+
+
+class ToldNote:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def awaited(self) -> None:
+        self._events.append("awaited")
+
+    def ended(self) -> None:
+        self._events.append("ended")
+
+    def broke(self) -> None:
+        self._events.append("broke")
+
+
+def noted_meter() -> tuple[Meter, Told]:
+    meter, told = Meter(), Told()
+    meter.notes = told
+    return meter, told
+
+
+def test_a_blocking_transfer() -> None:
+    meter, told = noted_meter()
+    with meter.blocking("barrier", group="world", group_size=2, size_bytes=8, ranks="0-1"):
+        assert told.events == ["began"]
+    assert told.events == ["began", "ended"]
+    assert told.fields == [{"operation": "barrier", "group": "world", "group_size": 2, "size_bytes": 8, "ranks": "0-1"}]
+
+
+def test_an_error_breaks_it_and_the_meter_goes_on() -> None:
+    meter, told = noted_meter()
+    with pytest.raises(ValueError, match="lost"), meter.blocking("barrier", group="w", group_size=2, size_bytes=0):
+        raise ValueError("lost")
+    assert told.events == ["began", "broke"]
+    meter.end_step()
+    assert meter.steps[0].operations[0].count == 1
+
+
+def test_what_nobody_waits_for_need_not_be_told() -> None:
+    meter, told = noted_meter()
+    meter.begin("send", group="pipeline", group_size=2, size_bytes=4, noted=False).finish()
+    meter.end_step()
+    assert told.events == []
+    assert meter.steps[0].operations[0].sent_bytes == 4
+
+
+def test_without_anybody_to_tell() -> None:
+    meter = Meter()
+    transfer = meter.begin("barrier", group="world", group_size=2, size_bytes=0)
+    transfer.awaited()
+    transfer.finish()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([0, 1, 2, 3], "0-3"), ([1, 3, 5], "1-5:2"), ([0, 3, 4], "0,3,4"), ([7], "7"), ([4, 2], "4,2"), ([], "")],
+)
+def test_members_as_text_and_back(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+    assert parse_ranks(text) == tuple(ranks)
+
+
+def _group() -> dist.ProcessGroup:
+    init_group()
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _group_events() -> tuple[list[str], list[dict[str, Any]]]:
+    meter, told = noted_meter()
+    group = _group()
+    metered = MeteredGroup(group, meter, name="world", device=torch.device("cpu"))
+    metered.all_reduce(torch.ones(3), "sum")
+    metered.barrier()
+    metered.broadcast_object("x", 0)
+    return told.events, told.fields
+
+
+def test_every_collective_of_a_group(world2: World) -> None:
+    for events, fields in world2.run(_group_events):
+        assert events == ["began", "ended"] * 4
+        assert [f["operation"] for f in fields] == ["all_reduce", "barrier", "broadcast", "broadcast"]
+        assert {(f["group"], f["ranks"], f["group_size"]) for f in fields} == {("world", "0-1", 2)}
+
+
+def _announcer_events() -> list[str]:
+    meter, told = noted_meter()
+    group = _group()
+    announcer = Announcer(group, meter)
+    announcer.announce(3, 3.0, flags=0)
+    dist.barrier()
+    announcer.collect()
+    return told.events
+
+
+def test_an_announcement_is_awaited_only_when_it_is_collected(world2: World) -> None:
+    for events in world2.run(_announcer_events):
+        assert events[0] == "began, not awaited"
+        assert sorted(events[1:]) == ["awaited", "ended"]
+
+
+def _reducer_events() -> tuple[list[str], list[dict[str, Any]]]:
+    meter, told = noted_meter()
+    group = _group()
+    reducer = GradientReducer(group, meter)
+    reducer.average(torch.ones(5))
+    return told.events, told.fields
+
+
+def test_an_average_of_the_ring(world2: World) -> None:
+    for events, fields in world2.run(_reducer_events):
+        assert events == ["began", "ended"]
+        assert [(f["operation"], f["group"], f["ranks"]) for f in fields] == [("all_reduce", "data", "0-1")]

@@ -1,0 +1,232 @@
+"""Collectives through shared memory: their sums to the bit, and that no rank is too early or too late."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_multigpu.communication.ring import chunk_bounds
+from lightning_multigpu.communication.shared_memory.barrier import Barrier
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from tests.communication.shared import shared_memory
+from tests.world import World, init_group
+
+# Up to 2048 bytes four ranks sum everything themselves; a chunk holds 512 to 2048 elements, depending on the dtype.
+NUMELS = [0, 1, 2, 3, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 5000]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    if dtype in FLOATS:
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-1000, 1000, (numel,), generator=generator).to(dtype)
+
+
+def sum_in_rank_order(world_size: int, numel: int, dtype: torch.dtype, average: bool) -> torch.Tensor:
+    """The very bits: summed in the dtype, or in float32 where it has 16 bits."""
+    summed_in = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = contribution(0, numel, dtype).to(summed_in)
+    for rank in range(1, world_size):
+        total = total + contribution(rank, numel, dtype).to(summed_in)
+    return (total / world_size if average else total).to(dtype)
+
+
+def _reduce(dtype: torch.dtype, average: bool) -> list[torch.Tensor]:
+    results = []
+    with shared_memory() as shared:
+        for numel in NUMELS:
+            tensor = contribution(shared.rank, numel, dtype)
+            assert shared(tensor, average=average) is tensor
+            results.append(tensor)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("dtype", "average"),
+    [*((dtype, True) for dtype in FLOATS), (torch.float32, False), (torch.int32, False), (torch.int64, False)],
+)
+def test_sums_in_rank_order_to_the_bit(world: World, dtype: torch.dtype, average: bool) -> None:
+    for results in world.run(_reduce, dtype, average):
+        for numel, result in zip(NUMELS, results, strict=True):
+            assert torch.equal(result, sum_in_rank_order(world.num_ranks, numel, dtype, average)), numel
+
+
+def test_sums_are_those_of_float64(world4: World) -> None:
+    """The check above has the order of the sums from the code; this one has not."""
+    for results in world4.run(_reduce, torch.float32, True):
+        for numel, result in zip(NUMELS, results, strict=True):
+            exact = torch.stack([contribution(rank, numel, torch.float32) for rank in range(4)]).double().mean(0)
+            torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def _mixed_dtypes() -> list[torch.Tensor]:
+    with shared_memory() as shared:
+        dtypes = [torch.float32, torch.int32, torch.float64, torch.float16]
+        return [shared(contribution(shared.rank, 100, dtype)) for dtype in 4 * dtypes]
+
+
+def test_dtypes_take_turns(world2: World) -> None:
+    for results in world2.run(_mixed_dtypes):
+        assert all(torch.equal(found, sum_in_rank_order(2, 100, found.dtype, average=False)) for found in results)
+
+
+def _keeps_shape() -> tuple[torch.Tensor, torch.Tensor]:
+    with shared_memory() as shared:
+        weight = torch.ones(30, 70, requires_grad=True)
+        return shared(weight).detach(), shared(torch.tensor(2.0))
+
+
+def test_any_shape(world2: World) -> None:
+    for weight, scalar in world2.run(_keeps_shape):
+        assert torch.equal(weight, torch.full((30, 70), 2.0))
+        assert scalar == 4.0
+
+
+def _shards(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    results = []
+    with shared_memory() as shared:
+        for numel in NUMELS:
+            tensor = contribution(shared.rank, numel, dtype)
+            own = shared.reduce_scatter(tensor, average=True)
+            assert own.numel() == 0 or own.data_ptr() == tensor[slice(*shared.shard(tensor))].data_ptr()
+            untouched = tensor.clone()
+            own.mul_(2)
+            results.append((untouched, shared.all_gather(tensor)))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_are_summed_and_gathered(world: World, dtype: torch.dtype) -> None:
+    """What a ring between hosts needs: reduce to shards, do something to one's own, gather."""
+    n = world.num_ranks
+    for rank, results in enumerate(world.run(_shards, dtype)):
+        for numel, (scattered, gathered) in zip(NUMELS, results, strict=True):
+            average = sum_in_rank_order(n, numel, dtype, average=True)
+            expected = contribution(rank, numel, dtype)
+            a, b = chunk_bounds(numel, n)[rank]
+            expected[a:b] = average[a:b]
+            assert torch.equal(scattered, expected), numel
+            assert torch.equal(gathered, 2 * average), numel
+
+
+def _broadcast() -> list[torch.Tensor]:
+    with shared_memory() as shared:
+        return [
+            shared.broadcast(contribution(shared.rank, numel, torch.float32), src)
+            for numel in NUMELS
+            for src in (0, shared.world_size - 1)
+        ]
+
+
+def test_broadcast(world: World) -> None:
+    expected = [
+        contribution(src, numel, torch.float32) for numel in NUMELS for src in (0, world.num_ranks - 1)
+    ]  # fmt: skip
+    for results in world.run(_broadcast):
+        assert all(torch.equal(result, wanted) for result, wanted in zip(results, expected, strict=True))
+
+
+def _many_calls() -> None:
+    """Values tell the call and the rank, so that what an earlier call has left behind cannot pass for a sum."""
+    init_group()
+    timing = random.Random(dist.get_rank())
+    choices = random.Random(5)
+    with shared_memory() as shared:
+        n = shared.world_size
+        for call in range(300):
+            numel = choices.choice([1, 100, 1024, 1025, 4000, 10_000])
+            operation = choices.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+            if timing.random() < 0.2:
+                time.sleep(timing.random() * 1e-3)
+            tensor = torch.full((numel,), float(1000 * call + shared.rank))
+            total = torch.full((numel,), float(n * 1000 * call + n * (n - 1) // 2))
+            if operation == "all_reduce":
+                assert torch.equal(shared(tensor), total)
+            elif operation == "reduce_scatter":
+                own = shared.reduce_scatter(tensor)
+                assert torch.equal(own, total[: own.numel()])
+            elif operation == "all_gather":
+                bounds = chunk_bounds(numel, n)
+                wanted = torch.cat([torch.full((b - a,), 1000.0 * call + r) for r, (a, b) in enumerate(bounds)])
+                assert torch.equal(shared.all_gather(tensor), wanted)
+            else:
+                assert bool((shared.broadcast(tensor, call % n) == 1000 * call + call % n).all())
+
+
+def test_calls_do_not_see_what_earlier_ones_left(world: World) -> None:
+    world.run(_many_calls)
+
+
+def _one_rank_is_slow(slow_rank: int, where: str) -> list[torch.Tensor]:
+    init_group()
+    arrive = Barrier.arrive
+
+    def slow_arrive(barrier: Barrier) -> None:
+        if where == "before it has arrived":
+            time.sleep(0.005)
+        arrive(barrier)
+        if where == "before it reads":
+            time.sleep(0.005)
+
+    if dist.get_rank() == slow_rank:
+        Barrier.arrive = slow_arrive  # type: ignore[method-assign]
+    try:
+        with shared_memory() as shared:
+            return [shared(torch.arange(5000) * (call + shared.rank)) for call in range(3)]
+    finally:
+        Barrier.arrive = arrive  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("where", ["before it has arrived", "before it reads"])
+def test_fast_ranks_neither_read_too_early_nor_write_too_early(world: World, where: str) -> None:
+    """A fast rank may be one interval ahead of a slow one that still reads: the third buffer is for that."""
+    n = world.num_ranks
+    for results in world.run(_one_rank_is_slow, n - 1, where):
+        for call, result in enumerate(results):
+            assert torch.equal(result, torch.arange(5000) * (n * call + n * (n - 1) // 2))
+
+
+def _barrier() -> tuple[float, float]:
+    with shared_memory() as shared:
+        time.sleep(0.1 * shared.rank)
+        entered = time.monotonic()
+        shared.barrier()
+        return entered, time.monotonic()
+
+
+def test_barrier_waits_for_all(world4: World) -> None:
+    times = world4.run(_barrier)
+    assert max(entered for entered, _ in times) <= min(left for _, left in times)
+
+
+def _several_groups() -> list[torch.Tensor]:
+    init_group()
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
+    with shared_memory() as everyone, contextlib.closing(SharedMemoryAllReduce(groups[rank % 2])) as half:
+        results = [torch.full((3000,), float(rank)) for _ in range(6)]
+        for index, result in enumerate(results):
+            (everyone if index % 3 == 0 else half)(result)
+        return [result.unique() for result in results]
+
+
+def test_groups_keep_to_themselves(world4: World) -> None:
+    for rank, results in enumerate(world4.run(_several_groups)):
+        assert [float(result) for result in results] == [6.0, *2 * [2.0 if rank % 2 == 0 else 4.0]] * 2
+
+
+def _sent_bytes() -> list[int]:
+    with shared_memory() as shared:
+        tensor = torch.ones(1001)
+        return [shared.sent_bytes(tensor, name) for name in ("all_reduce", "reduce_scatter", "all_gather")]
+
+
+def test_sent_bytes(world4: World) -> None:
+    totals = [sum(column) for column in zip(*world4.run(_sent_bytes), strict=True)]
+    assert totals == [4 * 4004, 3 * 4004, 4004]

@@ -1,0 +1,222 @@
+"""Tensors in shared memory, reduced where they are: their sums to the bit, and what they do without."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_multigpu.communication.hierarchy import MOST_MOVED, HierarchicalAllReduce
+from lightning_multigpu.communication.ring import chunk_bounds
+from lightning_multigpu.communication.shared_memory import host_all_reduce as shared_memory_module
+from lightning_multigpu.communication.shared_memory import in_place_shared
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from tests.communication.shared import shared_memory
+from tests.communication.test_hierarchy import HOSTS, given, hierarchy
+from tests.communication.test_host_all_reduce import contribution, sum_in_rank_order
+from tests.world import World, init_group, rank
+
+NUMELS = [1, 2, 3, 5, 1024, 200_001]  # the last one in several chunks
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
+
+
+def _mappings() -> int:
+    """Of torch's shared memory in this process."""
+    return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
+
+
+def _sums(dtype: torch.dtype, average: bool) -> list[Tensor]:
+    results = []
+    with shared_memory() as shared, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory_module, "IN_PLACE_FROM_BYTES", 0)
+        for key, numel in enumerate(NUMELS):
+            tensor = contribution(shared.rank, numel, dtype)
+            part = tensor[numel // 2 :]
+            shared.move(tensor, key)
+            assert shared.has_moved(tensor)
+            assert part.data_ptr() == tensor.data_ptr() + numel // 2 * tensor.element_size()
+            assert torch.equal(tensor, contribution(shared.rank, numel, dtype))
+            for _ in range(2):  # in the same place again
+                tensor.copy_(contribution(shared.rank, numel, dtype))
+                assert shared(tensor, average=average) is tensor
+            assert torch.equal(part, tensor[numel // 2 :])
+            results.append(tensor.clone())
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_in_rank_order_to_the_bit(world: World, dtype: torch.dtype) -> None:
+    average = dtype.is_floating_point
+    for results in world.run(_sums, dtype, average):
+        for numel, result in zip(NUMELS, results, strict=True):
+            assert torch.equal(result, sum_in_rank_order(world.num_ranks, numel, dtype, average)), numel
+
+
+def _many_calls() -> None:
+    """Ranks are early and late in turn; values tell the call, so that what was left behind cannot pass for a sum."""
+    with shared_memory() as shared:
+        buckets = [torch.empty(numel) for numel in (3, 70_000, 300_000)]
+        for key, bucket in enumerate(buckets):
+            shared.move(bucket, key)
+        n = shared.world_size
+        for call in range(60):
+            bucket = buckets[call % 3]
+            bucket.fill_(call + shared.rank)
+            if call % n == shared.rank:
+                torch.randn(200_000).sort()
+            shared(bucket)
+            assert bool((bucket == n * call + n * (n - 1) / 2).all()), call
+
+
+def _many_shards() -> None:
+    with shared_memory() as shared:
+        tensor = torch.empty(4_000_000)  # so that a copy takes long enough to be seen half done
+        shared.move(tensor, 0)
+        n = shared.world_size
+        for call in range(20):
+            if call % n == shared.rank:
+                torch.randn(200_000).sort()
+            tensor.fill_(call + shared.rank)
+            own = shared.reduce_scatter(tensor)
+            assert bool((own == n * call + n * (n - 1) / 2).all()), call
+            if (call + 1) % n == shared.rank:
+                torch.randn(200_000).sort()
+            own.fill_(shared.rank)
+            shared.all_gather(tensor)
+            for other, (_, b) in enumerate(chunk_bounds(tensor.numel(), n)):
+                assert tensor[b - 1] == other, call
+            for other, (a, b) in enumerate(chunk_bounds(tensor.numel(), n)):
+                assert bool((tensor[a:b] == other).all()), call
+
+
+@pytest.mark.parametrize("calls", [_many_calls, _many_shards])
+def test_no_rank_is_too_early_or_too_late(world: World, calls: Callable[[], None]) -> None:
+    world.run(calls)
+
+
+def _shards() -> list[Tensor]:
+    found = []
+    with shared_memory() as shared:
+        n = shared.world_size
+        for key, bounds in enumerate([None, [(0, 0), *((i * 1000, (i + 1) * 1000) for i in range(n - 1))]]):
+            tensor = contribution(shared.rank, 1000 * (n - 1) if bounds else 1001, torch.float32)
+            shared.move(tensor, key)
+            own = shared.reduce_scatter(tensor, average=True, bounds=bounds)
+            a, b = (bounds or chunk_bounds(1001, n))[shared.rank]
+            assert own.numel() == b - a
+            assert own.numel() == 0 or own.data_ptr() == tensor[a:b].data_ptr()
+            own.mul_(2)
+            found.append(shared.all_gather(tensor, bounds=bounds).clone())
+    return found
+
+
+def test_shards_are_summed_and_gathered(world: World) -> None:
+    n = world.num_ranks
+    for results in world.run(_shards):
+        for result in results:
+            assert torch.equal(result, 2 * sum_in_rank_order(n, result.numel(), torch.float32, average=True))
+
+
+def _of_two_hosts(moved: bool) -> list[Tensor]:
+    with hierarchy(hosts=HOSTS) as reduce:
+        tensors = [given(0, rank(), numel) for numel in (1, 4, 1000, 300_001)]
+        for key, tensor in enumerate(tensors):
+            assert not moved or reduce.move(tensor, key)
+            reduce(tensor, average=True)
+        return [tensor.clone() for tensor in tensors]
+
+
+def test_hosts_get_the_same_bits_as_with_copies(world4: World) -> None:
+    copied, moved = (world4.run(_of_two_hosts, each) for each in (False, True))
+    for ours, theirs in zip(moved, copied, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _successors() -> tuple[int, int, int]:
+    before = _mappings()
+    with shared_memory() as shared:
+        for numel in (10, 20, 30):
+            tensor = torch.full((numel,), 1.0 + shared.rank)
+            shared.move(tensor, 0)
+            assert shared(tensor)[0] == sum(range(1, 1 + shared.world_size))
+        del tensor
+        during = _mappings()
+    return before, during, _mappings()
+
+
+def test_a_successor_takes_the_place_and_nothing_is_left(world2: World) -> None:
+    """DistributedDataParallel arranges its buckets anew behind the first step."""
+    for before, during, after in world2.run(_successors):
+        assert (before, during, after) == (0, 2, 0)
+
+
+def _without_room(where: str) -> tuple[str, list[str], bool]:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no space left")
+
+    init_group()
+    with shared_memory() as shared, pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if shared.rank == 1:
+            patch.setattr(in_place_shared, where, refuse)
+        tensor = torch.full((100,), 1.0 + shared.rank)
+        with pytest.raises(SharedMemoryUnavailableError) as error:
+            shared.move(tensor, 0)
+        reduce = HierarchicalAllReduce(shared, None)
+        moved = [reduce.move(tensor, key) for key in (0, 1)]
+        patch.undo()
+        assert bool((reduce(tensor) == 3).all())
+        return str(error.value), [str(warning.message) for warning in said], any(moved)
+
+
+@pytest.mark.parametrize("where", ["_offered", "_mapped"])
+def test_without_room_all_ranks_copy_and_one_says_so(world2: World, where: str) -> None:
+    for of_rank, (error, said, moved) in enumerate(world2.run(_without_room, where)):
+        assert error == "rank 1 of 2 on this host: no space left"
+        assert not moved
+        assert len(said) == (of_rank == 0)
+        assert all("docker run --shm-size" in text for text in said)
+
+
+def _too_many() -> tuple[bool, bool, int]:
+    with shared_memory() as shared:
+        reduce = HierarchicalAllReduce(shared, None)
+        before = len(os.listdir("/proc/self/fd"))
+        last, beyond = (reduce.move(torch.zeros(3), key) for key in (MOST_MOVED - 1, MOST_MOVED))
+        return last, beyond, len(os.listdir("/proc/self/fd")) - before
+
+
+def test_tensors_do_not_eat_up_the_descriptors(world2: World) -> None:
+    for last, beyond, descriptors in world2.run(_too_many):
+        assert (last, beyond) == (True, False)
+        assert descriptors <= 1
+
+
+def _parts_of_others() -> str:
+    with shared_memory() as shared:
+        try:
+            shared.move(torch.zeros(10)[2:], 0)
+        except SharedMemoryUnavailableError as error:
+            return str(error)
+        return ""
+
+
+def test_a_part_of_a_tensor_cannot_move(world2: World) -> None:
+    assert all("storage of its own" in text for text in world2.run(_parts_of_others))
+
+
+def test_torch_still_moves_a_storage_with_its_views() -> None:
+    """torch's way to the descriptor, which is not public."""
+    tensor = torch.arange(6.0)
+    view = tensor[3:]
+    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
+    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/shm/torch_")
+    assert size == 24
+    other = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=6)
+    other[4] = -1
+    assert torch.equal(view, torch.tensor([3.0, -1.0, 5.0]))

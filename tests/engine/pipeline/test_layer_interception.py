@@ -1,0 +1,212 @@
+"""The stages' walks through a chain give together what the module gives; what is no chain is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
+
+Forward = Callable[["Walked", Tensor], Any]
+
+
+class Layer(nn.Module):
+    """Takes a mask too, and hands on a pair, as some decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, mask: Tensor, further: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = self.linear(x * mask) + (0 if further is None else further)
+        return y, y.sum()
+
+
+class Walked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(3, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(4, 1)
+
+
+def plain(module: Walked, x: Tensor) -> Tensor:
+    mask = (x[:, :1] > 0).to(x.dtype)
+    x = module.embedding(x)
+    for layer in module.layers:
+        x, _ = layer(x, mask=mask)
+    return module.head(x).sum()
+
+
+def residual(module: Walked, x: Tensor) -> Tensor:
+    x = module.embedding(x)
+    for layer in module.layers:
+        x = x + layer(x, mask=torch.ones(()))[0]
+    return module.head(x).sum()
+
+
+def in_place(module: Walked, x: Tensor) -> Tensor:
+    x = module.embedding(x)
+    for layer in module.layers:
+        x, _ = layer(x, mask=torch.ones(()))
+        x += 1
+    return module.head(x).sum()
+
+
+def twice(module: Walked, x: Tensor) -> Tensor:
+    return plain(module, x) + plain(module, x)
+
+
+def skipping(module: Walked, x: Tensor) -> Tensor:
+    x = module.embedding(x)
+    for layer in (module.layers[0], module.layers[2], module.layers[3]):
+        x, _ = layer(x, mask=torch.ones(()))
+    return module.head(x).sum()
+
+
+def ending_early(module: Walked, x: Tensor) -> Tensor:
+    x = module.embedding(x)
+    for layer in module.layers[:3]:
+        x, _ = layer(x, mask=torch.ones(()))
+    return module.head(x).sum()
+
+
+def all_outputs(module: Walked, x: Tensor) -> Tensor:
+    x, outputs = module.embedding(x), []
+    for layer in module.layers:
+        x, _ = layer(x, mask=torch.ones(()))
+        outputs.append(x)
+    return module.head(sum(outputs)).sum()
+
+
+def skip_connection(module: Walked, x: Tensor) -> Tensor:
+    x, first = module.embedding(x), None
+    for layer in module.layers:
+        x, _ = layer(x, mask=torch.ones(()), further=first)
+        first = x if first is None else first
+    return module.head(x).sum()
+
+
+def walk(forward: Forward, cuts: tuple[int, ...]) -> Any:
+    """What the stages compute, one after the other."""
+    module = Walked()
+    chain = find_chain(module, "auto", 2)
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
+    received: Carried | None = None
+    for start, stop in zip((0, *cuts), (*cuts, 4), strict=True):
+        stage = ChainWalk(chain, start, stop)
+        carried = received
+        with stage.installed():
+            left, result = stage.run(lambda: forward(module, x), None if carried is None else lambda c=carried: c)
+        assert left == (stop < 4)
+        received = Carried.of(result) if left else None
+    return result
+
+
+def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
+    module = Walked()
+    said: list[str] = []
+    chain = find_chain(module, "auto", 2)
+    first, second = ChainWalk(chain, 0, 2), ChainWalk(chain, 2, 4, lambda part: said.append(f"part {part}"))
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    with first.installed():
+        _, handed_on = first.run(lambda: plain(module, x), None)
+    sent = Carried.of(handed_on)
+    empty = Carried(sent.structure, tuple(torch.full_like(tensor, torch.nan) for tensor in sent.tensors))
+
+    def values() -> tuple[Tensor, ...]:
+        said.append("values")
+        return sent.tensors
+
+    module.layers[1].register_forward_hook(lambda *_: said.append("layer 1 passed by"))
+    with second.installed():
+        _, result = second.run(lambda: plain(module, x), lambda: empty, values)
+    assert said == ["part 0", "layer 1 passed by", "part 3", "values", "part 4", "part 5"]
+    torch.testing.assert_close(result, plain(Walked(), x))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (1, 2, 3)])
+def test_stages_compute_together_what_the_module_computes(cuts: tuple[int, ...]) -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
+    torch.testing.assert_close(walk(plain, cuts), plain(Walked(), x))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (residual, "layers.1 is not the output of layer layers.0.*residual"),
+        (in_place, "layers.0 is changed in place"),
+        (twice, "twice.*keep the result of the first call"),
+        (skipping, "calls layers.2 where layers.1 was due"),
+        (ending_early, "ended behind layer layers.2 without running layers.3"),
+        (all_outputs, "what the step returns depends on the output of layer layers.0"),
+        (skip_connection, "takes the output of layer layers.0 as an input"),
+    ],
+)
+def test_what_is_no_chain_is_refused(forward: Forward, words: str, cuts: tuple[int, ...]) -> None:
+    with pytest.raises(PipelineError, match=words):
+        walk(forward, cuts)
+
+
+@pytest.mark.parametrize("forward", [residual, in_place, twice, skipping, ending_early])
+def test_what_is_no_chain_is_refused_within_a_stage_too(forward: Forward) -> None:
+    """Else it would depend on the split whether a module can be trained."""
+    with pytest.raises(PipelineError):
+        walk(forward, ())
+
+
+def test_layers_are_as_before_afterwards() -> None:
+    module = Walked()
+    x = torch.ones(2, 3)
+    expected = plain(module, x)
+    stage = ChainWalk(find_chain(module, "layers", 2), 0, 2)
+    with pytest.raises(PipelineError), stage.installed():
+        stage.run(lambda: residual(module, x), None)
+    assert all("forward" not in vars(layer) for layer in module.layers)
+    assert plain(module, x) == expected
+
+
+def test_parts_begin_where_random_states_do() -> None:
+    module = Walked()
+    begun: list[int] = []
+    chain = find_chain(module, "layers", 2)
+    stage = ChainWalk(chain, 2, 4, begun.append)
+    received = Carried.of((torch.ones(2, 4), torch.ones(())))
+    with stage.installed():
+        stage.run(lambda: plain(module, torch.ones(2, 3)), lambda: received)
+    assert begun == [0, 3, 4, 5]
+
+
+class TestFindChain:
+    def test_auto_takes_the_one_with_most_parameters(self) -> None:
+        module = nn.Module()
+        module.small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        assert find_chain(module, "auto", 2).name == "blocks"
+        assert len(find_chain(module, "small", 2)) == 2
+
+    def test_an_outer_container_comes_before_an_inner_one(self) -> None:
+        module = nn.Module()
+        module.outer = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ReLU())
+        assert find_chain(module, "auto", 2).name == "outer"
+
+    @pytest.mark.parametrize(
+        ("name", "stages", "words"),
+        [
+            ("auto", 5, r"with 5 layers or more.*'layers' \(4 layers\)"),
+            ("layers", 5, "4 layers for 5 stages"),
+            ("head", 2, "is a Linear; it must be"),
+            ("blocks", 2, "is no part of the module.*'layers'"),
+        ],
+    )
+    def test_what_cannot_be_found_is_named(self, name: str, stages: int, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            find_chain(Walked(), name, stages)

@@ -1,0 +1,144 @@
+"""How global batches are dealt out: every sample once, in the order that one device has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_multigpu.engine.data_parallel.batch_distribution import (
+    DealtBatchSampler,
+    ShardedBatchSampler,
+    deal_out,
+    global_batches,
+    share,
+)
+
+
+def _ranks(length: int, batch_size: int, num_replicas: int, **options: bool) -> list[list[list[int]]]:
+    order = range(length)
+    return [
+        list(ShardedBatchSampler(order, batch_size=batch_size, num_replicas=num_replicas, rank=rank, **options))  # type: ignore[arg-type]
+        for rank in range(num_replicas)
+    ]
+
+
+@pytest.mark.parametrize(("start", "stop", "num_replicas"), [(0, 8, 2), (8, 11, 2), (3, 4, 3), (5, 5, 2), (0, 10, 4)])
+def test_shares_are_disjoint_complete_and_even(start: int, stop: int, num_replicas: int) -> None:
+    parts = [share(start, stop, rank, num_replicas) for rank in range(num_replicas)]
+    assert [i for a, b in parts for i in range(a, b)] == list(range(start, stop))
+    sizes = [b - a for a, b in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_ranks_together_see_the_batches_of_one_device() -> None:
+    ranks = _ranks(11, 2, 2)
+    assert ranks == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_a_rank_without_a_sample_gets_one_that_does_not_count() -> None:
+    samplers = [ShardedBatchSampler(range(9), batch_size=2, num_replicas=4, rank=r) for r in range(4)]  # type: ignore[arg-type]
+    batches = [list(sampler) for sampler in samplers]
+    assert [len(b) for b in batches] == [2, 2, 2, 2]
+    assert [list(sampler.counts) for sampler in samplers] == [[2, 1], [2, 0], [2, 0], [2, 0]]
+    assert [b[-1] for b in batches] == [[8], [8], [8], [8]]
+
+
+def test_drop_last_drops_an_incomplete_global_batch() -> None:
+    assert _ranks(11, 2, 2, drop_last=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 10, 16, 17, 23])
+@pytest.mark.parametrize(("batch_size", "num_replicas"), [(1, 2), (2, 2), (4, 2), (2, 4), (3, 3)])
+def test_outside_training_no_sample_is_repeated(length: int, batch_size: int, num_replicas: int) -> None:
+    ranks = _ranks(length, batch_size, num_replicas, even=True)
+    seen = [index for rank in ranks for batch in rank for index in batch]
+    if length >= num_replicas:
+        assert sorted(seen) == list(range(length))
+    assert set(seen) == set(range(length))
+    assert all(rank and all(0 < len(batch) <= batch_size for batch in rank) for rank in ranks)
+    if batch_size > 1 and length >= 2 * num_replicas:
+        assert len({len(rank) for rank in ranks}) == 1, "every rank has as many batches"
+
+
+def test_global_batches_borrow_for_a_last_one_that_is_too_small() -> None:
+    assert global_batches(9, 4, num_replicas=2, drop_last=False) == [0, 4, 7, 9]
+    assert global_batches(9, 4, num_replicas=0, drop_last=False) == [0, 4, 8, 9]
+    assert global_batches(8, 4, num_replicas=2, drop_last=False) == [0, 4, 8]
+    assert global_batches(3, 4, num_replicas=4, drop_last=True) == [0]
+
+
+def test_skipping_leaves_batches_out_once() -> None:
+    sampler = ShardedBatchSampler(range(12), batch_size=2, num_replicas=2, rank=1)  # type: ignore[arg-type]
+    sampler.skip = 2
+    assert list(sampler) == [[10, 11]]
+    assert list(sampler.counts) == [2]
+    assert len(list(sampler)) == 3
+    plain = DealtBatchSampler(BatchSampler(SequentialSampler(range(7)), 3, drop_last=False))
+    plain.skip = 1
+    assert list(plain) == [[3, 4, 5], [6]]
+    assert list(plain.counts) == [3, 1]
+    assert len(plain) == 3
+    assert plain.batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"batch_size": 0, "num_replicas": 2, "rank": 0}, "batch_size=0"),
+        ({"batch_size": 1, "num_replicas": 2, "rank": 2}, "rank=2"),
+        ({"batch_size": 1, "num_replicas": 0, "rank": 0}, "num_replicas=0"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, int], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        ShardedBatchSampler(range(4), **options)  # type: ignore[arg-type]
+
+
+def _injected(num_replicas: int, rank: int, shuffle: bool, num_workers: int = 0) -> DataLoader[int]:
+    data = list(range(10))
+    sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=3)  # type: ignore[arg-type, var-annotated]
+    return DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_distributed_sampler_is_dealt_out_without_repeats(num_workers: int) -> None:
+    loaders = [
+        deal_out(_injected(2, rank, True, num_workers), num_replicas=2, rank=rank, even=False) for rank in range(2)
+    ]
+    batches = []
+    for loader, dealt in loaders:
+        assert dealt is not None
+        loader.batch_sampler.sampler.set_epoch(1)
+        batches.append([batch.tolist() for batch in loader])
+        assert list(dealt.counts) == [2, 2, 1]
+    whole = DistributedSampler(list(range(10)), num_replicas=1, rank=0, shuffle=True, seed=3)  # type: ignore[arg-type, var-annotated]
+    whole.set_epoch(1)
+    order = list(whole)
+    assert [a + b for a, b in zip(*batches, strict=True)] == [order[0:4], order[4:8], order[8:10]]
+
+
+def test_the_given_loader_is_left_as_it_was() -> None:
+    loader = _injected(2, 0, False)
+    before = loader.batch_sampler
+    deal_out(loader, num_replicas=2, rank=0, even=True)
+    assert loader.batch_sampler is before
+    assert loader.sampler.num_replicas == 2  # type: ignore[attr-defined]
+
+
+def test_what_is_not_ours_to_deal_is_left_alone() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter(range(3))
+
+    for loader in (DataLoader(Stream()), [1, 2], DataLoader(range(3), batch_size=None)):  # type: ignore[arg-type, var-annotated]
+        assert deal_out(loader, num_replicas=2, rank=0, even=False) == (loader, None)
+    own = DataLoader(torch.arange(6), batch_size=2)  # type: ignore[var-annotated, arg-type]
+    dealt, batches = deal_out(own, num_replicas=2, rank=1, even=False)
+    assert [batch.tolist() for batch in dealt] == [[0, 1], [2, 3], [4, 5]]
+    assert batches is not None
+    elsewhere = _injected(3, 2, False)
+    assert [b.tolist() for b in deal_out(elsewhere, num_replicas=2, rank=1, even=False)[0]] == [
+        b.tolist() for b in elsewhere
+    ]

@@ -1,0 +1,120 @@
+"""What a pipeline is predicted to take, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_multigpu.planning.pipeline_prediction import Plan, one_device_s, plan
+from lightning_multigpu.planning.stage_costs import HeldBytes, LinkCost, PartCost, StageCosts
+
+BOUNDS = [(0, 1), (1, 2)]
+
+
+def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] = BOUNDS, **given: Any) -> Plan:
+    """Two ranks; the one with the first stage holds 100 bytes of parameters and the other 40."""
+    costs = StageCosts(
+        parts,
+        [0] * (len(parts) - 2),
+        given.get("link", LinkCost(0.0, 0.0)),
+        schedule=schedule,
+        num_ranks=2,
+        stages_per_rank=len(bounds) // 2,
+        num_micro_batches=given.get("num_micro_batches", 3),
+    )
+    return plan(
+        schedule,
+        costs,
+        bounds,
+        parameter_bytes=[10 * (1 + layer) for layer in range(len(parts) - 2)],
+        held=[HeldBytes(100, 0, 0), HeldBytes(40, 40, 0)],
+        one_device_s=30.0,
+    )
+
+
+def layers(*seconds: tuple[float, float]) -> list[PartCost]:
+    """Nothing before and behind; outputs of 5 bytes."""
+    return [PartCost(), *(PartCost(forward_s, backward_s, 5) for forward_s, backward_s in seconds), PartCost()]
+
+
+def test_a_step_whose_messages_take_time() -> None:
+    """::
+
+    time                0    1.5  2.5 3   4 4.5  5.5    8        10 10.5    12.5 13   15
+    rank 1, stage 0     F0 ->F1 ->   F2 ->               B0           B1          B2
+    rank 0, stage 1          F0       F1      F2   B0 ->  B1 ->          B2 ->
+    """
+    found = planned("gpipe", layers((1, 2), (1, 2)), link=LinkCost(0.0, 0.1))
+    assert found.step_s == pytest.approx(15)
+    assert found.bubble == pytest.approx(1 - 18 / 30)
+    assert found.relative_throughput == pytest.approx(2)
+    first, second = found.timelines
+    assert [(i.kind, i.micro_batch, i.start_s, i.end_s) for i in first[:4]] == [
+        ("forward", 0, 0, 1),
+        ("send", 0, 1, 1.5),
+        ("forward", 1, 1.5, 2.5),
+        ("send", 1, 2.5, 3),
+    ]
+    assert [(i.kind, i.start_s, i.end_s) for i in first[-2:]] == [("backward", 10.5, 12.5), ("backward", 13, 15)]
+    assert [(i.kind, i.start_s, i.end_s) for i in second[:2]] == [("forward", 1.5, 2.5), ("forward", 3, 4)]
+    assert [(i.kind, i.start_s, i.end_s) for i in second[-2:]] == [("backward", 10.5, 12.5), ("send", 12.5, 13)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_of_equal_stages_is_that_of_the_papers(schedule: str) -> None:
+    """(M + P - 1) (f + b), of which (P - 1) / (M + P - 1) are the bubble."""
+    found = planned(schedule, layers((1, 2), (1, 2)))
+    assert found.step_s == pytest.approx((3 + 2 - 1) * 3)
+    assert found.bubble == pytest.approx(1 / 4)
+    assert not any(i.kind == "send" for timeline in found.timelines for i in timeline)
+
+
+def test_the_slower_stage_sets_the_pace() -> None:
+    """F0 of the fast stage, then the slow one without a pause, then the fast one's last backward: 1 + 3 x 12 + 2."""
+    found = planned("gpipe", layers((1, 2), (4, 8)))
+    assert found.step_s == pytest.approx(39)
+    assert found.bubble == pytest.approx(1 - (9 + 36) / 78)
+
+
+def test_stages_are_those_of_training() -> None:
+    """The last rank has the first stage, and layers are numbered within the chain."""
+    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
+    parts = [PartCost(0.5, 0.25), *(PartCost(1, 2, 5) for _ in range(5)), PartCost(7, 8)]
+    found = planned("interleaved", parts, bounds, num_micro_batches=2, link=LinkCost(0.0, 0.1))
+    assert [stage.rank for stage in found.stages] == [1, 0, 1, 0]
+    assert [stage.layers for stage in found.stages] == bounds
+    assert [stage.parameters_bytes for stage in found.stages] == [10, 50, 40, 50]
+    assert [stage.forward_s for stage in found.stages] == [1.5, 2.5, 1.5, 8.5]
+    assert [stage.backward_s for stage in found.stages] == [2.25, 4, 2, 10]
+    assert [stage.transfer_s for stage in found.stages] == [0.5, 1, 1, 0.5]
+    assert one_device_s(parts) == 0.75 + 15 + 15
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 3), ("1f1b", 2)])
+def test_memory_of_the_fullest_rank(schedule: str, in_flight: int) -> None:
+    parts = [PartCost(saved_bytes=1), PartCost(0, 0, 5, 60), PartCost(0, 1, 5, 10), PartCost(saved_bytes=2)]
+    found = planned(schedule, parts)
+    last_rank, rank_zero = found.memory
+    assert (last_rank.rank, rank_zero.rank) == (1, 0)
+    assert last_rank.activations == in_flight * 61
+    assert rank_zero.activations == (3 if schedule == "gpipe" else 1) * (5 + 10 + 2)
+    assert found.fullest is last_rank
+    assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations)
+
+
+def test_one_layer_of_a_rank_runs_again_at_a_time() -> None:
+    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
+    parts = [PartCost(), *(PartCost(0, 0, 5, 5, 5, again) for again in (70, 10, 30, 80, 20)), PartCost()]
+    last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
+    assert (last_rank.recomputed, rank_zero.recomputed) == (80, 30)
+    assert last_rank.total == 100 + last_rank.activations + 80
+
+
+def test_memory_of_all_stages_of_a_rank() -> None:
+    """Two micro-batches are in memory, but of the last stage one, whose backward follows at once."""
+    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
+    parts = [PartCost(saved_bytes=1), *(PartCost(0, 0, 5, 10) for _ in range(5)), PartCost(saved_bytes=2)]
+    last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
+    assert last_rank.activations == 2 * (1 + 10) + 2 * (5 + 10)
+    assert rank_zero.activations == 2 * (5 + 20) + (5 + 10 + 2)

@@ -1,0 +1,159 @@
+"""What stages cost, and which split that makes the best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
+from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
+
+
+def costs(parts: list[PartCost], layers: list[int] | None = None, **options: Any) -> StageCosts:
+    given = {"schedule": "gpipe", "num_ranks": 2, "stages_per_rank": 1, "num_micro_batches": 4, **options}
+    link = given.pop("link", LinkCost(0.0, 0.0))
+    return StageCosts(parts, layers or [0] * (len(parts) - 2), link, **given)
+
+
+def timed(*seconds: float) -> list[PartCost]:
+    return [PartCost(second / 4, 3 * second / 4, 1000, 10) for second in seconds]
+
+
+def test_a_slow_layer_has_a_stage_to_itself() -> None:
+    assert costs(timed(0, 1, 1, 9, 1, 1, 0)).bounds("time") == [(0, 2), (2, 5)]
+    assert costs(timed(0, 9, 1, 1, 1, 1, 0)).bounds("time") == [(0, 1), (1, 5)]
+
+
+def test_what_is_outside_of_the_chain_counts_where_it_runs() -> None:
+    """A head that costs as much as two layers leaves the last stage fewer of them."""
+    head = costs(timed(0, 1, 1, 1, 1, 1, 1, 2))
+    assert head.bounds("time") == [(0, 4), (4, 6)]
+    assert (head.forward_s(1, 4, 6), head.backward_s(1, 4, 6)) == (1, 3)
+    # Every stage runs what comes before the chain forward; backward the first only.
+    found = costs(timed(4, 1, 1, 1, 1, 1, 1, 0))
+    assert found.bounds("time") in ([(0, 1), (1, 6)], [(0, 2), (2, 6)])
+    assert found.time_s(0, 0, 2) == 1 + 3 + 2
+    assert found.time_s(1, 2, 6) == 1 + 4
+
+
+def test_a_slow_link_moves_the_cut_to_a_small_output() -> None:
+    parts = [PartCost(0.0, 1.0, size) for size in (0, 900, 900, 900, 1, 900, 900)]
+    parts = [PartCost(), *parts[1:], PartCost()]
+    assert costs(parts).bounds("time") == [(0, 3), (3, 6)]
+    slow = costs(parts, link=LinkCost(0.0, 0.01))
+    assert slow.bounds("time") == [(0, 4), (4, 6)]
+    assert slow.time_s(0, 0, 4) == pytest.approx(4 + 0.01)
+    assert slow.time_s(1, 4, 6) == pytest.approx(2 + 0.01)
+
+
+def test_the_slowest_rank_counts_and_not_the_slowest_stage() -> None:
+    found = costs(timed(0, 1, 8, 1, 1, 1, 1, 4, 3, 0), schedule="interleaved", stages_per_rank=2)
+    loads = [0.0, 0.0]
+    for stage, bound in enumerate(found.bounds("time")):
+        loads[stage % 2] += found.time_s(stage, *bound)
+    assert loads == [10, 10]
+
+
+def test_memory_counts_the_micro_batches_in_flight() -> None:
+    parts = [PartCost(), *(PartCost(0.0, 0.0, 0, 100) for _ in range(6)), PartCost()]
+    assert costs(parts).bounds("memory") == [(0, 3), (3, 6)]
+    # Under 1f1b the first stage has two micro-batches in memory, and the last has one.
+    assert costs(parts, schedule="1f1b").bounds("memory") == [(0, 2), (2, 6)]
+    assert costs(parts, schedule="1f1b").memory_bytes(0, 0, 2) == 400
+    assert costs(parts, schedule="gpipe").memory_bytes(0, 0, 2) == 800
+    # What stays whatever is in flight.
+    assert costs(parts, [10_000, 0, 0, 0, 0, 0]).bounds("memory") == [(0, 1), (1, 6)]
+
+
+def test_memory_counts_what_comes_in() -> None:
+    parts = [PartCost(saved_bytes=7), PartCost(output_bytes=5), PartCost(), PartCost(saved_bytes=11)]
+    found = costs(parts, num_micro_batches=3)
+    assert [found.memory_bytes(0, 0, 1), found.memory_bytes(1, 1, 2)] == [3 * 7, 3 * (5 + 11)]
+
+
+def test_what_a_stage_receives_counts_once() -> None:
+    """Layer 1 keeps some of its input by itself, layer 2 more than it has received."""
+    parts = [PartCost(), PartCost(output_bytes=8), PartCost(0, 0, 6, 5, 5), PartCost(0, 0, 0, 9, 9), PartCost()]
+    found = costs(parts, num_micro_batches=2)
+    assert found.activations_bytes(1, 1, 2) == 2 * (5 + 8 - 5)
+    assert found.activations_bytes(1, 2, 3) == 2 * 9
+    assert found.activations_bytes(0, 0, 2) == 2 * 5
+
+
+def test_memory_counts_the_largest_layer_that_runs_again_once() -> None:
+    parts = [PartCost(), *(PartCost(0, 0, 0, 1, 1, again) for again in (40, 60, 50, 0)), PartCost()]
+    found = costs(parts, [0, 0, 0, 100])
+    assert [found.memory_bytes(0, 0, 3), found.memory_bytes(1, 3, 4)] == [4 * 3 + 60, 4 + 100]
+    looped = costs(parts, [0, 0, 0, 100], schedule="interleaved", stages_per_rank=2)
+    bounds = [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert looped.rank_activations_bytes(bounds) == [(5, 50), (3, 60)]
+    assert looped.fullest_bytes(bounds) == 3 + 60 + 100
+    uneven = [PartCost(), *(PartCost(saved_bytes=size) for size in (1, 10, 1, 1)), PartCost()]
+    found = costs(uneven, schedule="interleaved", stages_per_rank=2)
+    assert found.rank_activations_bytes(bounds)[1] == (30, 0), "not 2 x 10 + 1, with which it has as many in flight"
+
+
+def test_layers_that_run_again_make_room() -> None:
+    kept, again = PartCost(0, 0, 0, 100), PartCost(0, 0, 0, 5, 5, 95)
+    assert costs([PartCost(), *[kept] * 4, PartCost()]).bounds("memory") == [(0, 2), (2, 4)]
+    assert costs([PartCost(), *[again] * 3, kept, PartCost()]).bounds("memory") == [(0, 3), (3, 4)]
+
+
+def test_the_fullest_rank_has_all_of_its_stages() -> None:
+    parts = [PartCost(), *(PartCost() for _ in range(4)), PartCost()]
+    found = costs(parts, [1, 20, 300, 4000], schedule="interleaved", stages_per_rank=2)
+    bounds = [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert found.fullest_bytes(bounds) == 4020
+    lines = found.describe(bounds, [1, 0]).splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"  stage {stage} on rank {1 - stage % 2}" for stage in range(4)]
+
+
+def test_parts_and_layers_must_fit() -> None:
+    with pytest.raises(ValueError, match="3 parts for 2 layers; pass 4"):
+        costs([PartCost()] * 3, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {}),
+        ("AdamW", {"amsgrad": True}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("Adamax", {}),
+        ("Adadelta", {}),
+        ("Adagrad", {}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+        ("RMSprop", {}),
+        ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ],
+)
+def test_states_that_an_optimizer_will_keep(optimizer: str, options: dict[str, Any]) -> None:
+    module = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity())})
+    chain = find_chain(module, "layers", 2)
+    module["layers"][1].requires_grad_(False)
+    made = getattr(torch.optim, optimizer)([p for p in module.parameters() if p.requires_grad], lr=0.1, **options)
+    predicted = layer_bytes(chain, [made])
+    sum(p.sum() for p in module.parameters()).backward()  # type: ignore[union-attr]
+    made.step()
+    kept = [value for state in made.state.values() for value in state.values() if value.numel() > 1]
+    layer = 4 * (64 + 8)
+    assert predicted == [2 * layer + sum(4 * value.numel() for value in kept), layer, 0]
+
+
+class Odd(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def test_an_unknown_optimizer_counts_as_four_times_the_parameters() -> None:
+    shared = nn.Linear(4, 4)
+    module = nn.ModuleDict({"layers": nn.Sequential(shared, shared)})
+    assert layer_bytes(find_chain(module, "layers", 2), [Odd(module.parameters())]) == [4 * 4 * 20, 0]

@@ -1,0 +1,136 @@
+"""Signals that wait for all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_multigpu.guardian.interrupts import SAME_INTERRUPT_S
+from lightning_multigpu.runtime.deferred_signals import DeferredSignals
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """What the handlers that were there before have been called with."""
+    calls: list[int] = []
+    before = {s: signal.signal(s, lambda signum, frame: calls.append(signum)) for s in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield calls
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def test_a_signal_waits_until_it_is_due(handled: list[int]) -> None:
+    signals = DeferredSignals([signal.SIGUSR1, signal.SIGUSR2])
+    signals.hold()
+    send(signal.SIGUSR2)
+    assert (signals.received, handled) == (0b10, [])
+    signals.act()
+    assert handled == [], "no rank has agreed yet"
+    signals.due = 0b11  # another rank has received the first one
+    signals.act()
+    assert handled == [signal.SIGUSR1, signal.SIGUSR2]
+    assert (signals.received, signals.due) == (0, 0)
+    signals.release()
+    send(signal.SIGUSR1)
+    assert handled[2:] == [signal.SIGUSR1], "the handler is back"
+
+
+def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> None:
+    signals = DeferredSignals([signal.SIGUSR1])
+    signals.hold()
+    send(signal.SIGUSR1)
+    signals.release()
+    assert handled == [signal.SIGUSR1]
+
+
+def interrupts(signals: DeferredSignals, number: int) -> None:
+    for _ in range(number):
+        send(signal.SIGINT)
+        time.sleep(1.1 * SAME_INTERRUPT_S)
+
+
+def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
+    told: list[int] = []
+    signals = DeferredSignals([signal.SIGINT], on_interrupt=told.append)
+    signals.hold()
+    try:
+        send(signal.SIGINT)
+        interrupts(signals, 1)
+        assert (signals.received, told) == (1, [1])
+        interrupts(signals, 1)
+        assert told == [1, 2]
+    finally:
+        signals.received = 0
+        signals.release()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
+    signals = DeferredSignals([signal.SIGTERM, signal.SIGINT])
+    signals.waits = False
+    signals.hold()
+    try:
+        for signum, error in ((signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)):
+            with pytest.raises(error):
+                send(signum)
+            assert not signals.has_agreed(signum)
+    finally:
+        signals.release()
+
+
+@pytest.mark.parametrize("how", ["push", "follow"])
+def test_what_waits_in_vain_acts_alone(how: str) -> None:
+    """Pushed by the clock, and by the word of another rank that has acted alone."""
+    signals = DeferredSignals([signal.SIGINT], patience_s=0.2)
+    signals.hold()
+    try:
+        signals.push()
+        if how == "push":
+            send(signal.SIGINT)
+            signals.push()  # too early
+            time.sleep(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            signals.push() if how == "push" else signals.follow(signal.SIGINT)
+        assert signals.received == 0
+    finally:
+        signals.release()
+
+
+def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
+    signals = DeferredSignals([signal.SIGINT])
+    signals.waits = False
+    signals.hold()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                send(signal.SIGINT)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        signals.release()
+
+
+def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: list[int]) -> None:
+    """The launcher of a rank that acts on SIGTERM sends it to its children, which have acted too."""
+    signals = DeferredSignals([signal.SIGUSR1, signal.SIGUSR2])
+    signals.hold()
+    signals.due = 0b01
+    signals.act()
+    time.sleep(1.1 * SAME_INTERRUPT_S)
+    send(signal.SIGUSR1)
+    send(signal.SIGUSR2)
+    signals.release()
+    assert handled == [signal.SIGUSR1, signal.SIGUSR2]

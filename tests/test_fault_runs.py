@@ -1,0 +1,104 @@
+"""Which faults are planted, and what counts as a good end; the runs themselves take an hour."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fault_job import Outcome, is_probe_of_torch
+from benchmarks.fault_runs import LAUNCHERS, combinations
+from benchmarks.fault_summary import lines, summary
+from lightning_multigpu.faults import PLACES
+from tests.launch.fault_script import CONTROLS, HOST_KINDS, KINDS, RANKS, must_survive
+
+GOOD = Outcome(
+    kind="kill",
+    struck=True,
+    statuses=(1, -9),
+    ended_after_s=2.0,
+    survivors=(),
+    orphans=0,
+    leaks=(),
+    names_rank=True,
+    output="",
+)
+
+
+def test_every_combination_once_and_always_in_the_same_order() -> None:
+    every = combinations([], None)
+    assert len(set(every)) == len(every) > 200
+    kinds = {(c.kind, c.where, c.rank, c.launcher) for c in every if c.kind in ("kill", "raise", "hang")}
+    assert kinds == set(itertools.product(("kill", "raise", "hang"), PLACES, range(RANKS), LAUNCHERS))
+    assert {c.kind for c in every} == {*KINDS, *HOST_KINDS, *CONTROLS}
+    assert {c.launcher for c in every if c.kind in HOST_KINDS} == {"hosts"}
+    assert combinations([], 15) == every[:15]
+
+
+def test_only() -> None:
+    found = combinations(["kill,stop", "end of fit", "rank1"], None)
+    assert {(c.kind, c.where, c.rank) for c in found} == {("kill", "end of fit", 1), ("stop", "end of fit", 1)}
+    assert len(found) == 2 * len(LAUNCHERS)
+    with pytest.raises(SystemExit, match=r"--only: train is none of: .*training"):
+        combinations(["train"], None)
+
+
+def test_a_good_end() -> None:
+    assert GOOD.is_right()
+    assert GOOD.verdict() == "ended (1,-9)"
+    assert replace(GOOD, kind="terminate", statuses=(143, 143)).is_right()
+    survived = replace(GOOD, kind="pause", is_control=True, statuses=(0, 0), weights=3.5, names_rank=False)
+    assert survived.is_right(3.5)
+    assert not survived.is_right(3.6)
+    assert not replace(survived, statuses=(0, 1)).is_right(3.5)
+    hang = replace(GOOD, kind="hang", survivors=("pid 7",), statuses=(None, None), reported=True)
+    assert hang.is_right()
+    assert not replace(hang, reported=False).is_right()
+    assert replace(hang, reported=False).verdict() == "NOT REPORTED"
+    limited = replace(hang, survivors=(), statuses=(1, 1), reported=False)
+    assert limited.is_right()
+    assert limited.verdict() == "ended (1,1)", "joining has its own limit"
+
+
+def test_what_a_job_has_to_survive() -> None:
+    assert must_survive("interrupt", "data"), "a worker of a loader leaves Ctrl-C to its rank"
+    assert must_survive("nothing", "training")
+    assert all(must_survive(kind, "training") for kind in CONTROLS)
+    assert not any(must_survive(kind, "data") for kind in KINDS if kind != "interrupt")
+
+
+def test_a_file_that_torch_leaves_is_told_apart(tmp_path: Path) -> None:
+    for name, text in {"tmpab12cd_9": "", "tmpab12cd_8": "text", "pymp-abcd1234": "", "tmplong_name_1": ""}.items():
+        (tmp_path / name).write_text(text)
+    assert [path.name for path in sorted(tmp_path.iterdir()) if is_probe_of_torch(path)] == ["tmpab12cd_9"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(GOOD, struck=False),
+        replace(GOOD, statuses=(1, 0)),
+        replace(GOOD, kind="terminate", statuses=(0, 0)),
+        replace(GOOD, statuses=(1, None), survivors=("pid 7, stopped",), ended_after_s=None),
+        replace(GOOD, leaks=("/dev/shm/ring",)),
+        replace(GOOD, names_rank=False),
+        replace(GOOD, resumed=False),
+    ],
+)
+def test_a_bad_end(bad: Outcome) -> None:
+    assert not bad.is_right()
+
+
+def test_the_summary() -> None:
+    slow, hung = replace(GOOD, ended_after_s=5.0), replace(GOOD, survivors=("pid 7",), orphans=1, ended_after_s=None)
+    survived = replace(GOOD, kind="pause", is_control=True, statuses=(0, 0), names_rank=False, ended_after_s=40.0)
+    counts = summary([GOOD, slow, hung, survived])
+    assert counts["kill"] == {
+        "runs": 3, "hangs": 1, "orphans": 1, "leaks": 0, "by_torch": 0, "unnamed": 0, "wrong": 1, "median_s": 3.5,
+        "maximum_s": 5.0,
+    }  # fmt: skip
+    assert counts["pause"]["wrong"] == counts["pause"]["unnamed"] == 0
+    assert counts["all"]["maximum_s"] == 5.0, "a control lasts as long as it lasts"
+    assert [line.split()[0] for line in lines(counts)] == ["fault", "kill", "pause", "all"]
