@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, Logbook
+from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 
 BUCKETS = 4
 ROUNDS = 2000
@@ -29,7 +29,7 @@ def meter_seconds_per_step(*, noted: bool) -> list[float]:
     """One step: a bucket each begun and finished, one announcement, one wait, the end of the step."""
     meter = Meter()
     if noted:
-        meter.notes = Logbook(mmap.mmap(-1, PAGE_BYTES), 0)
+        meter.notes = FlightRecorder(mmap.mmap(-1, PAGE_BYTES), 0)
     samples = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -44,11 +44,11 @@ def meter_seconds_per_step(*, noted: bool) -> list[float]:
 
 def seconds_per_note() -> list[float]:
     """A collective that begins and ends."""
-    logbook = Logbook(mmap.mmap(-1, PAGE_BYTES), 0)
+    flight_recorder = FlightRecorder(mmap.mmap(-1, PAGE_BYTES), 0)
     samples = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        note = logbook.began("all_reduce", group="data", ranks="0-1", group_size=2, size_bytes=1 << 20)
+        note = flight_recorder.began("all_reduce", group="data", ranks="0-1", group_size=2, size_bytes=1 << 20)
         assert note is not None
         note.ended()
         samples.append(time.perf_counter() - start)

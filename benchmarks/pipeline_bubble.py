@@ -38,7 +38,7 @@ from typing_extensions import override
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from lightning_multigpu.bench.strategies.models import repeated
 from lightning_multigpu.engine.pipeline.stages.schedules import InOrder
-from lightning_multigpu.planning.schedule_order import step_time, timetable
+from lightning_multigpu.planning.schedule_order import schedule_orders, step_time
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port
 
@@ -248,7 +248,7 @@ def bubbles(ranks: Sequence[Sequence[Sequence[Span]]], busy_s: float) -> tuple[f
 def theory(name: str, num_ranks: int, num_micro_batches: int) -> float:
     """Percent, with nothing but the operations themselves in the schedule's order."""
     schedule, v = "gpipe" if name == "model_parallel" else name, stages_per_rank(name)
-    orders = timetable(schedule, num_ranks, v, num_micro_batches)
+    orders = schedule_orders(schedule, num_ranks, v, num_micro_batches)
     stages = num_ranks * v
     return 100 * (
         1 - 3 * v * num_micro_batches / step_time(orders, [1.0] * stages, [2.0] * stages, [0.0] * (stages - 1))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, Logbook
+from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves
@@ -92,7 +92,7 @@ class GuardianClient:
         failure_timeout_s = float(welcome["failure_timeout_s"])
         self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
-        self.logbook = Logbook(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+        self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class GuardianClient:
 
     def completed(self, step: int) -> None:
         """Notes that ``step`` optimizer steps are done: a store to shared memory, of less than a microsecond."""
-        self.logbook.completed(step)
+        self.flight_recorder.completed(step)
 
     def failed(self, what: str, *, step: int | None = None, traceback: str = "") -> None:
         """Says that this rank fails by itself; the others are told so, and all have to end.
@@ -252,7 +252,7 @@ class GuardianClient:
             self._thread.join(timeout=5)
         self._connection.close()
         self._guardian.close()
-        self.logbook.detach()
+        self.flight_recorder.detach()
 
     # The other thread
 

@@ -23,7 +23,7 @@ _TIDY_LIMIT_S = 3.0
 _TIDY_LOOK_S = 0.05
 
 
-class Ending:
+class Shutdown:
     """The last seconds of the ranks at work.
 
     Args:

@@ -21,7 +21,7 @@ from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
-from lightning_multigpu.guardian.shutdown import Ending
+from lightning_multigpu.guardian.shutdown import Shutdown
 from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
 _CREDENTIALS = "3i"
@@ -50,7 +50,7 @@ class Process:
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._strangers: dict[Connection, str] = {}
-        self._ending: Ending | None = None
+        self._ending: Shutdown | None = None
         self._interrupts, self._workers = Interrupts(), Workers()
         self._hurries = self._released = False
         self._selector = selectors.DefaultSelector()
@@ -105,7 +105,7 @@ class Process:
         self._hosts.finish()
         return self._hosts.all_done
 
-    def _awaits_late_ranks(self, ending: Ending) -> bool:
+    def _awaits_late_ranks(self, ending: Shutdown) -> bool:
         """Whether ranks may still come that would look for a guardian in vain, and wait for long."""
         return self._is_public and len(self._ranks) < self._ranks.num_ranks and not ending.is_late(self._now_s)
 
@@ -212,7 +212,7 @@ class Process:
             failure = failure._replace(step=self._step(failed))
         # Before anybody is told: who is told stops waiting.
         waits = last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
-        self._ending = Ending(failure, since_s, self._timeout_s)
+        self._ending = Shutdown(failure, since_s, self._timeout_s)
         self._ending.waited(waits)
         self._hosts.tell(failure, since_s)
         self._hosts.say("waited", lines=waits)

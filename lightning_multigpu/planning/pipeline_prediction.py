@@ -188,7 +188,7 @@ def timelines(
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
 ) -> list[Timeline]:
-    """Of each rank; arguments as for :func:`~.timetable.work_times`. What a pass sends follows it as a "send"."""
+    """Of each rank; arguments as for :func:`~.schedule_orders.work_times`. What a pass sends follows it as a "send"."""
     times = work_times(orders, forward_s, backward_s, transfer_s)
     return [tuple(part for work in order for part in _intervals(work, *times[work], transfer_s)) for order in orders]
 

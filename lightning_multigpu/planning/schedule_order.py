@@ -34,7 +34,7 @@ class Work:
 
 
 def regime_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Regime:
-    """What is run under a schedule; arguments as for :func:`timetable`.
+    """What is run under a schedule; arguments as for :func:`schedule_orders`.
 
     Where the micro-batches are too few for the schedule, or no multiple of what it needs, all run forward first and
     then backward, which computes the same.
@@ -46,7 +46,7 @@ def regime_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Regime:
     return "1f1b" if schedule == "1f1b" and num_micro_batches >= num_ranks else "gpipe"
 
 
-def timetable(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Work]]:
+def schedule_orders(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Work]]:
     """The work of each rank in the order in which it is done.
 
     Args:
@@ -99,7 +99,7 @@ def work_times(
     Where the gradients of the weights are computed apart, they are taken for half of the backward pass.
 
     Args:
-        orders: of each rank, see :func:`timetable`.
+        orders: of each rank, see :func:`schedule_orders`.
         forward_s, backward_s: of each stage, for a micro-batch.
         transfer_s: of each cut, for a micro-batch one way; one fewer than stages.
     """

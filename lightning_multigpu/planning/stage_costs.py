@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Literal
 
 from lightning_multigpu.planning.balance import cheapest_cuts, stage_bounds
-from lightning_multigpu.planning.schedule_order import Work, in_flight, step_time, timetable
+from lightning_multigpu.planning.schedule_order import Work, in_flight, schedule_orders, step_time
 
 MeasuredBalance = Literal["time", "memory"]
 
@@ -85,7 +85,7 @@ class StageCosts:
         self.num_micro_batches = num_micro_batches
         self.parts = tuple(parts)
         self._link = link
-        self.orders: list[list[Work]] = timetable(schedule, num_ranks, stages_per_rank, num_micro_batches)
+        self.orders: list[list[Work]] = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
         self._in_flight = {stage: count for order in self.orders for stage, count in in_flight(order).items()}
         layers = self.parts[1:-1]
         self._forward = [0.0, *accumulate(part.forward_s for part in layers)]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from lightning_multigpu.planning.schedule_order import timetable, work_times
+from lightning_multigpu.planning.schedule_order import schedule_orders, work_times
 
 BUSY = ("forward", "backward", "weight")
 WAITING = ("send", "receive")
@@ -160,14 +160,14 @@ def theoretical(
 
     A forward pass takes one unit and a backward pass two; where the gradients of the weights are computed apart, each
     of the three parts takes one. With P ranks, v stages on each and M micro-batches the bubble is (P-1)/(M+P-1) under
-    "gpipe" and "1f1b", and (P-1)/(vM+P-1) under "interleaved", as in the papers that :mod:`.timetable` names, whatever
-    the ratio of backward to forward.
+    "gpipe" and "1f1b", and (P-1)/(vM+P-1) under "interleaved", as in the papers that :mod:`.schedule_order` names,
+    whatever the ratio of backward to forward.
 
     Args:
-        schedule, num_ranks, stages_per_rank, num_micro_batches: as in :func:`.timetable.timetable`.
+        schedule, num_ranks, stages_per_rank, num_micro_batches: as in :func:`.schedule_orders.schedule_orders`.
         unit_s: seconds of a forward pass.
     """
-    orders = timetable(schedule, num_ranks, stages_per_rank, num_micro_batches)
+    orders = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
     stages = num_ranks * stages_per_rank
     times = work_times(orders, [unit_s] * stages, [2 * unit_s] * stages, [0.0] * (stages - 1))
     return [

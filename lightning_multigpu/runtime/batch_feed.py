@@ -21,7 +21,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     is_stateful,
     loss_scale,
 )
-from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, deal_out
+from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, distribute_batches
 from lightning_multigpu.runtime.loader_workers import leave_interrupts_to_rank
 from lightning_multigpu.runtime.run_signals import RunSignals
 
@@ -69,7 +69,7 @@ class BatchFeed:
             dealt: Any = loader
             batches = None
         else:
-            dealt, batches = deal_out(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
+            dealt, batches = distribute_batches(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
         if self._signals.holds_interrupts:
             leave_interrupts_to_rank(dealt, trainer.global_rank)
         if not trainer.training:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.collective_observer import Notes, ranks_text
+from lightning_multigpu.communication.metering.collective_observer import CollectiveObserver, ranks_text
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.guardian.discovery import find, start_at
 from lightning_multigpu.guardian.start import ADDRESS, SECRET
@@ -114,9 +114,9 @@ class Watching:
         )
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> CollectiveObserver:
         """Where this rank notes the collectives that it is in."""
-        return self._client.logbook
+        return self._client.flight_recorder
 
     @property
     def waited(self) -> list[str]:

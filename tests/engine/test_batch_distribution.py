@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_multigpu.engine.data_parallel.batch_distribution import (
     DealtBatchSampler,
     ShardedBatchSampler,
-    deal_out,
+    distribute_batches,
     global_batches,
     share,
 )
@@ -105,7 +105,8 @@ def _injected(num_replicas: int, rank: int, shuffle: bool, num_workers: int = 0)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_distributed_sampler_is_dealt_out_without_repeats(num_workers: int) -> None:
     loaders = [
-        deal_out(_injected(2, rank, True, num_workers), num_replicas=2, rank=rank, even=False) for rank in range(2)
+        distribute_batches(_injected(2, rank, True, num_workers), num_replicas=2, rank=rank, even=False)
+        for rank in range(2)
     ]
     batches = []
     for loader, dealt in loaders:
@@ -122,7 +123,7 @@ def test_a_distributed_sampler_is_dealt_out_without_repeats(num_workers: int) ->
 def test_the_given_loader_is_left_as_it_was() -> None:
     loader = _injected(2, 0, False)
     before = loader.batch_sampler
-    deal_out(loader, num_replicas=2, rank=0, even=True)
+    distribute_batches(loader, num_replicas=2, rank=0, even=True)
     assert loader.batch_sampler is before
     assert loader.sampler.num_replicas == 2  # type: ignore[attr-defined]
 
@@ -133,12 +134,12 @@ def test_what_is_not_ours_to_deal_is_left_alone() -> None:
             return iter(range(3))
 
     for loader in (DataLoader(Stream()), [1, 2], DataLoader(range(3), batch_size=None)):  # type: ignore[arg-type, var-annotated]
-        assert deal_out(loader, num_replicas=2, rank=0, even=False) == (loader, None)
+        assert distribute_batches(loader, num_replicas=2, rank=0, even=False) == (loader, None)
     own = DataLoader(torch.arange(6), batch_size=2)  # type: ignore[var-annotated, arg-type]
-    dealt, batches = deal_out(own, num_replicas=2, rank=1, even=False)
+    dealt, batches = distribute_batches(own, num_replicas=2, rank=1, even=False)
     assert [batch.tolist() for batch in dealt] == [[0, 1], [2, 3], [4, 5]]
     assert batches is not None
     elsewhere = _injected(3, 2, False)
-    assert [b.tolist() for b in deal_out(elsewhere, num_replicas=2, rank=1, even=False)[0]] == [
+    assert [b.tolist() for b in distribute_batches(elsewhere, num_replicas=2, rank=1, even=False)[0]] == [
         b.tolist() for b in elsewhere
     ]

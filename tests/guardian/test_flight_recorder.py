@@ -13,15 +13,15 @@ from lightning_multigpu.guardian.hang.flight_recorder import (
     PAGE_BYTES,
     UNDER_WAY,
     Entry,
-    Logbook,
+    FlightRecorder,
     read_entries,
     read_steps,
 )
 
 
-def began(logbook: Logbook, operation: str = "all_reduce", group: str = "data", **fields: Any) -> Any:
+def began(flight_recorder: FlightRecorder, operation: str = "all_reduce", group: str = "data", **fields: Any) -> Any:
     options = {"ranks": "0-1", "group_size": 2, "size_bytes": 4096, **fields}
-    return logbook.began(operation, group=group, **options)
+    return flight_recorder.began(operation, group=group, **options)
 
 
 def only(memory: bytearray, slot: int = 0) -> Entry:
@@ -31,10 +31,10 @@ def only(memory: bytearray, slot: int = 0) -> Entry:
 
 def test_a_collective_from_its_beginning_to_its_end() -> None:
     memory = bytearray(PAGE_BYTES)
-    logbook = Logbook(memory, 0)
+    flight_recorder = FlightRecorder(memory, 0)
     assert read_entries(memory, 0) == []
     before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    note = began(logbook)
+    note = began(flight_recorder)
     entry = only(memory)
     assert entry.name == "all_reduce #1 of group data"
     assert (entry.ranks, entry.group_size, entry.state, entry.size_bytes) == ("0-1", 2, AWAITED, 4096)
@@ -42,15 +42,15 @@ def test_a_collective_from_its_beginning_to_its_end() -> None:
     assert entry.thread == threading.get_ident()
     note.ended()
     assert only(memory) == entry._replace(state=ENDED)
-    began(logbook, "broadcast")
+    began(flight_recorder, "broadcast")
     assert only(memory).name == "broadcast #2 of group data"
 
 
 def test_numbers_are_those_of_a_group_and_its_members() -> None:
     memory = bytearray(PAGE_BYTES)
-    logbook = Logbook(memory, 0)
+    flight_recorder = FlightRecorder(memory, 0)
     for group, ranks in (("data", "0-1"), ("world", "0-3"), ("data", "0-1"), ("data", "0-2:2")):
-        began(logbook, group=group, ranks=ranks).ended()
+        began(flight_recorder, group=group, ranks=ranks).ended()
     entries = read_entries(memory, 0)
     assert [(e.group, e.ranks, e.begun) for e in entries] == [
         ("data", "0-1", 2), ("world", "0-3", 1), ("data", "0-2:2", 1)
@@ -60,8 +60,8 @@ def test_numbers_are_those_of_a_group_and_its_members() -> None:
 def test_the_oldest_that_has_not_ended_is_shown() -> None:
     """Buckets of a user's hook travel side by side."""
     memory = bytearray(PAGE_BYTES)
-    logbook = Logbook(memory, 0)
-    notes = [began(logbook) for _ in range(3)]
+    flight_recorder = FlightRecorder(memory, 0)
+    notes = [began(flight_recorder) for _ in range(3)]
     assert (only(memory).number, only(memory).begun) == (1, 3)
     notes[1].ended()
     assert only(memory).number == 1
@@ -73,7 +73,7 @@ def test_the_oldest_that_has_not_ended_is_shown() -> None:
 
 def test_what_nobody_waits_for_is_under_way_until_somebody_does() -> None:
     memory = bytearray(PAGE_BYTES)
-    note = began(Logbook(memory, 0), awaited=False)
+    note = began(FlightRecorder(memory, 0), awaited=False)
     begun_s = only(memory).since_s
     assert only(memory).state == UNDER_WAY
     time.sleep(0.01)
@@ -87,29 +87,29 @@ def test_what_nobody_waits_for_is_under_way_until_somebody_does() -> None:
 
 def test_an_error_stays_readable_with_the_main_threads_line_until_the_next() -> None:
     memory = bytearray(PAGE_BYTES)
-    logbook = Logbook(memory, 0)
-    began(logbook).broke()
+    flight_recorder = FlightRecorder(memory, 0)
+    began(flight_recorder).broke()
     entry = only(memory)
     assert (entry.state, entry.number) == (BROKEN, 1)
     assert "in test_an_error_stays_readable" in entry.place
-    began(logbook).ended()
+    began(flight_recorder).ended()
     assert (only(memory).state, only(memory).place) == (ENDED, "")
 
 
 def test_ranks_have_pages_of_their_own() -> None:
     memory = bytearray(3 * PAGE_BYTES)
     for slot in range(3):
-        logbook = Logbook(memory, slot)
-        logbook.completed(100 + slot)
-        began(logbook, f"op{slot}")
+        flight_recorder = FlightRecorder(memory, slot)
+        flight_recorder.completed(100 + slot)
+        began(flight_recorder, f"op{slot}")
     assert [read_steps(memory, slot) for slot in range(3)] == [100, 101, 102]
     assert [only(memory, slot).operation for slot in range(3)] == ["op0", "op1", "op2"]
 
 
 def test_more_groups_than_rows_and_names_that_are_too_long() -> None:
     memory = bytearray(2 * PAGE_BYTES)
-    logbook = Logbook(memory, 0)
-    notes = [began(logbook, "o" * 99, f"{index}" + "g" * 99, ranks="0," * 99) for index in range(100)]
+    flight_recorder = FlightRecorder(memory, 0)
+    notes = [began(flight_recorder, "o" * 99, f"{index}" + "g" * 99, ranks="0," * 99) for index in range(100)]
     entries = read_entries(memory, 0)
     assert len(entries) == len([note for note in notes if note is not None]) >= 8
     assert set(entries[0].operation) == {"o"}
@@ -119,26 +119,26 @@ def test_more_groups_than_rows_and_names_that_are_too_long() -> None:
 
 def test_nothing_is_written_after_the_goodbye() -> None:
     memory = bytearray(PAGE_BYTES)
-    logbook = Logbook(memory, 0)
-    note = began(logbook)
-    logbook.detach()
+    flight_recorder = FlightRecorder(memory, 0)
+    note = began(flight_recorder)
+    flight_recorder.detach()
     before = bytes(memory)
     note.ended()
-    logbook.completed(7)
-    began(logbook)
+    flight_recorder.completed(7)
+    began(flight_recorder)
     assert bytes(memory) == before
 
 
 def test_a_reader_meets_no_half_written_row() -> None:
     memory = bytearray(PAGE_BYTES)
-    logbook = Logbook(memory, 0)
+    flight_recorder = FlightRecorder(memory, 0)
     row_of = {"all_reduce": 1, "broadcast": 2}
     stop = threading.Event()
 
     def write() -> None:
         while not stop.is_set():
             for operation, size in row_of.items():
-                began(logbook, operation, size_bytes=size).ended()
+                began(flight_recorder, operation, size_bytes=size).ended()
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -153,6 +153,6 @@ def test_a_reader_meets_no_half_written_row() -> None:
 def test_a_row_whose_editions_differ_is_left_out() -> None:
     """A rank was stopped in the middle of a store."""
     memory = bytearray(PAGE_BYTES)
-    began(Logbook(memory, 0))
+    began(FlightRecorder(memory, 0))
     memory[256] ^= 1
     assert read_entries(memory, 0) == []

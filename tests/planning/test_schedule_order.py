@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleLoopedBFS
 
-from lightning_multigpu.planning.schedule_order import Work, in_flight, step_time, timetable
+from lightning_multigpu.planning.schedule_order import Work, in_flight, schedule_orders, step_time
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weight"}
 
@@ -39,14 +39,14 @@ def torchs(cls: Any, rank: int, num_ranks: int, stages_per_rank: int, num_micro_
     ],
 )
 def test_orders_are_those_of_torch(schedule: str, cls: Any, num_micro_batches: int) -> None:
-    orders = timetable(schedule, 4, 2, num_micro_batches)
+    orders = schedule_orders(schedule, 4, 2, num_micro_batches)
     assert orders == [torchs(cls, rank, 4, 2, num_micro_batches) for rank in range(4)]
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 2)])
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 8, 13])
 def test_everything_is_done_once(schedule: str, stages: int, num_micro_batches: int) -> None:
-    orders = timetable(schedule, 3, stages, num_micro_batches)
+    orders = schedule_orders(schedule, 3, stages, num_micro_batches)
     for rank, order in enumerate(orders):
         kinds = {work.kind for work in order}
         assert {"forward", "backward"} <= kinds
@@ -57,36 +57,36 @@ def test_everything_is_done_once(schedule: str, stages: int, num_micro_batches: 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_equal_stages_are_idle_as_long_as_the_papers_say(schedule: str) -> None:
     for num_ranks, num_micro_batches in ((2, 4), (3, 8), (4, 2)):
-        orders = timetable(schedule, num_ranks, 1, num_micro_batches)
+        orders = schedule_orders(schedule, num_ranks, 1, num_micro_batches)
         seconds = step_time(orders, [1.0] * num_ranks, [2.0] * num_ranks, [0.0] * (num_ranks - 1))
         assert seconds == (num_micro_batches + num_ranks - 1) * 3.0
 
 
 def test_several_stages_a_rank_shorten_the_bubble() -> None:
     # (P - 1) / v of the forward and backward of a whole rank: Narayanan et al. 2021, section 2.2.
-    orders = timetable("interleaved", 2, 2, 8)
+    orders = schedule_orders("interleaved", 2, 2, 8)
     assert step_time(orders, [1.0] * 4, [2.0] * 4, [0.0] * 3) == 8 * 6.0 + 6.0 / 2
 
 
 def test_weights_apart_fill_the_bubble() -> None:
-    whole = step_time(timetable("interleaved", 4, 2, 8), [1.0] * 8, [2.0] * 8, [0.0] * 7)
-    apart = step_time(timetable("zero_bubble", 4, 2, 8), [1.0] * 8, [2.0] * 8, [0.0] * 7)
+    whole = step_time(schedule_orders("interleaved", 4, 2, 8), [1.0] * 8, [2.0] * 8, [0.0] * 7)
+    apart = step_time(schedule_orders("zero_bubble", 4, 2, 8), [1.0] * 8, [2.0] * 8, [0.0] * 7)
     assert 8 * 6.0 < apart < whole
 
 
 def test_the_slowest_stage_and_its_transfers_make_the_step() -> None:
-    orders = timetable("gpipe", 2, 1, 3)
+    orders = schedule_orders("gpipe", 2, 1, 3)
     # Rank 1 waits for a forward pass and its transfer, runs three, and sends a gradient; then rank 0 runs three back.
     assert step_time(orders, [1.0, 4.0], [2.0, 1.0], [0.5]) == (1 + 0.5) + 3 * 4 + (1 + 0.5) + 3 * 2
 
 
 def test_micro_batches_in_memory() -> None:
-    assert [in_flight(order) for order in timetable("gpipe", 2, 1, 5)] == [{0: 5}, {1: 5}]
-    assert [in_flight(order) for order in timetable("1f1b", 3, 1, 5)] == [{0: 3}, {1: 2}, {2: 1}]
-    assert [in_flight(order) for order in timetable("1f1b", 3, 1, 2)] == [{0: 2}, {1: 2}, {2: 2}]
+    assert [in_flight(order) for order in schedule_orders("gpipe", 2, 1, 5)] == [{0: 5}, {1: 5}]
+    assert [in_flight(order) for order in schedule_orders("1f1b", 3, 1, 5)] == [{0: 3}, {1: 2}, {2: 1}]
+    assert [in_flight(order) for order in schedule_orders("1f1b", 3, 1, 2)] == [{0: 2}, {1: 2}, {2: 2}]
     # Warm-up of (v - 1) P + 2 (P - 1 - p) passes, and one more: Narayanan et al. 2021, figure 4.
-    assert [in_flight(order) for order in timetable("interleaved", 2, 2, 4)] == [{0: 3, 2: 2}, {1: 2, 3: 1}]
+    assert [in_flight(order) for order in schedule_orders("interleaved", 2, 2, 4)] == [{0: 3, 2: 2}, {1: 2, 3: 1}]
     # Where a micro-batch takes more on one of the stages, the rank is fullest at another time.
-    _, last = timetable("interleaved", 2, 2, 4)
+    _, last = schedule_orders("interleaved", 2, 2, 4)
     assert in_flight(last, {1: 10, 3: 1}) == {1: 3, 3: 0}
     assert in_flight(last, {1: 1, 3: 10}) == {1: 2, 3: 1}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.stage_construction import built_by_stages, share_values
 from tests.strategies.tasks import Case, dataset, eval_loader, make_trainer
 from tests.world import World, rank
@@ -65,7 +65,7 @@ class Deep(L.LightningModule):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.num_held = sum(not isinstance(value, StandIn) for value in self.blocks.parameters())
+        self.num_held = sum(not isinstance(value, Placeholder) for value in self.blocks.parameters())
         return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -105,7 +105,7 @@ def train_in_stages(ranks: int = 2, **options: Any) -> dict[str, Any]:
     # Validation is of the same module, whose layers have to go elsewhere.
     other = PipelineStrategy(balance=[6, 2]) if options.get("schedule") == "1f1b" else None
     result = train(PipelineStrategy(num_micro_batches=4, **options), ranks, pipelines, other)
-    real = {name: value for name, value in result["weights"].items() if not isinstance(value, StandIn)}
+    real = {name: value for name, value in result["weights"].items() if not isinstance(value, Placeholder)}
     return {**result, "weights": real, "num_weights": len(result["weights"])}
 
 
@@ -190,7 +190,7 @@ def save_and_resume(ranks: int, path: str) -> dict[str, Any]:
     again.strategy.remove_checkpoint(path)
     values = module.state_dict()
     return {
-        "weights": {name: value for name, value in values.items() if not isinstance(value, StandIn)},
+        "weights": {name: value for name, value in values.items() if not isinstance(value, Placeholder)},
         "saved": saved.get("state_dict"),
         "states": len(saved["optimizer_states"][0]["state"]) if saved else None,
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
 from tests.world import World
 
@@ -61,8 +61,8 @@ def train(module: type[Classifier], strategy: Any, ranks: int, trainer_options: 
         "norms": getattr(made, "norms", []),
         "after backward": getattr(made, "after_backward", []),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "left": [p.grad is not None and isinstance(p.grad, StandIn) for p in made.parameters()],
-        "states of stand-ins": any(isinstance(entry, StandIn) for entry in kept),
+        "left": [p.grad is not None and isinstance(p.grad, Placeholder) for p in made.parameters()],
+        "states of stand-ins": any(isinstance(entry, Placeholder) for entry in kept),
     }
 
 

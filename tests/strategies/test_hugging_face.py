@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer
 from tests.world import World
 
@@ -85,7 +85,7 @@ class Decoder(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.num_held = sum(not isinstance(parameter, StandIn) for parameter in self.model.parameters())
+        self.num_held = sum(not isinstance(parameter, Placeholder) for parameter in self.model.parameters())
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
@@ -151,7 +151,7 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
     outputs = trainer.predict(module, DataLoader(Text(8), batch_size=4)) or []
     return {
         "weights": {
-            name: value.clone() for name, value in module.state_dict().items() if not isinstance(value, StandIn)
+            name: value.clone() for name, value in module.state_dict().items() if not isinstance(value, Placeholder)
         },
         "losses": module.losses,
         "val_loss": val_loss,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.data_axis import DataAxis
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.stages.random_state import seed_of, set_random_state
@@ -320,7 +320,7 @@ class Watched(Classifier):
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         optimizer = self.trainer.optimizers[0]
-        self.held = [name for name, value in self.named_parameters() if not isinstance(value, StandIn)]
+        self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
         self.states = len(optimizer.state_dict()["state"])
         self.order = [name for name, _ in self.named_parameters()]
         self.grouped = [id(p) for group in optimizer.param_groups for p in group["params"]] == [
@@ -350,7 +350,7 @@ def watch() -> dict[str, Any]:
         "order": module.order,
         "grouped": module.grouped,
         "same objects": all(a is b for a, b in zip(before, module.parameters(), strict=True)),
-        "whole": not any(isinstance(value, StandIn) for value in module.state_dict().values()),
+        "whole": not any(isinstance(value, Placeholder) for value in module.state_dict().values()),
         "saved": len(saved),
         "sent": [(t.count, t.size_bytes) for t in steps[-1].of("send", "pipeline")],
     }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.stages.random_state import seed_of, set_random_state
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
@@ -72,10 +72,10 @@ class LadderTask(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.held = [name for name, value in self.named_parameters() if not isinstance(value, StandIn)]
+        self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
         optimizer = self.trainer.optimizers[0]
         self.num_states = sum(bool(state) for state in optimizer.state.values())
-        self.own_buffers = [name for name, value in self.named_buffers() if not isinstance(value, StandIn)]
+        self.own_buffers = [name for name, value in self.named_buffers() if not isinstance(value, Placeholder)]
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.num_validated += 1

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
 from tests.strategies.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
 from tests.world import World
@@ -55,7 +55,7 @@ class Uneven(nn.Module):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)  # type: ignore[misc]
         blocks = enumerate(self.blocks)
-        self.held.append([f"{i}" for i, block in blocks if not isinstance(block.norm.weight, StandIn)])  # type: ignore[union-attr]
+        self.held.append([f"{i}" for i, block in blocks if not isinstance(block.norm.weight, Placeholder)])  # type: ignore[union-attr]
         self.states.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
 
 

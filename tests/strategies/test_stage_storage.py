@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.stage_storage import StageStorage, packed, unpacked
 from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
 from tests.world import World
@@ -282,7 +282,7 @@ def test_what_cannot_be_sent_stays_with_a_warning() -> None:
     last, given = storage(lock=None, lost=None, fine=None)
     with given.noting():
         last.lock = threading.Lock()
-        last.lost = [StandIn(torch.ones(2), "parameter layers.0.weight")]
+        last.lost = [Placeholder(torch.ones(2), "parameter layers.0.weight")]
         last.fine = 1
     with pytest.warns(UserWarning, match=r"self\.") as warned:
         given.share(line, is_last=True)

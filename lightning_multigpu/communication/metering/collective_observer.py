@@ -19,8 +19,8 @@ class Note(Protocol):
         """It has raised an error."""
 
 
-class Notes(Protocol):
-    """Takes down each collective as it begins; the guardian's ``Logbook`` is one."""
+class CollectiveObserver(Protocol):
+    """Takes down each collective as it begins; the guardian's ``FlightRecorder`` is one."""
 
     def began(
         self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True

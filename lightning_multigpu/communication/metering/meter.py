@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_multigpu.communication.metering.collective_observer import Notes
+from lightning_multigpu.communication.metering.collective_observer import CollectiveObserver
 from lightning_multigpu.communication.metering.records import (
     CudaRecord,
     CudaWait,
@@ -56,7 +56,7 @@ class Meter:
         if history < 1:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
-        self.notes: Notes | None = None
+        self.notes: CollectiveObserver | None = None
         self._clock = clock
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()

@@ -151,7 +151,9 @@ class ShardedBatchSampler(DealtBatchSampler):
         return shares
 
 
-def deal_out(loader: Any, *, num_replicas: int, rank: int, even: bool) -> tuple[Any, DealtBatchSampler | None]:
+def distribute_batches(
+    loader: Any, *, num_replicas: int, rank: int, even: bool
+) -> tuple[Any, DealtBatchSampler | None]:
     """A copy of ``loader`` whose batches are counted, and dealt out by global batches where that is left to us.
 
     It is left to us where the loader has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's

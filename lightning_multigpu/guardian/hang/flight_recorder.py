@@ -77,8 +77,10 @@ class Note:
 
     __slots__ = ("_logbook", "_row", "number", "operation", "since_s", "size_bytes", "state", "thread")
 
-    def __init__(self, logbook: Logbook, row: _Row, operation: bytes, size_bytes: int, state: int) -> None:
-        self._logbook, self._row = logbook, row
+    def __init__(
+        self, flight_recorder: FlightRecorder, row: _Row, operation: bytes, size_bytes: int, state: int
+    ) -> None:
+        self._logbook, self._row = flight_recorder, row
         self.operation, self.size_bytes, self.state = operation, size_bytes, state
         self.number = 0
         self.since_s = _clock_s()
@@ -107,7 +109,7 @@ class _Row:
         self.pending: list[Note] = []
 
 
-class Logbook:
+class FlightRecorder:
     """The rank's end: writes its own page. Any thread may write.
 
     Args:

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_multigpu.engine.pipeline.measuring.state_snapshot import kept_state
+from lightning_multigpu.engine.pipeline.measuring.state_snapshot import preserved_state
 from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
     trainer = module.trainer
     stops, loggers = trainer.should_stop, trainer.loggers
     on_gpu = module.device.type == "cuda"
-    with isolate_rng(include_cuda=on_gpu), kept_state(module), warnings.catch_warnings():
+    with isolate_rng(include_cuda=on_gpu), preserved_state(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:

@@ -82,7 +82,7 @@ class StageAgreement:
             self._sums.any(flag)
 
 
-class WordOfLastStage(Callback):
+class LastStageOutputs(Callback):
     """Shows hooks on every stage what the last one has come to; it stands before all other callbacks.
 
     After a batch that is the loss, and whatever else the step returned, in the place of what Lightning was given: it

@@ -146,7 +146,7 @@ class RunningPipeline:
             self.share_buffers()
         self._buffers_due = not accumulating
         if self.model.is_untraced:
-            with self.steps.rehearsing(batch, others, self._num_micro_batches) as step:
+            with self.steps.dry_run(batch, others, self._num_micro_batches) as step:
                 self._arrange(step, optimizers, will_train=True)
         if self._balance_due is not None:
             balance, self._balance_due = self._balance_due, None
@@ -200,7 +200,7 @@ class RunningPipeline:
         seed = self._broadcast(torch.initial_seed() & _SEED_BITS)
         again = layers_of(model.chain, self._options.activation_checkpointing)
         probe = ChainProbe(model.chain, model.bounds, model.ownership, model.line, model.device, seed, again)
-        with self.steps.rehearsing(batch, others, self._num_micro_batches) as step:
+        with self.steps.dry_run(batch, others, self._num_micro_batches) as step:
             return measured_costs(
                 probe,
                 step,
@@ -230,7 +230,7 @@ class RunningPipeline:
             What :meth:`.StageSteps.evaluate` returns.
         """
         if self.model.is_untraced:
-            with self.steps.rehearsing_evaluation(hook, *args, **kwargs) as step:
+            with self.steps.evaluation_dry_run(hook, *args, **kwargs) as step:
                 self._arrange(step, optimizers, will_train=self._will_train)
         return self.steps.evaluate(hook, *args, **kwargs)
 

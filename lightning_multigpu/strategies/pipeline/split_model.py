@@ -17,9 +17,9 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.pipeline.stage_construction import share_values
 
@@ -57,7 +57,7 @@ class SplitModel:
         self.meter = meter
         self.device = device
         self.stages = metered_group(group, meter, "pipeline", device)
-        self.line = Line(group, meter, device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
+        self.line = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
         self.ownership = Ownership(module, chain, bounds, self.stages.rank, self.line.num_ranks)
         self._was_whole = True
 
@@ -200,7 +200,7 @@ class SplitModel:
 
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        assert not isinstance(value, StandIn)
+        assert not isinstance(value, Placeholder)
         return value.detach().cpu()
     if isinstance(value, Mapping):
         return {key: _on_host(entry) for key, entry in value.items()}

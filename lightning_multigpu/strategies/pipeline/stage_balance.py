@@ -13,7 +13,7 @@ from lightning_multigpu.engine.pipeline.measuring.link_benchmark import slowest_
 from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 
 Bounds = list[tuple[int, int]]
@@ -23,7 +23,7 @@ def measured_costs(
     probe: ChainProbe,
     step: Callable[[], Any],
     stages: MeteredGroup,
-    line: Line,
+    line: PipelineGroup,
     chain: Chain,
     optimizers: Sequence[Optimizer],
     **pipeline: Any,
@@ -53,7 +53,7 @@ def measured_costs(
 
 
 def announce(
-    balance: MeasuredBalance, costs: StageCosts, bounds: Bounds, before: Bounds, name: str, line: Line
+    balance: MeasuredBalance, costs: StageCosts, bounds: Bounds, before: Bounds, name: str, line: PipelineGroup
 ) -> None:
     """Prints the split on rank 0, and what it is predicted to gain."""
 

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.state_snapshot import kept_state
+from lightning_multigpu.engine.pipeline.measuring.state_snapshot import preserved_state
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.random_state import kept_random_state
+from lightning_multigpu.engine.pipeline.stages.random_state import preserved_random_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,8 +55,8 @@ def built_by_stages(
     """
     construction = Construction()
     with _explained(module):
-        with kept_state(module), isolate_rng(include_cuda=False), kept_random_state(device):
-            with precision.module_init_context(), construction.rehearsal():
+        with preserved_state(module), isolate_rng(include_cuda=False), preserved_random_state(device):
+            with precision.module_init_context(), construction.dry_run():
                 module.configure_model()
             chain, bounds = split(module)
             holdings = Ownership(module, chain, bounds, position, num_ranks).holdings

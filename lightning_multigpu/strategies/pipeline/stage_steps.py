@@ -135,7 +135,7 @@ class StageSteps:
         return {"loss": loss, **self._unpacked(package, further)}
 
     @contextmanager
-    def rehearsing(self, batch: Any, others: Sequence[Any], num_micro_batches: int) -> Iterator[Callable[[], Any]]:
+    def dry_run(self, batch: Any, others: Sequence[Any], num_micro_batches: int) -> Iterator[Callable[[], Any]]:
         """Gives the user's step on the batch's first micro-batch, for measurements; it returns the loss.
 
         At the end of the block random states, the module's buffers and attributes, and what the step has asked of the
@@ -150,7 +150,7 @@ class StageSteps:
             yield step
 
     @contextmanager
-    def rehearsing_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> Iterator[Callable[[], Any]]:
+    def evaluation_dry_run(self, hook: str, *args: Any, **kwargs: Any) -> Iterator[Callable[[], Any]]:
         """The same for a step that :meth:`evaluate` runs, on the whole batch; it returns what the step returns."""
 
         def step() -> Any:

@@ -25,8 +25,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import first_stand_in
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.splitting.placeholder import first_placeholder
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 
 _Marks = dict[str, Any]
 _DEPTH = 3
@@ -62,7 +62,7 @@ class StageStorage:
                 if name not in before or before[name] != mark:
                     self._changed[name] = None
 
-    def share(self, line: Line, *, is_last: bool) -> None:
+    def share(self, line: PipelineGroup, *, is_last: bool) -> None:
         """Gives all stages what the last one has noted since the last time. A collective of the pipeline.
 
         Lists, dictionaries, sets and deques stay the same objects on every stage, with new contents. What cannot be
@@ -102,7 +102,7 @@ class _OnDevice:
 
 def packed(value: Any, name: str) -> bytes | None:
     """The value as bytes, for :func:`unpacked`; None, with a warning about ``name``, where that cannot be."""
-    lost = first_stand_in(value)
+    lost = first_placeholder(value)
     if lost is not None:
         rank_zero_warn(f"{name} stays on the last stage: it has been computed from {lost.source}")
         return None

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
@@ -40,7 +40,7 @@ class StagedStrategy(MultiGPUStrategy, ABC):
     @override
     def holds(self, parameter: Tensor) -> bool:
         """Whether the parameter belongs to this rank's stages, or to what all stages hold."""
-        return not isinstance(parameter, StandIn)
+        return not isinstance(parameter, Placeholder)
 
     # Collectives
 

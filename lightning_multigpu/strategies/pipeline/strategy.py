@@ -22,7 +22,7 @@ from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import WordOfLastStage
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
@@ -114,7 +114,7 @@ class PipelineStrategy(StagedStrategy):
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}
         self._built_bounds: list[tuple[int, int]] = []
-        self._word = WordOfLastStage(self._share_storage)
+        self._word = LastStageOutputs(self._share_storage)
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 
 
 class Drawn(nn.Module):
@@ -62,9 +62,9 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 def build(builder: Callable[[], nn.Module], is_held: Callable[[str], bool]) -> nn.Module:
     construction = Construction()
-    with torch.random.fork_rng(devices=[]), construction.rehearsal():
+    with torch.random.fork_rng(devices=[]), construction.dry_run():
         rehearsed = builder()
-    assert all(isinstance(parameter, StandIn) for parameter in rehearsed.parameters())
+    assert all(isinstance(parameter, Placeholder) for parameter in rehearsed.parameters())
     names = {id(tensor): name for name, tensor in (*rehearsed.named_parameters(), *rehearsed.named_buffers())}
     with construction.building(lambda tensor: id(tensor) not in names or is_held(names[id(tensor)])):
         return builder()
@@ -86,7 +86,7 @@ def test_values_are_those_of_one_device(name: str, part: int) -> None:
     for entry, tensor in (*built.named_parameters(), *built.named_buffers()):
         assert type(tensor.requires_grad) is bool
         assert tensor.requires_grad == whole.state_dict(keep_vars=True)[entry].requires_grad
-        if isinstance(tensor, StandIn):
+        if isinstance(tensor, Placeholder):
             assert entry not in held
         else:
             num_held += 1
@@ -144,4 +144,4 @@ def test_torch_is_as_before_afterwards() -> None:
         build(Alternating(1, 2), lambda name: False)
     assert nn.init._no_grad_trunc_normal_ is before
     weight: Tensor = nn.Linear(2, 2).weight
-    assert not isinstance(weight, StandIn)
+    assert not isinstance(weight, Placeholder)

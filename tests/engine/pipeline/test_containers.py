@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.containers import map_only, tensors_of
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Slot
 
 Pair = namedtuple("Pair", "first second")
-A, B, C = torch.ones(1), torch.nn.Parameter(torch.ones(2)), StandIn(torch.ones(3), "a layer")
+A, B, C = torch.ones(1), torch.nn.Parameter(torch.ones(2)), Placeholder(torch.ones(3), "a layer")
 
 VALUES: list[Any] = [
     A,
@@ -37,7 +37,7 @@ def test_finds_the_tensors_in_order(value: Any) -> None:
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
 
 
-@pytest.mark.parametrize("kind", [Tensor, StandIn])
+@pytest.mark.parametrize("kind", [Tensor, Placeholder])
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_replaces_what_is_of_a_kind(value: Any, kind: Any) -> None:
     replaced = map_only(kind, lambda tensor: ("new", id(tensor)), value)

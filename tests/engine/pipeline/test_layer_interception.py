@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
 
 Forward = Callable[["Walked", Tensor], Any]
 
@@ -101,7 +101,7 @@ def walk(forward: Forward, cuts: tuple[int, ...]) -> Any:
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
     received: Carried | None = None
     for start, stop in zip((0, *cuts), (*cuts, 4), strict=True):
-        stage = ChainWalk(chain, start, stop)
+        stage = LayerInterception(chain, start, stop)
         carried = received
         with stage.installed():
             left, result = stage.run(lambda: forward(module, x), None if carried is None else lambda c=carried: c)
@@ -114,7 +114,10 @@ def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
     module = Walked()
     said: list[str] = []
     chain = find_chain(module, "auto", 2)
-    first, second = ChainWalk(chain, 0, 2), ChainWalk(chain, 2, 4, lambda part: said.append(f"part {part}"))
+    first, second = (
+        LayerInterception(chain, 0, 2),
+        LayerInterception(chain, 2, 4, lambda part: said.append(f"part {part}")),
+    )
     x = torch.tensor([[1.0, 2.0, 3.0]])
     with first.installed():
         _, handed_on = first.run(lambda: plain(module, x), None)
@@ -167,7 +170,7 @@ def test_layers_are_as_before_afterwards() -> None:
     module = Walked()
     x = torch.ones(2, 3)
     expected = plain(module, x)
-    stage = ChainWalk(find_chain(module, "layers", 2), 0, 2)
+    stage = LayerInterception(find_chain(module, "layers", 2), 0, 2)
     with pytest.raises(PipelineError), stage.installed():
         stage.run(lambda: residual(module, x), None)
     assert all("forward" not in vars(layer) for layer in module.layers)
@@ -178,7 +181,7 @@ def test_parts_begin_where_random_states_do() -> None:
     module = Walked()
     begun: list[int] = []
     chain = find_chain(module, "layers", 2)
-    stage = ChainWalk(chain, 2, 4, begun.append)
+    stage = LayerInterception(chain, 2, 4, begun.append)
     received = Carried.of((torch.ones(2, 4), torch.ones(())))
     with stage.installed():
         stage.run(lambda: plain(module, torch.ones(2, 3)), lambda: received)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn, first_stand_in
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
 
 
 def layer() -> nn.Linear:
     linear = nn.Linear(3, 2)
-    linear.weight = nn.Parameter(StandIn(linear.weight.data, "parameter weight"))
+    linear.weight = nn.Parameter(Placeholder(linear.weight.data, "parameter weight"))
     return linear
 
 
@@ -33,9 +33,9 @@ def test_looks_like_the_tensor() -> None:
 
 def test_what_is_computed_from_one_is_one() -> None:
     result = layer()(torch.ones(4, 3))
-    assert isinstance(result, StandIn)
+    assert isinstance(result, Placeholder)
     assert tuple(result.relu().sum(0).shape) == (2,)
-    lost = first_stand_in({"loss": [torch.ones(1), result.sum()]})
+    lost = first_placeholder({"loss": [torch.ones(1), result.sum()]})
     assert lost is not None
     assert lost.source == "parameter weight"
 
@@ -47,7 +47,7 @@ def test_its_values_cannot_be_asked_for() -> None:
     with pytest.raises(PipelineError, match="writes parameter weight"):
         torch.zeros(2, 3).copy_(weight)
     with pytest.raises(PipelineError, match="output is changed in place"):
-        StandIn(torch.ones(2), "output", fixed=True).add_(1)
+        Placeholder(torch.ones(2), "output", fixed=True).add_(1)
 
 
 def test_it_is_equal_to_itself_only() -> None:
@@ -62,7 +62,7 @@ def test_it_is_equal_to_itself_only() -> None:
 
 def test_modules_and_optimizers_take_them() -> None:
     linear = copy.deepcopy(layer()).double().to("cpu")
-    assert isinstance(linear.weight, StandIn)
+    assert isinstance(linear.weight, Placeholder)
     assert linear.weight.dtype == torch.float64
     for options in ({}, {"foreach": True}, {"fused": True}):
         optimizer = torch.optim.AdamW(linear.parameters(), **options)

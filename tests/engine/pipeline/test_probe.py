@@ -18,7 +18,7 @@ from lightning_multigpu.engine.pipeline.measuring.link_benchmark import slowest_
 from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
 from tests.world import World, init_group, rank
 
@@ -69,7 +69,7 @@ def probed(bounds: list[tuple[int, int]], recompute: Sequence[int] = ()) -> dict
     init_group()
     module = Model()
     group = dist.new_group([1, 0], sort_ranks=False)
-    line = Line(group, Meter(), CPU)
+    line = PipelineGroup(group, Meter(), CPU)
     position = 1 - rank()
     chain = find_chain(module, "layers", 2)
     ownership = Ownership(module, chain, bounds, position, 2)
@@ -153,7 +153,7 @@ def test_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
 def leaving() -> None:
     init_group()
     module = Model()
-    line = Line(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
+    line = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
     chain, bounds = find_chain(module, "layers", 2), [(0, 3), (3, 6)]
     ownership = Ownership(module, chain, bounds, 1 - rank(), 2)
     ChainProbe(chain, bounds, ownership, line, CPU, seed=3).measure(lambda: module.before.weight.sum())

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.measuring.recorder import KEPT_STEPS, Recorder
-from lightning_multigpu.engine.pipeline.measuring.saved_tensors import KeptActivations
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.measuring.saved_tensors import SavedActivations
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
 from lightning_multigpu.planning.timeline import Interval
 
@@ -139,7 +139,7 @@ def test_memory_is_counted_again_for_more_micro_batches_only() -> None:
     assert [step.num_micro_batches for step in made.steps()] == [1, 2]
 
 
-def peak(kept: KeptActivations, run: Any) -> int:
+def peak(kept: SavedActivations, run: Any) -> int:
     with kept.counted():
         run()
     assert kept.size_bytes == 0, "what was kept is free again"
@@ -158,8 +158,8 @@ def test_the_peak_is_over_all_that_is_kept_at_a_time() -> None:
             result.backward()
         x.exp().sum().backward()
 
-    assert peak(KeptActivations([]), one_after_the_other) == 40
-    assert peak(KeptActivations([]), all_at_once) == 5 * 40
+    assert peak(SavedActivations([]), one_after_the_other) == 40
+    assert peak(SavedActivations([]), all_at_once) == 5 * 40
 
 
 def test_pieces_of_memory_count_once_and_parameters_do_not() -> None:
@@ -170,21 +170,21 @@ def test_pieces_of_memory_count_once_and_parameters_do_not() -> None:
         y = x @ weight  # keeps x and the weight
         (y.exp() * x[:2].repeat(2, 1)).sum().backward()  # keeps exp(y), which two functions want, and the repeated x
 
-    assert peak(KeptActivations([weight]), run) == 3 * 160
-    assert peak(KeptActivations([]), run) == 3 * 160 + 400
+    assert peak(SavedActivations([weight]), run) == 3 * 160
+    assert peak(SavedActivations([]), run) == 3 * 160 + 400
 
 
 def test_layers_that_run_again_keep_their_input() -> None:
     layer = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 10))
     x = torch.ones(4, 10, requires_grad=True)
-    kept = KeptActivations(list(layer.parameters()))
+    kept = SavedActivations(list(layer.parameters()))
 
     def run() -> None:
         hidden = x * 2  # kept as the layer's input only
         recomputed(layer, layer.forward, (hidden,), {}, lambda: None).sum().backward()
 
     assert peak(kept, run) == 160
-    assert peak(KeptActivations(list(layer.parameters())), lambda: layer(x * 2).sum().backward()) == 160 + 800
+    assert peak(SavedActivations(list(layer.parameters())), lambda: layer(x * 2).sum().backward()) == 160 + 800
 
 
 def test_counting_changes_no_gradient_and_keeps_nothing() -> None:
@@ -194,7 +194,7 @@ def test_counting_changes_no_gradient_and_keeps_nothing() -> None:
     layer(x).square().sum().backward()
     expected = [p.grad for p in layer.parameters()]
     layer.zero_grad()
-    with KeptActivations([]).counted():
+    with SavedActivations([]).counted():
         hidden = layer[:3](x)
         checkpoint(layer[3], hidden, use_reentrant=False).square().sum().backward()
     for parameter, gradient in zip(layer.parameters(), expected, strict=True):
@@ -207,8 +207,8 @@ def test_counting_changes_no_gradient_and_keeps_nothing() -> None:
 
 def test_tensors_without_memory_of_their_own_are_let_through() -> None:
     table = torch.eye(3).to_sparse().requires_grad_()
-    stand_in = StandIn(torch.ones(3, 3), "parameter x").requires_grad_()
-    with KeptActivations([]).counted():
+    placeholder = Placeholder(torch.ones(3, 3), "parameter x").requires_grad_()
+    with SavedActivations([]).counted():
         torch.sparse.mm(table, torch.ones(3, 2, requires_grad=True)).sum().backward()
-        stand_in.exp()
+        placeholder.exp()
     assert table.grad is not None

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.remote_gradients import RemoteGradient
 
 ORDERS = (1.0, 2.0, float("inf"))
@@ -21,7 +21,7 @@ def values(seed: int) -> Tensor:
 
 def remote(gradient: Tensor) -> Parameter:
     """A parameter of another stage, and what is known of its gradient."""
-    parameter = Parameter(StandIn(gradient, "parameter weight"))
+    parameter = Parameter(Placeholder(gradient, "parameter weight"))
     norms = {order: torch.linalg.vector_norm(gradient, order).double() for order in ORDERS}
     parameter.grad = RemoteGradient(parameter, "the gradient of parameter weight", norms)
     return parameter
@@ -49,7 +49,7 @@ def test_norms_however_they_are_asked_for(order: float) -> None:
         torch.linalg.vector_norm(gradient, order),
         get_total_norm([gradient], order),
     ):
-        assert not isinstance(found, StandIn)
+        assert not isinstance(found, Placeholder)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected)
 

@@ -21,7 +21,7 @@ from lightning_multigpu.engine.pipeline.stages import schedules
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages, Message
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from tests.world import World, init_group
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Trial:
         num_ranks = dist.get_world_size()
         self.model = model.double()
         self.batch = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        self.line = Line(
+        self.line = PipelineGroup(
             dist.new_group(list(range(num_ranks))[::-1], sort_ranks=False), Meter(), CPU, in_batches=in_batches
         )
         num_stages = num_ranks * (2 if schedule in ("interleaved", "zero_bubble") else 1)

@@ -9,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_multigpu.engine.pipeline.measuring.state_snapshot import kept_state
+from lightning_multigpu.engine.pipeline.measuring.state_snapshot import preserved_state
 
 
 class Tracked(nn.Module):
@@ -66,7 +66,7 @@ def test_everything_is_put_back_where_it_was(fails: bool) -> None:
     before, lists, metric_value = snapshot(module), module.collected, module.metric.mean_value
     parameter = module.norm.weight
     try:
-        with kept_state(module):
+        with preserved_state(module):
             module.eval()
             module(torch.randn(4, 2))
             module.train()
@@ -87,6 +87,6 @@ def test_what_contains_itself_is_looked_at_once() -> None:
     loop: list[object] = []
     loop.append(loop)
     module.loop = loop  # type: ignore[assignment]
-    with kept_state(module):
+    with preserved_state(module):
         loop.append(1)
     assert len(loop) == 1

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
 
 CPU = torch.device("cpu")
 POINTS = ["net.b", "net.c"]
@@ -114,11 +114,11 @@ def test_each_stage_computes_its_own_piece() -> None:
         bounds = [(0, 1), (1, 2), (2, 3)]
         ownership = Ownership(outer, chain, bounds, stage, 3)
         ownership.drop()
-        lacking = {name for name, p in outer.named_parameters() if isinstance(p, StandIn)}
+        lacking = {name for name, p in outer.named_parameters() if isinstance(p, Placeholder)}
         own = [{"net.a.bias"}, {"net.b.weight", "net.b.bias", "net.norm.weight", "net.norm.bias"}, {"net.c.bias"}]
         assert lacking == set().union(*(names for other, names in enumerate(own) if other != stage))
-        assert isinstance(outer.net.norm.running_mean, StandIn) == (stage != 1)
-        walk = ChainWalk(chain, *bounds[stage])
+        assert isinstance(outer.net.norm.running_mean, Placeholder) == (stage != 1)
+        walk = LayerInterception(chain, *bounds[stage])
         with walk.installed():
             left, result = walk.run(lambda net=outer.net: run(net), lambda received=carried: received)
         assert left == (stage < 2)
@@ -279,7 +279,7 @@ def test_what_arrives_may_be_changed_in_place() -> None:
     expected = outer.net(x)
     arrived = Carried((), ())
     for stage in range(3):
-        walk = ChainWalk(chain, stage, stage + 1)
+        walk = LayerInterception(chain, stage, stage + 1)
         with walk.installed():
             left, result = walk.run(lambda: outer.net(x), lambda received=arrived: received)
         if left:

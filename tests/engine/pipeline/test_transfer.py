@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried
-from lightning_multigpu.engine.pipeline.stages.transfer import Header, Line
+from lightning_multigpu.engine.pipeline.stages.transfer import Header, PipelineGroup
 from tests.world import World, init_group, rank
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ LARGE = bytes(range(256)) * (1 << 14)
 def from_last() -> Any:
     init_group()
     meter = Meter()
-    line = Line(dist.new_group([1, 0], sort_ranks=False), meter, CPU)
+    line = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), meter, CPU)
     others = dist.new_group([0, 1])
     if rank() == 1:  # the first stage's
         dist.barrier(others)

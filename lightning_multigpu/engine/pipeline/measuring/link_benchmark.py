@@ -7,14 +7,14 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from lightning_multigpu.planning.stage_costs import LinkCost
 
 _PROBE_BYTES = (4 << 10, 1 << 20)
 _ROUND_TRIPS = 8
 
 
-def slowest_link(line: Line) -> LinkCost:
+def slowest_link(line: PipelineGroup) -> LinkCost:
     """The slowest link between neighbouring ranks, from the fastest of a few round trips of 4 KiB and of 1 MiB.
 
     A collective of the pipeline; a rank without a link to the slowest pair knows of its own only.
@@ -32,7 +32,7 @@ def slowest_link(line: Line) -> LinkCost:
     return slowest
 
 
-def _one_way_s(line: Line, size_bytes: int, pair: tuple[int, int]) -> float:
+def _one_way_s(line: PipelineGroup, size_bytes: int, pair: tuple[int, int]) -> float:
     first = dist.get_rank(line.group) == pair[0]
     other = pair[1] if first else pair[0]
     message = torch.zeros(size_bytes, dtype=torch.uint8, device=line.device)

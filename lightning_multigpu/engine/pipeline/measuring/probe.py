@@ -26,10 +26,10 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.saved_tensors import SavedTensors
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
-from lightning_multigpu.engine.pipeline.stages.random_state import kept_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.random_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed, safe_inputs
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from lightning_multigpu.planning.stage_costs import PartCost
 
 _FEWEST_RUNS, _MOST_RUNS = 3, 10
@@ -54,7 +54,7 @@ class ChainProbe:
         chain: Chain,
         bounds: Sequence[tuple[int, int]],
         ownership: Ownership,
-        line: Line | None,
+        line: PipelineGroup | None,
         device: torch.device,
         seed: int,
         recompute: Collection[int] = (),
@@ -66,7 +66,7 @@ class ChainProbe:
         self._device = device
         self._seed = seed
         self._recompute = recompute
-        self._walk = ChainWalk(chain, *bounds[ownership.position], self._begin_part)
+        self._walk = LayerInterception(chain, *bounds[ownership.position], self._begin_part)
         self._parts: dict[int, list[PartCost]] = {}
         self._part_start_s = 0.0
         self._saved = SavedTensors([])
@@ -83,7 +83,7 @@ class ChainProbe:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
         position, num_ranks = self._ownership.position, self._ownership.num_ranks
-        with kept_random_state(self._device), self._kept_gradients(), self._installed(), self._walk.installed():
+        with preserved_random_state(self._device), self._kept_gradients(), self._installed(), self._walk.installed():
             for stage in range(position, len(self._bounds), num_ranks):
                 self._measure_stage(stage, step, (position - 1) % num_ranks, (position + 1) % num_ranks)
         if self._line is not None:

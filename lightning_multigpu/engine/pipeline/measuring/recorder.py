@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import recorded_event
-from lightning_multigpu.engine.pipeline.measuring.saved_tensors import KeptActivations
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.measuring.saved_tensors import SavedActivations
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline, Timeline
 
 KEPT_STEPS = 9
@@ -130,7 +130,7 @@ class Recorder:
         if not (together and self.notes_steps):
             yield
         elif self.counts_activations and num_micro_batches > self._counted:
-            kept = KeptActivations([*self._parameters(), *self._buffers()])
+            kept = SavedActivations([*self._parameters(), *self._buffers()])
             with kept.counted():
                 yield
             self._counted = num_micro_batches
@@ -192,7 +192,7 @@ class Recorder:
 
 
 def _size_bytes(tensor: Tensor) -> int:
-    if isinstance(tensor, StandIn):
+    if isinstance(tensor, Placeholder):
         return 0
     if tensor.is_sparse:
         return _size_bytes(tensor._indices()) + _size_bytes(tensor._values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 
 
 class SavedTensors:
@@ -46,7 +46,7 @@ class SavedTensors:
 
     def detached_copy(self, tensor: Tensor) -> Tensor:
         """The same values without their history; what is kept of the copy counts as kept of the tensor."""
-        if isinstance(tensor, StandIn) or not (tensor.is_floating_point() or tensor.is_complex()):
+        if isinstance(tensor, Placeholder) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()
         if self.counts:
@@ -55,7 +55,7 @@ class SavedTensors:
         return copy
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, StandIn):
+        if isinstance(tensor, Placeholder):
             return tensor
         kept = tensor.detach()  # autograd forbids to keep the tensor itself
         place = _place(tensor)
@@ -70,7 +70,7 @@ class SavedTensors:
         return kept
 
 
-class KeptActivations:
+class SavedActivations:
     """Follows how many bytes autograd keeps for backward at a time: each piece of memory once, until it is freed.
 
     Args:
@@ -95,7 +95,7 @@ class KeptActivations:
 
     def _pack(self, tensor: Tensor) -> _Kept:
         kept = tensor.detach()  # autograd forbids to keep the tensor itself
-        if isinstance(tensor, StandIn) or not torch._C._has_storage(tensor):
+        if isinstance(tensor, Placeholder) or not torch._C._has_storage(tensor):
             return _Kept(kept)
         place = _place(tensor)
         if place in self._held:

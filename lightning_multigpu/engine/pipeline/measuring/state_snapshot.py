@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 
 
 @contextmanager
-def kept_state(module: Module) -> Iterator[None]:
+def preserved_state(module: Module) -> Iterator[None]:
     """Restores at the end of the block what a forward pass may change in a module and its children.
 
     Those are buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
@@ -61,7 +61,7 @@ def _keep(value: Any, undo: list[Callable[[], None]], seen: set[int]) -> None:
 
 def _keep_tensor(tensor: Tensor, undo: list[Callable[[], None]]) -> None:
     # Tensors made in inference mode cannot be changed outside of it.
-    if isinstance(tensor, Parameter | StandIn) or tensor.is_inference():
+    if isinstance(tensor, Parameter | Placeholder) or tensor.is_inference():
         return
     before = tensor.detach().clone()
 

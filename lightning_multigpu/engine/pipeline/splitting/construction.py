@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn, exchange, first_stand_in
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange, first_placeholder
 
 _Registered = Callable[[Module, str, Tensor | None], None]
 
@@ -41,7 +41,7 @@ class Construction:
         self._rehearsed: list[tuple[str, Tensor]] = []
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """Within the block parameters that modules register lose their values, and nothing random fills them."""
 
         def registered(module: Module, name: str, tensor: Tensor | None) -> None:
@@ -96,7 +96,7 @@ def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
 
     def fill_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # How many numbers it draws depends on those that it has drawn, which a stand-in does not show.
-        if not isinstance(tensor, StandIn):
+        if not isinstance(tensor, Placeholder):
             return truncated(tensor, *args, **kwargs)
         if draw:
             truncated(_real(tensor), *args, **kwargs)
@@ -122,8 +122,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if self._draw and is_random and first_stand_in((args, kwargs)) is not None:
-            real_args, real_kwargs = tree_map_only(StandIn, _real, (args, kwargs))
+        if self._draw and is_random and first_placeholder((args, kwargs)) is not None:
+            real_args, real_kwargs = tree_map_only(Placeholder, _real, (args, kwargs))
             func(*real_args, **real_kwargs)
         return func(*args, **kwargs)
 
@@ -133,11 +133,11 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _drop(tensor: Tensor, name: str, module: Module) -> None:
-    if isinstance(tensor, StandIn) or is_lazy(tensor):
+    if isinstance(tensor, Placeholder) or is_lazy(tensor):
         return
     is_parameter = isinstance(tensor, Parameter)
     source = f"{'parameter' if is_parameter else 'buffer'} {name} of a {type(module).__name__}"
-    new: Tensor = StandIn(tensor.data, source)
+    new: Tensor = Placeholder(tensor.data, source)
     if is_parameter:
         new = Parameter(new, requires_grad=tensor.requires_grad)
     with suppress(RuntimeError):  # something holds on to it; it is dropped when the module is there

@@ -17,8 +17,8 @@ from torch.nn import Module, Parameter
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn, exchange
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 
 
 @dataclass
@@ -84,11 +84,11 @@ class Ownership:
 
     def is_whole(self) -> bool:
         """Whether this rank has all values."""
-        return not any(isinstance(holding.tensor, StandIn) for holding in self.holdings)
+        return not any(isinstance(holding.tensor, Placeholder) for holding in self.holdings)
 
     def lacking(self) -> list[str]:
         """Names of what this rank is to hold and has no values of."""
-        return [h.name for h in self.holdings if self.position in h.holders and isinstance(h.tensor, StandIn)]
+        return [h.name for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Placeholder)]
 
     def share_values(self, group: MeteredGroup, source: int) -> None:
         """Gives every rank of ``group`` the values that it holds, from the world's rank ``source``, which has all.
@@ -113,7 +113,7 @@ class Ownership:
             values = [_with_values(holding.tensor) for holding in part]
             group.broadcast_tensors(values, src=source)
             for holding, value in zip(part, values, strict=True):
-                if isinstance(holding.tensor, StandIn) and self.position in holding.holders:
+                if isinstance(holding.tensor, Placeholder) and self.position in holding.holders:
                     self._exchange(holding, value)
 
     def drop(self) -> None:
@@ -125,10 +125,10 @@ class Ownership:
             if self.position in holding.holders:
                 continue
             source = f"{'parameter' if holding.is_parameter else 'buffer'} {holding.name}"
-            if isinstance(holding.tensor, StandIn):
+            if isinstance(holding.tensor, Placeholder):
                 holding.tensor.source = source
             else:
-                self._exchange(holding, StandIn(holding.tensor.data, source))
+                self._exchange(holding, Placeholder(holding.tensor.data, source))
 
     def move(self, device: torch.device) -> None:
         """Moves what this stage holds to its device, but for what may become another stage's."""
@@ -138,7 +138,7 @@ class Ownership:
             if is_held and holding.tensor.device != device:
                 holding.tensor.data = holding.tensor.data.to(device)
 
-    def gather(self, line: Line) -> None:
+    def gather(self, line: PipelineGroup) -> None:
         """Makes the module whole in the host's memory of the last position only; a collective of the pipeline."""
         last = self.num_ranks - 1
         for holding in self.holdings:
@@ -198,7 +198,7 @@ class Ownership:
                 values = [self._host_copy(holding) for holding in mine]
                 group.broadcast_tensors(values, src=ranks[position])
                 for holding, value in zip(mine, values, strict=True):
-                    if isinstance(holding.tensor, StandIn):
+                    if isinstance(holding.tensor, Placeholder):
                         self._exchange(holding, value)
                     elif position != self.position:
                         holding.tensor.data.copy_(value)
@@ -252,7 +252,7 @@ def _holders_of_tensors(
 
 def _with_values(tensor: Tensor) -> Tensor:
     """The tensor; if it is a stand-in, memory for its values."""
-    if isinstance(tensor, StandIn):
+    if isinstance(tensor, Placeholder):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor
 

@@ -20,7 +20,7 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 _OURS = ("source", "fixed", "_is_param")
 
 
-class StandIn(Tensor):
+class Placeholder(Tensor):
     """A tensor without values.
 
     Args:
@@ -34,7 +34,9 @@ class StandIn(Tensor):
     fixed: bool
 
     @staticmethod
-    def __new__(cls, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False) -> StandIn:
+    def __new__(
+        cls, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False
+    ) -> Placeholder:
         return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )
@@ -59,7 +61,7 @@ class StandIn(Tensor):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.equal.default:  # how Lightning looks for a parameter in an optimizer
             return args[0] is args[1]
-        mine = next(t for t in tree_iter((args, kwargs)) if isinstance(t, StandIn))
+        mine = next(t for t in tree_iter((args, kwargs)) if isinstance(t, Placeholder))
         if func._schema.is_mutable:
             return _unchanged(func, args, mine)
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else mine.device
@@ -72,7 +74,7 @@ class StandIn(Tensor):
             raise PipelineError(
                 f"a step computes with {mine.source}, whose values are on another stage ({func}): {error}"
             ) from error
-        return tree_map_only(Tensor, lambda result: StandIn(result, mine.source, device), results)
+        return tree_map_only(Tensor, lambda result: Placeholder(result, mine.source, device), results)
 
 
 def exchange(old: Tensor, new: Tensor) -> None:
@@ -86,25 +88,25 @@ def exchange(old: Tensor, new: Tensor) -> None:
     vars(old).update(own)
 
 
-def first_stand_in(values: Any) -> StandIn | None:
+def first_placeholder(values: Any) -> Placeholder | None:
     """Some stand-in within nested containers; None if there is none."""
-    return next((value for value in tree_iter(values) if isinstance(value, StandIn)), None)
+    return next((value for value in tree_iter(values) if isinstance(value, Placeholder)), None)
 
 
 def real(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those tensors that have values."""
-    return [tensor for tensor in tensors if not isinstance(tensor, StandIn)]
+    return [tensor for tensor in tensors if not isinstance(tensor, Placeholder)]
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, StandIn):
+    if isinstance(tensor, Placeholder):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return tensor.to("meta")
 
 
-def _unchanged(func: Any, args: Any, mine: StandIn) -> Any:
+def _unchanged(func: Any, args: Any, mine: Placeholder) -> Any:
     """Writing into a stand-in changes nothing; writing one into a real tensor would lose the tensor's values."""
-    if args and isinstance(args[0], StandIn):
+    if args and isinstance(args[0], Placeholder):
         if args[0].fixed:
             raise PipelineError(f"{args[0].source} is changed in place, which would be lost between stages")
         return args[0]

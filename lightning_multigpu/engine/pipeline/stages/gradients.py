@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 
@@ -23,7 +23,7 @@ class StageSums:
         meter: told of every collective, as group "pipeline".
     """
 
-    def __init__(self, line: Line, meter: Meter) -> None:
+    def __init__(self, line: PipelineGroup, meter: Meter) -> None:
         self._line = line
         self._meter = meter
 

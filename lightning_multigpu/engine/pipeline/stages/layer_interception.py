@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn, first_stand_in
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.pipeline.stages.containers import map_only, tensors_of
 
 
@@ -63,7 +63,7 @@ class _Left(BaseException):
         self.output = output
 
 
-class ChainWalk:
+class LayerInterception:
     """One stage's way through a chain.
 
     Args:
@@ -165,7 +165,7 @@ class ChainWalk:
                 f"the step ended behind layer {self._name(reached - 1)} without running {self._name(reached)}: "
                 "every step must run all layers of the split part"
             )
-        lost = first_stand_in(result)
+        lost = first_placeholder(result)
         if lost is not None:
             raise PipelineError(
                 f"what the step returns depends on {lost.source}, whose values are on another stage: outside of the "
@@ -181,7 +181,7 @@ class ChainWalk:
         if index < self.start:
             return self._pass_by(index)
         arriving = self._incoming if index == self.start else {}
-        missing = next((t for t in given if isinstance(t, StandIn) and id(t) not in arriving), None)
+        missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         if missing is not None:
             raise PipelineError(
                 f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another stage: "
@@ -191,7 +191,7 @@ class ChainWalk:
         if arriving:
             assert self._arrived is not None
             values = self._arrived.tensors if self._values is None else self._values()
-            args, kwargs = map_only(StandIn, lambda stand_in: values[arriving[id(stand_in)]], (args, kwargs))
+            args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
         output = self._run_layer(index, forward, args, kwargs)
         if index == self.stop - 1 and not self.is_last:
             raise _Left(output)
@@ -211,9 +211,9 @@ class ChainWalk:
             self._arrived = self._receive()
         if not self._previous or index == self.start - 1:
             source = f"the output of layer {self._name(index)}"
-            stand_ins = [StandIn(tensor, source, fixed=True) for tensor in self._arrived.tensors]
-            self._passed = map_only(Slot, lambda slot: stand_ins[slot.index], self._arrived.structure)
-            self._incoming = {id(stand_in): number for number, stand_in in enumerate(stand_ins)}
+            placeholders = [Placeholder(tensor, source, fixed=True) for tensor in self._arrived.tensors]
+            self._passed = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
+            self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
             self._remember(self._passed)
         return self._passed
 

@@ -31,7 +31,7 @@ def set_random_state(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
+def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Restores the random states at the end of the block: what a pipeline draws is none of the caller's business."""
     python_state = random.getstate()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import StandIn
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import StageSums
 
 _LARGEST = float("inf")
@@ -34,7 +34,7 @@ _TESTS = {
 }
 
 
-class RemoteGradient(StandIn):
+class RemoteGradient(Placeholder):
     """The gradient of a parameter that another stage holds: of its values only norms are known.
 
     ``isfinite(gradient).all()``, ``isnan(gradient).any()`` and ``isinf(gradient).any()`` follow from those.
@@ -49,7 +49,7 @@ class RemoteGradient(StandIn):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, source: str, norms: dict[float, Tensor]) -> RemoteGradient:
-        made = StandIn.__new__(cls, parameter, source)
+        made = Placeholder.__new__(cls, parameter, source)
         assert isinstance(made, RemoteGradient)
         return made
 
@@ -91,7 +91,7 @@ class RemoteGradient(StandIn):
         return self.norms[float(ord)].to(device=self.device, dtype=dtype or self.dtype, copy=True)
 
     def _scaled(self, func: Any, factor: Any) -> dict[float, Tensor]:
-        if isinstance(factor, StandIn) or (isinstance(factor, Tensor) and factor.numel() != 1):
+        if isinstance(factor, Placeholder) or (isinstance(factor, Tensor) and factor.numel() != 1):
             return {}
         size = abs(float(factor))
         divides = func in (_aten.div_.Tensor, _aten.div_.Scalar)
@@ -126,7 +126,7 @@ class RemoteGradients:
                 row.copy_(torch.stack([torch.ones(()), *(torch.linalg.vector_norm(values, o).cpu() for o in _ORDERS)]))
         for row, holding in zip(self._sums.total(own), everything, strict=True):
             parameter = holding.tensor
-            if row[0] and isinstance(parameter, StandIn) and isinstance(parameter, Parameter):
+            if row[0] and isinstance(parameter, Placeholder) and isinstance(parameter, Parameter):
                 norms = dict(zip(_ORDERS, row[1:], strict=True))
                 parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms)
                 shown.append(parameter)

@@ -16,12 +16,12 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, ChainWalk
-from lightning_multigpu.engine.pipeline.stages.random_state import kept_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.random_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
 from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, Schedule, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 from lightning_multigpu.planning.schedule_order import regime_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -57,7 +57,7 @@ class PipelineRunner:
         self,
         chain: Chain,
         bounds: Sequence[tuple[int, int]],
-        line: Line,
+        line: PipelineGroup,
         device: torch.device,
         meter: Meter,
         *,
@@ -76,7 +76,7 @@ class PipelineRunner:
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
-        self._walk = ChainWalk(chain, *bounds[self.position], self._begin_part, self._run_layer)
+        self._walk = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer)
         self.stages = [
             Stage(
                 functools.partial(self._compute, index // line.num_ranks),
@@ -139,7 +139,7 @@ class PipelineRunner:
         self._step, self._scales, self._losses = step, scales, {}
         groups = self._groups(kinds)
         with (
-            kept_random_state(self._device),
+            preserved_random_state(self._device),
             self._walk.installed(),
             self.recorder.step(len(kinds), together=len(groups) == 1),
         ):
@@ -156,7 +156,7 @@ class PipelineRunner:
         """
         self._seed = seed
         before = (self.position - 1) % self.line.num_ranks
-        with kept_random_state(self._device), self._walk.installed():
+        with preserved_random_state(self._device), self._walk.installed():
             for stage in self.stages:
                 self._walk.take(*self._bounds[stage.index])
                 receive = functools.partial(self.line.receive_carried, before, self._device)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import Module
 
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.planning.schedule_order import Regime, Work, regime_of, timetable
+from lightning_multigpu.planning.schedule_order import Regime, Work, regime_of, schedule_orders
 
 _TORCH: dict[Regime, Any] = {
     "gpipe": ScheduleGPipe,
@@ -72,7 +72,7 @@ class InOrder:
 
     def _order(self, num_micro_batches: int) -> list[Work]:
         if num_micro_batches not in self._orders:
-            orders = timetable(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)
+            orders = schedule_orders(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)
             self._orders[num_micro_batches] = orders[self._position]
         return self._orders[num_micro_batches]
 

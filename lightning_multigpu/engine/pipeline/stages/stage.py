@@ -19,7 +19,7 @@ from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stages.backward import Gradients, backward, backward_in_parts, divisible
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried
 from lightning_multigpu.engine.pipeline.stages.stage_messages import Message, messages_over
-from lightning_multigpu.engine.pipeline.stages.transfer import Header, Line
+from lightning_multigpu.engine.pipeline.stages.transfer import Header, PipelineGroup
 
 
 class Stage:
@@ -46,7 +46,7 @@ class Stage:
         parameters: Callable[[], list[Parameter]],
         index: int,
         num_stages: int,
-        line: Line,
+        line: PipelineGroup,
         device: torch.device,
         meter: Meter,
         recorder: Recorder,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.engine.pipeline.stages.transfer import Line
+from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
 
 
 class Message(NamedTuple):
@@ -74,7 +74,7 @@ class HostMessages:
 
     posted_by_stage = True
 
-    def __init__(self, line: Line, meter: Meter, num_stages: int) -> None:
+    def __init__(self, line: PipelineGroup, meter: Meter, num_stages: int) -> None:
         self._line = line
         self._group = line.group
         self._num_ranks = line.num_ranks
@@ -141,7 +141,7 @@ class ScheduledMessages:
 
     posted_by_stage = False
 
-    def __init__(self, line: Line, meter: Meter) -> None:
+    def __init__(self, line: PipelineGroup, meter: Meter) -> None:
         self._line = line
         self._meter = meter
         self._transfers: list[Transfer] = []
@@ -182,7 +182,7 @@ class ScheduledMessages:
         return [dist.P2POp(operation, tensor, rank, self._line.group) for tensor in tensors]  # type: ignore[arg-type]
 
 
-def messages_over(line: Line, meter: Meter, num_stages: int) -> Messages:
+def messages_over(line: PipelineGroup, meter: Meter, num_stages: int) -> Messages:
     """Those that suit the line's back end."""
     return ScheduledMessages(line, meter) if line.in_batches else HostMessages(line, meter, num_stages)
 

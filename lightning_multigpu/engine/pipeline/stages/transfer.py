@@ -42,7 +42,7 @@ class Header:
         )
 
 
-class Line:
+class PipelineGroup:
     """Point-to-point messages between the ranks of one pipeline; those between two ranks arrive in order.
 
     A rank's *position* is that of its first stage: position p of P has the stages p, P + p, 2P + p...
