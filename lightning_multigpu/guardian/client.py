@@ -54,7 +54,7 @@ class GuardianClient:
         failure: what ``on_failure`` was called with, or None.
         waited: what the ranks of this host were waiting in when the job failed, a line a rank; complete before
             ``on_failure`` is called, and a moment after :meth:`failed`.
-        logbook: where this rank notes the collectives that it is in, for the guardian to read.
+        flight_recorder: where this rank notes the collectives that it is in, for the guardian to read.
 
     Raises:
         GuardianError: there is no guardian there, it refuses this rank, or it does not know the secret.

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launch
 
 LIMIT_S = 1.0
 END = "The wait that was reported has ended"
-NOTE = "note = client.logbook.began('{operation}', group='data', ranks='0-1', group_size=2, size_bytes=8); "
+NOTE = "note = client.flight_recorder.began('{operation}', group='data', ranks='0-1', group_size=2, size_bytes=8); "
 # A rank that waits until it is told by the test.
 UNTIL = "exec('''while not os.path.exists({file!r}): time.sleep(0.05)'''); "
 
@@ -133,7 +133,7 @@ def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
     """One has an announcement under way that nobody waits for, the other computes."""
     under_way = (
-        "client.logbook.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, awaited=False); "
+        "client.flight_recorder.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, awaited=False); "
     )
     busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
     with Job(under_way + "time.sleep(3.5); " + GOODBYE, busy + GOODBYE, hang_report_s=LIMIT_S) as job:

@@ -75,12 +75,12 @@ class Entry(NamedTuple):
 class Note:
     """One collective of this rank that is under way. Exactly one of :meth:`ended` and :meth:`broke` is called."""
 
-    __slots__ = ("_logbook", "_row", "number", "operation", "since_s", "size_bytes", "state", "thread")
+    __slots__ = ("_recorder", "_row", "number", "operation", "since_s", "size_bytes", "state", "thread")
 
     def __init__(
         self, flight_recorder: FlightRecorder, row: _Row, operation: bytes, size_bytes: int, state: int
     ) -> None:
-        self._logbook, self._row = flight_recorder, row
+        self._recorder, self._row = flight_recorder, row
         self.operation, self.size_bytes, self.state = operation, size_bytes, state
         self.number = 0
         self.since_s = _clock_s()
@@ -89,15 +89,15 @@ class Note:
     def awaited(self) -> None:
         """The calling thread begins to wait for it."""
         self.state, self.since_s, self.thread = AWAITED, _clock_s(), threading.get_ident()
-        self._logbook._changed(self._row)
+        self._recorder._changed(self._row)
 
     def ended(self) -> None:
         """It has come to its end."""
-        self._logbook._remove(self._row, self, ENDED)
+        self._recorder._remove(self._row, self, ENDED)
 
     def broke(self) -> None:
         """It has raised an error: it stays readable until the group's next one, with the main thread's line."""
-        self._logbook._remove(self._row, self, BROKEN)
+        self._recorder._remove(self._row, self, BROKEN)
 
 
 class _Row:

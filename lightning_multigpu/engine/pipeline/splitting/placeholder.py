@@ -46,7 +46,7 @@ class Placeholder(Tensor):
         self.fixed = fixed
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"StandIn({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"Placeholder({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(f"a step computes with {self.source}, whose values are on another stage (numpy)")
