@@ -40,29 +40,33 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class MultiGPUStrategy(MeshStrategy):
-    """The base of every regime of this pack.
+    """Base class of every strategy of this pack.
 
-    How a run starts and ends, whose batch counts, and how state is saved is here; what a regime does with gradients and
-    layers is not.
+    It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
+    Subclasses decide how gradients and layers travel.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's
-            strategies; usually left to the Trainer.
-        process_group_backend: "nccl", "gloo"...; by default the one for the device.
-        timeout: how long a collective may wait.
-        start_method: how this host's processes are started: "popen" runs the script again; "spawn", "fork" and
-            "forkserver" start from the running interpreter.
-        uneven_inputs: what happens when a data rank has no batch any more: "stop" ends the epoch for all of them,
-            "join" lets the others go on, and the rank without data counts for nothing.
-        loss_reduction: what the loss of a rank's batch is: the "mean" over its samples (ranks then count by their
-            samples, so that uneven batches average as one device would), the "sum", or a function that maps the batch
-            to its weight (the number of tokens, for example).
-        failure_timeout_s: seconds after the failure of one rank in which all others have to end, 1 or more. A rank that
-            has been stopped for half of that, while others wait for it, has failed.
-        hang_report_s: seconds that a rank may wait in a collective until a report says which ranks have come to it,
-            which have not, and where those are; 1 or more. It ends nothing. None or 0 for no report.
-        join_timeout_s: seconds after its start in which a rank has to have joined the others, 1 or more. It is longer
-            because the hosts of a job start, and import their libraries, at different times.
+        accelerator: the accelerator; usually left to the Trainer.
+        parallel_devices: the devices of this machine's ranks; usually left to the Trainer.
+        cluster_environment: the environment that started the processes, and where they meet; usually left to the
+            Trainer.
+        checkpoint_io: the plugin that reads and writes checkpoints; usually left to the Trainer.
+        precision_plugin: the plugin behind the Trainer's ``precision``; usually left to the Trainer.
+        process_group_backend: "nccl", "gloo" or another back end of torch; by default NCCL on GPUs and Gloo on CPUs.
+        timeout: longest time that a collective may wait.
+        start_method: how this host's processes start: "popen" runs the script again; "spawn", "fork" and
+            "forkserver" start them from the running interpreter.
+        uneven_inputs: what happens when one data rank runs out of batches: "stop" ends the epoch for all ranks;
+            "join" lets the other ranks go on, and the rank without data counts with weight 0.
+        loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples (ranks are then
+            weighted by their samples, so that uneven batches average as on one device), "sum", or, for a mean over
+            something else, a function from the batch to its weight (its number of tokens, for example).
+        failure_timeout_s: seconds in which all other ranks have to end after one has failed, 1 or more; later they are
+            killed. A rank that is stopped for half of this time while others wait for it has failed.
+        hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have come to
+            it, the ranks that have not, and where those are; 1 or more. The report ends nothing. None or 0: no report.
+        join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than
+            ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.

@@ -24,37 +24,39 @@ from lightning_multigpu.strategies.gradient_transport import GradientTransport
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
-    """Every rank computes the gradients of its share of the batch; a ring all-reduce averages them during backward.
+    """Data parallel training: each rank computes the gradients of its share of the batch, and a ring averages them.
 
-    On CPU tensors the ring is this pack's own (:mod:`lightning_multigpu.communication.ring`); on GPUs it is NCCL's.
-    Each rank sends 2(N-1)/N times the size of the gradients per optimizer step. Options of Lightning's
-    ``DDPStrategy`` keep their names and meaning; comm hooks work on CPU tensors too.
+    The all-reduce of the gradients runs while backward still computes. On CPU tensors the ring is this pack's own
+    (:mod:`lightning_multigpu.communication.ring`); on GPUs it is NCCL's. Each rank sends 2(N-1)/N times the size of the
+    gradients per optimizer step. Options of Lightning's ``DDPStrategy`` keep their names and meaning; communication
+    hooks work on CPU tensors too.
 
     Args:
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel. By default 4 between hosts, 25 on one, and
-            more for models with many; where NCCL or a hook of your own moves them, what DDP has. "auto" measures the
-            all-reduce at the start and chooses; sums over more than two ranks may then differ in their last bits from
-            run to run.
-        find_unused_parameters: look in every step for parameters that the loss does not depend on.
-        gradient_as_bucket_view: let ``.grad`` be a view of the bucket, which saves a copy of the gradients. What your
-            code keeps of ``.grad`` from one step to the next is then overwritten.
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel. Smaller buckets start earlier, larger ones
+            cost less each. By default 4 between hosts and 25 on one host, more for models with many parameters, and
+            DDP's own size where NCCL or a communication hook moves the gradients. "auto" measures the all-reduce at the
+            start and chooses; sums over more than two ranks may then differ in their last bits from run to run.
+        find_unused_parameters: in every step, look for parameters that the loss does not depend on.
+        gradient_as_bucket_view: make ``.grad`` a view of the bucket, which saves a copy of the gradients. A ``.grad``
+            that your code keeps from one step to the next is then overwritten.
         static_graph: promise that every step uses the same parameters in the same order.
-        average_every: k: ranks take k optimizer steps with their own gradients, then average weights and optimizer
-            state (local SGD); before validation, before a checkpoint and at the end they average as well. It is
-            another algorithm than one device's, with 1/k of the traffic. 1 averages gradients in every step.
-        compression: what travels between hosts in place of gradients: "fp16", "bf16", "int8", "topk", "powersgd", or a
-            mapping with such a ``name`` and options of :mod:`~lightning_multigpu.communication.compression`. "auto"
-            measures at the start and chooses none, "bf16" or "int8"; the others change training more, and are never
-            chosen.
-        compress_inside_hosts: compress between ranks of one host as well; they then do not use shared memory.
-        shared_memory: let ranks of one host reduce through memory that they share, instead of through sockets.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
+        average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
+            optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
+            is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
+        compression: compress the gradients between hosts: "fp16", "bf16", "int8", "topk", "powersgd", or a mapping
+            with such a ``name`` and the options of that compressor. "auto" measures at the start of a fit and chooses
+            no compression, "bf16" or "int8"; the others change training more and are never chosen.
+        compress_inside_hosts: also compress between ranks of one host; they then do not use shared memory.
+        shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
+            in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
+            with a warning.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
-        ddp_comm_hook: a communication hook in place of the ring.
-        ddp_comm_wrapper: wraps the hook, such as torch's ``fp16_compress_wrapper``.
-        model_averaging_period: steps between averages of the model under post-local SGD, with its comm state.
-        options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
+        ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
+        model_averaging_period: optimizer steps between two averages of the model, with the hook of post-local SGD.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
         ValueError: an option is out of its range.

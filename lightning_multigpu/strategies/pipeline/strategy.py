@@ -34,55 +34,45 @@ if TYPE_CHECKING:
 
 
 class PipelineStrategy(StagedStrategy):
-    """Every rank holds some consecutive layers; activations flow forward and their gradients back.
+    """Pipeline training: each rank holds some consecutive layers, the stages, and micro-batches flow through them.
 
-    The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` walks through. What comes
-    before and behind them (embeddings, a head, the loss) stays where it is, in an unmodified ``training_step``, which
-    runs once for each micro-batch. Rank 0 has the last stage: what it logs, predicts and monitors is there.
+    The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` iterates over. Modules
+    before and after the layers (embeddings, a head, the loss) stay in your unmodified ``training_step``, which runs
+    once for each micro-batch. Rank 0 has the last stage: it logs, predicts and monitors.
 
     Args:
-        module: the name of the container whose layers are split, "model.layers" for example; "auto" takes the one
-            with the most parameters, and the blocks of a Hugging Face model.
-        schedule: "gpipe" runs all forward passes first; "1f1b" alternates as soon as it can, so that fewer
-            micro-batches are in memory at a time; "interleaved" does so with several stages a rank, which are idle for
-            less; "zero_bubble" also computes the gradients of the weights later, where a rank would be idle.
-        num_micro_batches: into how many parts a batch is cut; "auto" makes it four a rank. A batch with fewer samples
-            makes fewer.
-        pipeline_parallel_size: ranks of a pipeline; by default all. With fewer there are several pipelines side
-            by side, each with batches of its own, whose gradients are averaged: a stage's as soon as it has them.
-        data_parallel_size: how many pipelines there are side by side; another way to say the same.
-        stages_per_rank: how many stages each rank has, under "interleaved" and "zero_bubble"; by default 2 there.
-        balance: how the layers are dealt out: "parameters" evens out the bytes of the parameters; a list gives each
-            stage's number of layers. "time" makes the slowest rank as fast as it can be, with what it sends; "memory"
-            does so for the memory of the rank that needs most: parameters, gradients, optimizer states, and what is
-            kept for backward of as many micro-batches as the schedule has in flight.
-        split_points: names of submodules, "net.decoder" for example, each the beginning of a further stage, for modules
-            that are no chain of layers. ``module`` is then what is cut, "auto" the smallest submodule that has all
-            points in its forward pass. That is traced by ``torch.export`` on the first batch.
-        activation_checkpointing: layers whose intermediate results are computed again in backward instead of kept: True
-            for all, or a list of classes, names of classes ("Block") and names of layers ("blocks.3").
-        options: those of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. ``loss_reduction`` also says
-            how the losses of micro-batches add up to a batch's: "mean": by their samples; "sum": they are added; a
-            function of a batch or a micro-batch that returns its weight w (its targets that are not ignored, for
-            example): sum(w l) / sum(w). The first batch is computed whole and in micro-batches, in evaluation mode,
-            to see that both have the same loss.
-
-    "time" and "memory" measure the layers, and training begins with the split of "parameters" until then. On the
-    first batch that is trained on, when the optimizers are there and before any gradient is, each rank runs
-    ``training_step`` on the first micro-batch 4 to 11 times as far as its own layers go, and times them; all ranks
-    take rank 0's conclusion, and the layers that have to move, move. The batch is then trained on as if nothing had
-    been: neither loader nor sampler is touched, and random states, gradients, buffers, metrics and the module's
-    attributes are put back, logs and loggers left out. What a step does elsewhere, such as printing, it does more
-    often. Layers of ``activation_checkpointing`` are measured as they are trained: their backward computes them again,
-    and what they keep is their input, besides once what the largest of them keeps while its own backward runs. In
-    validation, test and prediction without training the split is that of "parameters".
-
-    What ``configure_model`` makes is made on each rank for its own stages only, with the values that one device would
-    give it; for that it is called twice.
+        module: name of the container whose layers are split, "model.layers" for example. "auto" takes the container
+            with the most parameters, and of a Hugging Face model its list of blocks.
+        schedule: order of the passes. "gpipe" runs all micro-batches forward, then all backward; "1f1b" runs backward
+            as soon as possible, so that at most P micro-batches are in memory on P ranks; "interleaved" does so with
+            several stages a rank, which shortens idle time; "zero_bubble" also computes the gradients of the weights
+            later, where a rank would be idle.
+        num_micro_batches: number of parts that a batch is cut into; "auto" makes four a rank. A batch with fewer
+            samples makes fewer.
+        stages_per_rank: stages of each rank under "interleaved" and "zero_bubble", by default 2.
+        balance: distribution of the layers over the stages. "parameters" evens out the bytes of the parameters;
+            "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
+            memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
+            schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
+            of layers of each stage.
+        split_points: names of submodules, "net.decoder" for example, at each of which another stage begins, for modules
+            that are no chain of layers. ``module`` is then the module that is cut, "auto" the smallest submodule whose
+            forward pass contains all points. ``torch.export`` traces that forward pass on the first batch.
+        pipeline_parallel_size: ranks of one pipeline, by default all ranks. With fewer there are several pipelines
+            side by side, each with its part of every global batch; each stage averages its gradients with the same
+            stage of the other pipelines.
+        data_parallel_size: number of pipelines side by side: the same setting the other way round.
+        activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
+            all layers, or a list of classes, names of classes ("Block") and names of layers ("blocks.3"). Under
+            "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
+            says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
+            samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
+            sum(w l) / sum(w). ``uneven_inputs`` has no effect on a single pipeline.
 
     Raises:
         ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training,
-            before the first step, if the losses of micro-batches do not add up to the loss of their batch.
+            before the first step, the losses of the micro-batches do not add up to the loss of their batch.
     """
 
     def __init__(
