@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.engine.pipeline.stages.data_axis import DataAxis
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.stages.random_state import seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
     check_loggers,

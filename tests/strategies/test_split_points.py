@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.stages.random_state import seed_of, set_random_state
+from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_multigpu.engine.pipeline.measuring.state_snapshot import preserved_state
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
 from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 
 if TYPE_CHECKING:

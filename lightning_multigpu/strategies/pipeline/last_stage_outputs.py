@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.gradients import StageSums
-from lightning_multigpu.engine.pipeline.stages.remote_gradients import RemoteGradients
+from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
 from lightning_multigpu.strategies.hook_detection import has_hook
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.stages.losses import disagreement, relative_tolerance
-from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
+from lightning_multigpu.engine.pipeline.stages.micro_batches import disagreement, relative_tolerance, split_batch
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.strategies.pipeline.dry_run import without_trace
 

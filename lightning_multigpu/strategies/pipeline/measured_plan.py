@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages

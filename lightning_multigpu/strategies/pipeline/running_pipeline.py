@@ -16,16 +16,14 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
-from lightning_multigpu.engine.pipeline.stages.data_axis import DataAxis
-from lightning_multigpu.engine.pipeline.stages.gradients import StageSums
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, RemoteGradients, StageSums
 from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, num_micro_batches_of
-from lightning_multigpu.engine.pipeline.stages.random_state import seed_of
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
-from lightning_multigpu.engine.pipeline.stages.remote_gradients import RemoteGradients
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
+from lightning_multigpu.engine.pipeline.stages.step_state import seed_of
 from lightning_multigpu.planning.stage_costs import MeasuredBalance, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies.hook_detection import has_hook

@@ -19,7 +19,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.pipeline.stage_construction import share_values
 

@@ -9,11 +9,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.pipeline.measuring.link_benchmark import slowest_link
-from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 
 Bounds = list[tuple[int, int]]

@@ -13,11 +13,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.state_snapshot import preserved_state
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.random_state import preserved_random_state
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.stages.losses import combined_loss
 from lightning_multigpu.engine.pipeline.stages.micro_batches import (
+    combined_loss,
     first_part,
     num_micro_batches_of,
     signature_of,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.pipeline.splitting.placeholder import first_placeholder
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 
 _Marks = dict[str, Any]
 _DEPTH = 3

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.data_axis import DataAxis
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.runner import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks

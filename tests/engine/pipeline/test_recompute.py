@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.random_state import set_random_state
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of, recomputed
+from lightning_multigpu.engine.pipeline.stages.step_state import set_random_state
 
 CPU = torch.device("cpu")
 

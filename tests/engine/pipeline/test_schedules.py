@@ -20,8 +20,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.stages import schedules
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, TorchSchedules
-from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages, Message
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages, Message, PipelineGroup
 from tests.world import World, init_group
 
 CPU = torch.device("cpu")

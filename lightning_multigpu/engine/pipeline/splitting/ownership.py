@@ -18,7 +18,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 
 
 @dataclass

@@ -18,14 +18,54 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
-from lightning_multigpu.engine.pipeline.stages.containers import map_only, tensors_of
+
+T = TypeVar("T")
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors within nested containers, in order."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+    """Nested containers with every object of ``kind`` replaced by what ``function`` returns for it."""
+    if isinstance(value, kind):
+        return function(value)
+    exact = type(value)
+    if exact is tuple or exact is list:
+        return exact([map_only(kind, function, entry) for entry in value])
+    if exact is dict:
+        return {key: map_only(kind, function, entry) for key, entry in value.items()}
+    if exact in _PLAIN or isinstance(value, Tensor):
+        return value
+    return tree_map_only(kind, function, value)
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    exact = type(value)
+    if exact is tuple or exact is list:
+        for entry in value:
+            _collect(entry, found)
+    elif exact is dict:
+        for entry in value.values():
+            _collect(entry, found)
+    elif exact not in _PLAIN:
+        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
-from lightning_multigpu.engine.pipeline.stages.random_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
 from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, Schedule, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.planning.schedule_order import regime_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]

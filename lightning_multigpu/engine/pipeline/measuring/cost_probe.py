@@ -18,19 +18,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.saved_tensors import SavedTensors
+from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedTensors
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
-from lightning_multigpu.engine.pipeline.stages.random_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed, safe_inputs
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
-from lightning_multigpu.planning.stage_costs import PartCost
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
 
 _FEWEST_RUNS, _MOST_RUNS = 3, 10
 _ENOUGH_S = 1.0
@@ -239,3 +240,45 @@ class ChainProbe:
 
 def _size_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+_PROBE_BYTES = (4 << 10, 1 << 20)
+_ROUND_TRIPS = 8
+
+
+def slowest_link(line: PipelineGroup) -> LinkCost:
+    """The slowest link between neighbouring ranks, from the fastest of a few round trips of 4 KiB and of 1 MiB.
+
+    A collective of the pipeline; a rank without a link to the slowest pair knows of its own only.
+    """
+    slowest = LinkCost(0.0, 0.0)
+    mine, num_ranks = dist.get_rank(line.group), line.num_ranks
+    for position in range(num_ranks if num_ranks > 2 else 1):
+        pair = (position, (position + 1) % num_ranks)
+        if mine in pair:
+            small_s, large_s = (_one_way_s(line, size, pair) for size in _PROBE_BYTES)
+            per_byte = max(0.0, (large_s - small_s) / (_PROBE_BYTES[1] - _PROBE_BYTES[0]))
+            found = LinkCost(max(0.0, small_s - per_byte * _PROBE_BYTES[0]), per_byte)
+            slowest = max(slowest, found, key=lambda link: link.seconds(1 << 20))
+    line.finish()
+    return slowest
+
+
+def _one_way_s(line: PipelineGroup, size_bytes: int, pair: tuple[int, int]) -> float:
+    first = dist.get_rank(line.group) == pair[0]
+    other = pair[1] if first else pair[0]
+    message = torch.zeros(size_bytes, dtype=torch.uint8, device=line.device)
+    seconds = []
+    for _ in range(_ROUND_TRIPS):
+        start_s = time.perf_counter()
+        if first:
+            line.send(message, other)
+            line.receive(message, other)
+        else:
+            line.receive(message, other)
+            line.send(message, other)
+        line.finish()
+        if line.device.type == "cuda":
+            torch.cuda.synchronize(line.device)
+        seconds.append((time.perf_counter() - start_s) / 2)
+    return min(seconds)

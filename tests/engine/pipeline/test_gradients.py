@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.engine.pipeline.stages.remote_gradients import RemoteGradient
+from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradient
 
 ORDERS = (1.0, 2.0, float("inf"))
 

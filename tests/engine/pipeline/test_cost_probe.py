@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.link_benchmark import slowest_link
-from lightning_multigpu.engine.pipeline.measuring.probe import ChainProbe
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe, slowest_link
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.transfer import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
 from tests.world import World, init_group, rank
 
