@@ -133,7 +133,8 @@ def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
     """One has an announcement under way that nobody waits for, the other computes."""
     under_way = (
-        "client.flight_recorder.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, awaited=False); "
+        "client.flight_recorder.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, "
+        "awaited=False); "
     )
     busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
     with Job(under_way + "time.sleep(3.5); " + GOODBYE, busy + GOODBYE, hang_report_s=LIMIT_S) as job:
