@@ -1,4 +1,4 @@
-"""Multi-GPU training regimes as PyTorch Lightning strategies.
+"""Multi-GPU training as PyTorch Lightning strategies.
 
 Importing this package makes their names known to Lightning::
 
@@ -8,13 +8,18 @@ Importing this package makes their names known to Lightning::
     trainer = L.Trainer(strategy="ring_ddp", devices=2)
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from lightning_multigpu.communication.failure_board import RankFailedError
-from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.registry import REGIMES, Regime, register_all
-from lightning_multigpu.strategies import MultiGPUStrategy, PipelineStrategy, RingDDPStrategy
+from lightning_multigpu._registration import register_with_lightning
+
+if TYPE_CHECKING:
+    from lightning_multigpu.communication.failure_board import RankFailedError
+    from lightning_multigpu.communication.metering.meter import Meter
+    from lightning_multigpu.engine.pipeline.errors import PipelineError
+    from lightning_multigpu.registry import REGIMES, Regime, register_all
+    from lightning_multigpu.strategies import MultiGPUStrategy, PipelineStrategy, RingDDPStrategy
 
 __version__ = version("lightning-multigpu")
 __all__ = [
@@ -29,4 +34,28 @@ __all__ = [
     "register_all",
 ]
 
-register_all()
+# Public names are imported when they are first used: most of them import Lightning.
+_MODULES = {
+    "REGIMES": "lightning_multigpu.registry",
+    "Meter": "lightning_multigpu.communication.metering.meter",
+    "MultiGPUStrategy": "lightning_multigpu.strategies",
+    "PipelineError": "lightning_multigpu.engine.pipeline.errors",
+    "PipelineStrategy": "lightning_multigpu.strategies",
+    "RankFailedError": "lightning_multigpu.communication.failure_board",
+    "Regime": "lightning_multigpu.registry",
+    "RingDDPStrategy": "lightning_multigpu.strategies",
+    "register_all": "lightning_multigpu.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_lightning()

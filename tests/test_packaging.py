@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +61,13 @@ class TestMetadata:
         assert str(needs["lightning"]) == "<2.7,>=2.6"
         assert str(needs["torch"]) == ">=2.13"
         assert "torchmetrics" in needs
-        assert PROJECT["optional-dependencies"]["sharded"] == ["fairscale==0.4.13"]
+        assert PROJECT["version"] == lightning_multigpu.__version__
+
+    def test_fairscale_is_an_extra_that_development_has_too(self) -> None:
+        extras = PROJECT["optional-dependencies"]
+        assert extras["sharded"] == ["fairscale==0.4.13"]
+        assert "sharded" in extras["dev"][0]
+        assert version("fairscale") == "0.4.13"
 
     def test_type_hints_are_part_of_the_package(self) -> None:
         assert (PACKAGE / "py.typed").is_file()
@@ -82,7 +94,7 @@ class TestPins:
     def test_each_is_within_the_ranges(self) -> None:
         versions = {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in PINS}
         extras = PROJECT["optional-dependencies"]
-        installed = [*PROJECT["dependencies"], *extras["dev"], *extras["examples"], *extras["gpu"], *extras["plot"]]
+        installed = [*PROJECT["dependencies"], *(need for extra in extras.values() for need in extra)]
         for need in map(Requirement, installed):
             name = canonicalize_name(need.name)
             if name != PROJECT["name"]:
@@ -144,6 +156,120 @@ class TestPublicNames:
         for regime in REGIMES:
             assert StrategyRegistry[regime.name]["strategy"] is regime.strategy
             assert StrategyRegistry[regime.name]["init_params"] == dict(regime.options)
+
+
+class TestImport:
+    """Importing the package registers the strategies with Lightning, and does not itself import Lightning."""
+
+    def run(self, *lines: str) -> str:
+        command = [sys.executable, "-W", "error", "-c", "\n".join(lines)]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+        return process.stdout + process.stderr
+
+    def test_lower_layers_without_lightning(self) -> None:
+        names = [
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            for path in python_files(*(f"lightning_multigpu/{layer}" for layer in ("communication", "engine")))
+        ]
+        output = self.run(
+            "import sys, importlib, lightning_multigpu",
+            "print('torch' in sys.modules)",
+            f"for name in {names}: importlib.import_module(name)",
+            "print('torch' in sys.modules, sorted({'lightning', 'torchmetrics'} & sys.modules.keys()))",
+        )
+        assert output.splitlines() == ["False", "True []"]
+
+    def test_registers_when_lightning_is_imported_later(self) -> None:
+        output = self.run(
+            "import warnings; warnings.simplefilter('default')",
+            "import lightning_multigpu",
+            "from lightning.pytorch.strategies import StrategyRegistry",
+            "print('ring_ddp' in StrategyRegistry, lightning_multigpu.RingDDPStrategy.__name__)",
+            "import lightning.pytorch as pl; print(type(pl.__loader__).__name__)",
+        )
+        assert output.splitlines()[-2:] == ["True RingDDPStrategy", "SourceFileLoader"]
+
+    @pytest.mark.parametrize("first", ["pytorch_lightning", "lightning_multigpu"])
+    def test_the_other_root_is_told_how_to_change_over(self, first: str, tmp_path: Path) -> None:
+        """With ``pytorch_lightning`` the names are unknown, and its Trainer says no more than that."""
+        (tmp_path / "pytorch_lightning.py").touch()  # the import counts, not what the library does
+        second = {"pytorch_lightning": "lightning_multigpu", "lightning_multigpu": "pytorch_lightning"}[first]
+        output = self.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})", f"import {first}", f"import {second}")
+        assert "replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl`" in output
+
+    def test_a_program_that_uses_both_roots_is_not_warned(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_lightning.py").touch()
+        (tmp_path / "lightning").mkdir()
+        (tmp_path / "lightning/__init__.py").touch()
+        (tmp_path / "lightning/pytorch.py").touch()
+        lines = ("import pytorch_lightning, lightning.pytorch", "sys.modules['lightning_multigpu.registry'] = sys")
+        output = self.run(
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r})",
+            *lines,
+            "sys.register_all = lambda: print('registered')",
+            "import lightning_multigpu",
+        )
+        assert output == "registered\n"
+
+
+@pytest.mark.launch
+class TestDistributions:
+    """The wheel that users install: it has the package alone, and trains from any directory."""
+
+    @pytest.fixture(scope="class")
+    def built(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        directory = tmp_path_factory.mktemp("built")
+        run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)])
+        return directory
+
+    def test_without_tests(self, built: Path) -> None:
+        [wheel], [source] = built.glob("*.whl"), built.glob("*.tar.gz")
+        with zipfile.ZipFile(wheel) as archive:
+            assert {name.split("/")[0] for name in archive.namelist()} == {
+                "lightning_multigpu",
+                f"lightning_multigpu-{lightning_multigpu.__version__}.dist-info",
+            }
+            assert "lightning_multigpu/py.typed" in archive.namelist()
+        with tarfile.open(source) as archive:
+            parts = {name.split("/")[1] for name in archive.getnames()}
+        assert parts <= {
+            "lightning_multigpu",
+            "CHANGELOG.md",
+            "LICENSE",
+            "README.md",
+            "pyproject.toml",
+            "PKG-INFO",
+            ".gitignore",
+        }
+
+    def test_trains_in_a_fresh_environment_from_another_directory(self, built: Path, tmp_path: Path) -> None:
+        environment, project = tmp_path / "environment", tmp_path / "project"
+        run([sys.executable, "-m", "venv", "--without-pip", str(environment)])
+        # Lightning and torch are taken from this environment; its own copy of the package is in a .pth file, which a
+        # .pth file does not lead on to.
+        [packages] = (environment / "lib").glob("python*/site-packages")
+        (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        [wheel] = built.glob("*.whl")
+        python = environment / "bin/python"
+        run([sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)])
+        project.mkdir()
+        (project / "mine.py").write_text(
+            "from lightning.pytorch.demos.boring_classes import BoringDataModule as Data, BoringModel as Model\n"
+        )
+        command = [str(environment / "bin/lightning-multigpu"), "fit", "--model=mine.Model", "--data=mine.Data"]
+        options = ["strategy=ring_ddp", "accelerator=cpu", "devices=2", "max_steps=3", "logger=false"]
+        run([*command, *(f"--trainer.{option}" for option in options)], cwd=project)
+        found = run([str(python), "-c", "import lightning_multigpu as m; print(m.__file__)"], cwd=project)
+        assert Path(found.strip()).is_relative_to(environment)
+        assert len(list(project.glob("checkpoints/*.ckpt"))) == 1
+
+
+def run(command: list[str], cwd: Path | None = None) -> str:
+    """Standard output of a command; all that it printed is shown when it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180)
+    assert process.returncode == 0, f"exit status {process.returncode}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 class TestDocuments:
