@@ -212,15 +212,17 @@ class TestImport:
         assert output == "registered\n"
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a wheel and a source distribution."""
+    directory = tmp_path_factory.mktemp("built")
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)])
+    return directory
+
+
 @pytest.mark.launch
 class TestDistributions:
     """The wheel that users install: it has the package alone, and trains from any directory."""
-
-    @pytest.fixture(scope="class")
-    def built(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        directory = tmp_path_factory.mktemp("built")
-        run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)])
-        return directory
 
     def test_without_tests(self, built: Path) -> None:
         [wheel], [source] = built.glob("*.whl"), built.glob("*.tar.gz")
