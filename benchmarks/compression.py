@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
-from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.owner_summed import DEFAULT_SEGMENT_ELEMENTS
 from lightning_multigpu.communication.compression.powersgd import PowerSGD, add_product, first_factor, orthonormalise
 from lightning_multigpu.communication.ring import RingAllReduce

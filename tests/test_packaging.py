@@ -34,7 +34,7 @@ PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().spl
 
 # What a layer may import: of the pack, and of the two libraries that it stands on.
 LAYERS = {
-    "communication": {"lightning_multigpu.communication", "torch"},
+    "communication": {"lightning_multigpu.communication", "lightning_multigpu._suggest", "torch"},
     "engine": {"lightning_multigpu.engine", "lightning_multigpu.communication", "lightning_multigpu.planning", "torch"},
     "planning": {"lightning_multigpu.planning"},
 }

@@ -13,9 +13,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.clock import Lap, Stopwatch, timeline_of
 from lightning_multigpu.callbacks.keys import Group, documents_keys
 from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.stopwatch import Lap, Stopwatch
+from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.batch_size import leading_size
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
@@ -98,7 +99,7 @@ class ThroughputMonitor(Monitor):
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stopwatch = Stopwatch(timeline_of(trainer.strategy.root_device))
+        self._stopwatch = Stopwatch(clock_of(trainer.strategy.root_device))
         self._pending: deque[tuple[Lap, int, _Work]] = deque()
         self._work = _Work()
         self._last_global_step = trainer.global_step

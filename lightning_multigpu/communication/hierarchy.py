@@ -24,8 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, Piece, cut, whole_bounds
-from lightning_multigpu.communication.compression.pieces import Pieces
+from lightning_multigpu.communication.compression import (
+    CompressedAllReduce,
+    Compressor,
+    Piece,
+    Pieces,
+    cut,
+    whole_bounds,
+)
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
@@ -106,7 +112,7 @@ class HierarchicalAllReduce:
             return SentBytes(self._sent_between(flat, pieces), 0)
         bounds = self._bounds(flat, pieces)
         start, end = bounds[self.inside.rank]
-        memory = flat.numel() * flat.element_size()  # others' shards of what it has, and the sums of its own
+        memory = flat.nbytes  # others' shards of what it has, and the sums of its own
         return SentBytes(self._sent_between(flat[start:end], cut(pieces, start, end)), memory)
 
     def __call__(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Tensor:
@@ -179,8 +185,12 @@ class HierarchicalAllReduce:
                     )
         return self._can_move
 
-    def end_step(self) -> None:
-        """To be told after each optimizer step: compression then keeps the errors of the step; a collective."""
+    def end_step(self, loss_scale: float = 1.0) -> None:
+        """Ends an optimizer step, whose errors compression then keeps; a collective.
+
+        Args:
+            loss_scale: of the next step's gradients.
+        """
         compressed = self.compressed
         if compressed is None:
             return
@@ -188,7 +198,7 @@ class HierarchicalAllReduce:
             # The other shards may have had what is not finite, and the step is one.
             finite = torch.tensor([float(compressed.step_is_finite)])
             compressed.step_is_finite = bool(self.inside(finite) == self.inside.world_size)
-        compressed.end_step()
+        compressed.end_step(loss_scale)
 
     def state_dict(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """What a checkpoint must hold: empty without compression; the same on all ranks, a collective, between steps.
@@ -224,11 +234,6 @@ class HierarchicalAllReduce:
         first = self.inside is None or self.inside.rank == 0  # which hands errors on, see share_errors
         self.compressed.load_state_dict(state if first else {**state, "errors": {}})
         self._parts = {}
-
-    def scale_errors(self, factor: float) -> None:
-        """To be told between steps when gradients come in another unit: the new scale of the loss over the old one."""
-        if self.compressed is not None:
-            self.compressed.scale_errors(factor)
 
     def close(self) -> None:
         """Gives shared memory back; a second call does nothing."""

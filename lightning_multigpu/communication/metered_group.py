@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.tensors import alike, apply_flat
 
 _REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -60,7 +61,7 @@ class MeteredGroup:
         value = tensor.detach().to(self._device, copy=True).contiguous()
         if value.dtype == torch.bool:
             value = value.to(torch.int64)
-        with self._metered("all_reduce", value.numel() * value.element_size()):
+        with self._metered("all_reduce", value.nbytes):
             dist.all_reduce(value, op=op, group=self.group)
         if average:
             if not (value.is_floating_point() or value.is_complex()):
@@ -75,7 +76,7 @@ class MeteredGroup:
             tensor: the same shape and dtype on every rank.
             sync_grads: let gradients flow back to every rank's tensor; a collective in backward too.
         """
-        with self._metered("all_gather", tensor.numel() * tensor.element_size() * self.size):
+        with self._metered("all_gather", tensor.nbytes * self.size):
             if sync_grads:
                 gathered: Tensor = _AllGather.apply(tensor, self)  # type: ignore[no-untyped-call]
                 return gathered
@@ -120,16 +121,15 @@ class MeteredGroup:
 
     def broadcast_tensors(self, tensors: list[Tensor], src: int) -> None:
         """Copies the tensors of rank ``src`` (of the world) into every rank's, one message a dtype and device."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        for members in by_kind.values():
-            flat = torch.cat([member.reshape(-1) for member in members]).to(self._device)
-            with self._metered("broadcast", flat.numel() * flat.element_size(), sends=dist.get_rank() == src):
-                dist.broadcast(flat, src, group=self.group)
-            if dist.get_rank() != src:
-                for member, part in zip(members, flat.split_with_sizes([m.numel() for m in members]), strict=True):
-                    member.copy_(part.view_as(member))
+
+        def broadcast(flat: Tensor) -> None:
+            moved = flat.to(self._device)
+            with self._metered("broadcast", moved.nbytes, sends=dist.get_rank() == src):
+                dist.broadcast(moved, src, group=self.group)
+            flat.copy_(moved)
+
+        for members in alike(tensor.detach() for tensor in tensors):
+            apply_flat(broadcast, members)
 
     def barrier(self) -> None:
         """Returns when every rank of the group has called it."""

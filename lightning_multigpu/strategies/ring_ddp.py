@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.compression import Compressor
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
+from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.automatic_compression import AUTO, is_auto
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.compressed_gradients import CompressedGradients
-from lightning_multigpu.strategies.gradient_transport import GradientTransport
+
+CHECKPOINT_KEY = "lightning_multigpu"
+"""The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
@@ -100,8 +102,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             model_averaging_period=model_averaging_period,
             **options,
         )
+        self._transport = GradientTransport(
+            bucket_cap_mb=bucket_cap_mb,
+            compressor=compressor_of(compression),
+            compress_inside_hosts=compress_inside_hosts,
+            shared_memory=shared_memory,
+        )
         self._ddp_options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
@@ -111,33 +118,26 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
         self._reducer: GradientReducer | None = None
-        self._chooses_compression = is_auto(compression)
-        fixed = None if self._chooses_compression else compression
-        self._compressor = None if fixed is None else make_compressor(fixed)
-        self._compress_inside_hosts = compress_inside_hosts
-        self._shared_memory = shared_memory
-        self._compressed: CompressedGradients | None = None
+        self._compressed: HierarchicalAllReduce | None = None
         self._average_every = average_every
         self._averager: ModelAverager | None = None
 
     @property
     @override
     def options(self) -> dict[str, Any]:
+        transport = self._transport
+        compressor = transport.compressor
         ddp = {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
-        own = {
+        return {
+            **super().options,
+            "bucket_cap_mb": transport.bucket_cap_mb,
+            **ddp,
             "broadcast_buffers": self._broadcast_buffers,
             "average_every": self._average_every,
-            "compression": self._compression_setting,
-            "compress_inside_hosts": self._compress_inside_hosts,
-            "shared_memory": self._shared_memory,
+            "compression": compressor if compressor in (None, AUTO) else repr(compressor),
+            "compress_inside_hosts": transport.compress_inside_hosts,
+            "shared_memory": transport.shared_memory,
         }
-        return {**super().options, **ddp, **own}
-
-    @property
-    def _compression_setting(self) -> str | None:
-        if self._chooses_compression:
-            return AUTO
-        return None if self._compressor is None else repr(self._compressor)
 
     @override
     def environment_variables(self) -> dict[str, str]:
@@ -145,20 +145,28 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
+        assert self.lightning_module is not None
+        assert self.groups is not None
         bookkeeping = self.new_group("data")
         self._buffers = self.metered(bookkeeping, "data")
-        transport = self._transport()
-        self._reducer = transport.reducer()
-        bucket_cap_mb = transport.bucket_cap_mb(model, self._reducer, self._ddp_options["bucket_cap_mb"])
-        if self._chooses_compression:
-            self._reducer = transport.reducer_of_choice(self._reducer, bucket_cap_mb, self._buffers)
-        if self._reducer.all_reduce is not None and self._reducer.all_reduce.compressed is not None:
-            self._compressed = CompressedGradients(self._reducer.all_reduce, self.precision_plugin)
+        self._reducer, bucket_cap_mb = self._transport.open(
+            self.lightning_module,
+            self.groups,
+            self.meter,
+            self._buffers,
+            ranks_per_host=self.num_processes,
+            hook=self._user_hook(),
+            info=rank_zero_info,
+            warn=rank_zero_warn,
+        )
+        all_reduce = self._reducer.all_reduce
+        self._compressed = None if all_reduce is None or all_reduce.compressed is None else all_reduce
         wrapped = DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
             process_group=bookkeeping,
-            **{**self._ddp_options, "bucket_cap_mb": bucket_cap_mb},
+            bucket_cap_mb=bucket_cap_mb,
+            **self._ddp_options,
         )
         self._reducer.attach(wrapped)
         if self._average_every > 1:
@@ -168,22 +176,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         """Nothing is left to do: the reducer was attached when the module was wrapped."""
-
-    def _transport(self) -> GradientTransport:
-        assert self.lightning_module is not None
-        assert self.groups is not None
-        return GradientTransport(
-            module=self.lightning_module,
-            groups=self.groups,
-            meter=self.meter,
-            device=self.root_device,
-            num_hosts=self.num_nodes,
-            ranks_per_host=self.num_processes,
-            compressor=self._compressor,
-            compress_inside_hosts=self._compress_inside_hosts,
-            shared_memory=self._shared_memory,
-            hook=self._user_hook(),
-        )
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook
@@ -219,7 +211,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def on_optimizer_step_end(self) -> None:
         if self._compressed is not None:
-            self._compressed.end_step()
+            self._compressed.end_step(self._loss_scaler_scale())
         if self._averager is not None and self._averager.stepped():
             self._average_model()
 
@@ -233,19 +225,21 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._compressed is not None and "optimizer_states" in checkpoint and not self.failure_watch.failed:
             assert self.lightning_module is not None
-            self._compressed.save(checkpoint, self.lightning_module)
+            shapes = {name: tuple(parameter.shape) for name, parameter in self.lightning_module.named_parameters()}
+            checkpoint[CHECKPOINT_KEY] = {"compression": self._compressed.state_dict(shapes)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._compressed is not None:
-            self._compressed.load(checkpoint)
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get("compression")
+        if self._compressed is not None and state is not None:
+            self._compressed.load_state_dict(state)
 
     @override
     def on_train_end(self) -> None:
-        if self._compressed is not None:
-            rank_zero_info(self._compressed.summary())
+        if self._compressed is not None and self._compressed.compressed is not None:
+            rank_zero_info(self._compressed.compressed.summary())
         self._average_model()
         super().on_train_end()
 
@@ -253,6 +247,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average_model()
         return super().lightning_module_state_dict()
+
+    def _loss_scaler_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _average_model(self) -> None:
         if self._averager is None or self.failure_watch.failed:

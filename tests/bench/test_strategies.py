@@ -106,7 +106,7 @@ class TestTurns:
     @pytest.fixture
     def model(self, monkeypatch: pytest.MonkeyPatch) -> Counting:
         model = Counting()
-        clock = "lightning_multigpu.callbacks.clock.HostTimeline.mark"
+        clock = "lightning_multigpu.communication.metering.clocks.HostClock.mark"
         monkeypatch.setattr(clock, lambda timeline: model.now_s)
         return model
 
@@ -141,8 +141,10 @@ class TestTurns:
 
         monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank._meter_of", lambda trainer: meter)
         measured = type("Measured", (Counting,), {"training_step": step})()
-        monkeypatch.setattr("lightning_multigpu.callbacks.clock.HostTimeline.mark", lambda timeline: measured.now_s)
-        monkeypatch.setattr(meter, "_clock", lambda: measured.now_s)
+        monkeypatch.setattr(
+            "lightning_multigpu.communication.metering.clocks.HostClock.mark", lambda timeline: measured.now_s
+        )
+        monkeypatch.setattr(meter, "now", lambda: measured.now_s)
         requests = FakeRequests(measured, Turn(1, 3), Turn(2, 1))
         self.fit(tmp_path, measured, requests)
         first, second = (taken.metered for taken in requests.answers)

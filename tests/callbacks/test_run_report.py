@@ -197,11 +197,11 @@ class OwnBatches(IterableDataset[Tensor]):
 def test_two_ranks_with_batches_of_different_size(world2: World, tmp_path: Path, strategy: str) -> None:
     def train() -> tuple[dict[str, Any] | None, dict[str, float]]:
         from lightning_multigpu.callbacks import throughput
-        from lightning_multigpu.callbacks.clock import HostTimeline
+        from lightning_multigpu.communication.metering.clocks import HostClock
 
         clock = HandClock()
-        original = throughput.timeline_of
-        throughput.timeline_of = lambda device: HostTimeline(clock)
+        original = throughput.clock_of
+        throughput.clock_of = lambda device: HostClock(clock)
         try:
             report = RunReport(print_table=False)
             fit = trainer(
@@ -209,7 +209,7 @@ def test_two_ranks_with_batches_of_different_size(world2: World, tmp_path: Path,
             )
             fit.fit(Regression(clock), DataLoader(OwnBatches(4 + 2 * rank()), batch_size=None))
         finally:
-            throughput.timeline_of = original
+            throughput.clock_of = original
         return report.report, {key: value.item() for key, value in fit.callback_metrics.items()}
 
     (report, logged), (report_again, logged_again) = world2.run(train)

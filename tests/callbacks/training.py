@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_multigpu.callbacks.clock import HostTimeline
+from lightning_multigpu.communication.metering.clocks import HostClock
 
 BATCH_S = 0.5
 VALIDATION_BATCH_S = 1000.0
@@ -33,7 +33,7 @@ class HandClock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """The clock of all throughput monitors of the test."""
     made = HandClock()
-    monkeypatch.setattr("lightning_multigpu.callbacks.throughput.timeline_of", lambda device: HostTimeline(made))
+    monkeypatch.setattr("lightning_multigpu.callbacks.throughput.clock_of", lambda device: HostClock(made))
     return made
 
 

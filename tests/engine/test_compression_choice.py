@@ -71,8 +71,11 @@ class TestBuckets:
     def test_are_those_of_torch(self, bucket_bytes: int) -> None:
         """Its own assignment of the gradients in the order in which backward makes them."""
         for dtypes in ([FLOAT], [FLOAT, BFLOAT]):
-            parameters = [(Piece(str(i), shape), dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
-            backward = [torch.empty(piece.shape, dtype=dtype) for piece, dtype in reversed(parameters)]
+            parameters = {
+                torch.empty(shape, dtype=dtypes[i % len(dtypes)]): Piece(str(i), shape)
+                for i, shape in enumerate(SHAPES)
+            }
+            backward = list(reversed(parameters))
             expected, _ = dist._compute_bucket_assignment_by_size(backward, [bucket_bytes])
             found = [
                 [len(SHAPES) - 1 - int(piece.name) for piece in b.pieces] for b in buckets(parameters, bucket_bytes)
@@ -80,12 +83,12 @@ class TestBuckets:
             assert sorted(found) == sorted(expected)
 
     def test_hold_every_parameter_once(self) -> None:
-        parameters = [(Piece(str(i), shape), FLOAT) for i, shape in enumerate(SHAPES)]
+        parameters = {torch.empty(shape): Piece(str(i), shape) for i, shape in enumerate(SHAPES)}
         found = buckets(parameters, 5000)
         assert [piece.name for bucket in found for piece in bucket.pieces] == list("6543210")
-        assert sum(bucket.num_bytes for bucket in found) == 4 * sum(piece.numel for piece, _ in parameters)
-        assert buckets([], 5000) == []
-        assert buckets([(Piece("empty", (0, 4)), FLOAT)], 5000) == []
+        assert sum(bucket.num_bytes for bucket in found) == 4 * sum(piece.numel for piece in parameters.values())
+        assert buckets({}, 5000) == []
+        assert buckets({torch.empty(0, 4): Piece("empty", (0, 4))}, 5000) == []
 
     def test_as_many_as_there_is_time_for(self) -> None:
         some = [Bucket((Piece(str(i), (100,)),), FLOAT) for i in range(4)]

@@ -26,12 +26,13 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.engine.data_parallel import compression_choice
+from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
+from lightning_multigpu.engine.data_parallel.gradient_transport import pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.runtime.joining import table_of
-from lightning_multigpu.strategies.automatic_compression import reducer_of_choice
-from lightning_multigpu.strategies.compressed_gradients import CHECKPOINT_KEY
+from lightning_multigpu.strategies.ring_ddp import CHECKPOINT_KEY
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
-from tests.strategies.test_gradient_path import TWO_HOSTS, as_hosts
+from tests.strategies.test_gradient_transport import TWO_HOSTS, as_hosts
 from tests.world import World, init_group
 
 FAST, SLOW = 1e12, 1e5  # bytes/s
@@ -89,10 +90,9 @@ class AtStart(Callback):
         self.random = (torch.get_rng_state().tolist(), random.getstate())
         strategy: Any = trainer.strategy
         self.chosen = name_of(strategy)
-        checkpoint: dict[str, Any] = {}
         if strategy._compressed is not None:
-            strategy._compressed.save(checkpoint, module)
-        self.state = checkpoint.get(CHECKPOINT_KEY, {}).get("compression", {})
+            shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+            self.state = strategy._compressed.state_dict(shapes)
 
 
 @as_hosts()
@@ -261,7 +261,9 @@ def beside_nccl(expected: str) -> tuple[str, int]:
     cpu = torch.device("cpu")
     ranks = MeteredGroup(group, meter, name="data", device=cpu)
     with link(**CHOICES[expected]):
-        reducer = reducer_of_choice(Classifier(), plain, all_reduce, bucket_bytes=1e6, ranks=ranks, device=cpu)
+        reducer = reducer_of_choice(
+            pieces_of(Classifier()), plain, all_reduce, bucket_bytes=1e6, ranks=ranks, device=cpu, info=print
+        )
     assert (reducer is plain) == (expected == "none")
     found = "none" if reducer is plain else reducer.all_reduce.compressed.compressor.name  # type: ignore[union-attr]
     return found, len(closed)

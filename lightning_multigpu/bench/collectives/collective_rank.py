@@ -15,7 +15,7 @@ from lightning_multigpu.bench.collectives.implementations import Call, Implement
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
 from lightning_multigpu.bench.collectives.pattern import Pattern
 from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
-from lightning_multigpu.callbacks.clock import timeline_of
+from lightning_multigpu.communication.metering.clocks import clock_of
 
 _ESTIMATING_CALLS = 2
 _LATE_S = 0.05
@@ -123,7 +123,7 @@ class _Bench:
         self._seat = seat
         self._store = store
         self._barriers = 0
-        self._timeline = timeline_of(device)
+        self._timeline = clock_of(device)
         operation = BY_NAME[request.operation]
         self._pattern = Pattern(seat.world_size, settings.dtype, device, summed=operation.is_sum)
         self._buffers = Buffers.make(

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
 from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import brings_batch, repeated
-from lightning_multigpu.callbacks.clock import timeline_of
+from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.report.statistics import quantile
 
@@ -77,7 +77,7 @@ class TakesTurns(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        timeline = timeline_of(trainer.strategy.root_device)
+        timeline = clock_of(trainer.strategy.root_device)
         if self._turn is not None:
             self._marks.append(timeline.mark())
             self._note_first_metered(trainer)

@@ -1,10 +1,10 @@
-"""What travels between hosts in place of float32 gradients. Knows torch, never Lightning."""
+"""Compression of the gradients that travel between hosts."""
 
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
 from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
-from lightning_multigpu.communication.compression.compressor import Compressor
+from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.factory import COMPRESSORS, make_compressor
-from lightning_multigpu.communication.compression.pieces import Piece, cut, whole_bounds
+from lightning_multigpu.communication.compression.pieces import Piece, Pieces, cut, whole_bounds
 
 __all__ = [
     "COMPRESSORS",
@@ -12,6 +12,7 @@ __all__ = [
     "CompressionStatistics",
     "Compressor",
     "Piece",
+    "Pieces",
     "cut",
     "make_compressor",
     "whole_bounds",

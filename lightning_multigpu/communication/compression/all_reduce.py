@@ -1,4 +1,4 @@
-"""All-reduce of gradients that are compressed where they leave this rank."""
+"""The all-reduce of gradients that are compressed before they leave a rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
-from lightning_multigpu.communication.compression.compressor import Compressor, ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import Compressor, ElementwiseCompressor
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
-from lightning_multigpu.communication.compression.low_rank import LowRank
 from lightning_multigpu.communication.compression.owner_messages import Messages
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
@@ -22,10 +21,8 @@ from lightning_multigpu.communication.compression.owner_summed import (
     segments_by_owner,
     sent_bytes,
 )
-from lightning_multigpu.communication.compression.owners import Owners
 from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
-from lightning_multigpu.communication.compression.powersgd import PowerSGD
-from lightning_multigpu.communication.compression.warm_starts import WarmStarts
+from lightning_multigpu.communication.compression.powersgd import LowRank, Owners, PowerSGD, WarmStarts
 from lightning_multigpu.communication.ring import RingAllReduce
 
 
@@ -35,9 +32,9 @@ class CompressedAllReduce:
     All ranks of the group must make the same calls in the same order; which thread calls does not matter, but only one
     at a time. Sums are made in float32 whatever the tensors are.
 
-    With error feedback, what a step's tensors could not be sent of is added to them in the next step:
-    :meth:`end_step` ends a step. If anything in it was not finite, on any rank, the state stays as it was before the
-    step on all ranks: a loss scaler drops such a step.
+    With error feedback, the part of a step's tensors that was not sent is added to them in the next step;
+    :meth:`end_step` ends a step. If a sum was not finite on any rank, the state stays as it was before the step on all
+    ranks: a loss scaler drops such a step.
 
     Args:
         group: a process group whose back end sends CPU tensors point to point (gloo, mpi); nothing else may use it
@@ -67,6 +64,7 @@ class CompressedAllReduce:
         self.rank, self.world_size = self._messages.rank, self._messages.world_size
         self.ring = RingAllReduce(group)
         self._errors = ErrorFeedback() if compressor.has_error_feedback else None
+        self._loss_scale: float | None = None
         self.step_is_finite = True
         self._segments: dict[int, list[list[Segment]]] = {}
         self._free_buffers: dict[int, list[Buffers]] = {}
@@ -114,8 +112,12 @@ class CompressedAllReduce:
             return self._owners.plan(tuple(pieces)).sent_bytes(self.rank)
         return sent_bytes(self._segments_of(tensor.numel()), self.rank)
 
-    def end_step(self) -> None:
-        """Ends a step: its errors are kept if all of its sums were finite, else the state stays as it was before it."""
+    def end_step(self, loss_scale: float = 1.0) -> None:
+        """Ends a step: its errors are kept if all of its sums were finite, else the state stays as it was before it.
+
+        Args:
+            loss_scale: of the next step; errors are kept in the unit of the next step's gradients.
+        """
         if not self._is_warming_up():
             self.statistics.end_step()
         if self._errors is not None:
@@ -124,11 +126,16 @@ class CompressedAllReduce:
             self._warm_starts.end_step(accept=self.step_is_finite)
         self.step += self.step_is_finite
         self.step_is_finite = True
+        if self._errors is not None and self._loss_scale is not None and self._loss_scale != loss_scale:
+            self._errors.scale(loss_scale / self._loss_scale)
+        self._loss_scale = loss_scale
 
-    def scale_errors(self, factor: float) -> None:
-        """To be told between steps when gradients come in another unit: the new scale of the loss over the old one."""
-        if self._errors is not None:
-            self._errors.scale(factor)
+    def summary(self) -> str:
+        """One line with the bytes that compression has saved and its relative error."""
+        return (
+            f"{self.compressor!r}: {self.statistics.ratio:.2f} times fewer bytes between hosts, "
+            f"relative error of what was sent {self.statistics.relative_error:.2%}"
+        )
 
     def share_errors(self, pieces: Sequence[Piece], own: Sequence[Piece], host: dist.ProcessGroup) -> None:
         """Moves errors to the ranks of a host that go on with them, where each of these reduces a part of a tensor.
@@ -157,7 +164,7 @@ class CompressedAllReduce:
         rank of a later run, however many there are, starts with this average, so that its average is the same. Ranks
         of one host that each reduce a part of every tensor have errors of their parts: those of the host are the sum.
         """
-        state: dict[str, Any] = {"step": self.step}
+        state: dict[str, Any] = {"step": self.step, "loss_scale": self._loss_scale}
         if self._errors is not None:
             errors = self._errors.state()
             for error in errors.values():
@@ -170,6 +177,7 @@ class CompressedAllReduce:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``, whatever the world size and the compressor were; what this one lacks is zero."""
         self.step = int(state.get("step", 0))
+        self._loss_scale = state.get("loss_scale")
         self.step_is_finite = True
         if self._errors is not None:
             self._errors.load(state.get("errors", {}))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
-from lightning_multigpu.communication.compression.cast import Bf16, Fp16
-from lightning_multigpu.communication.compression.compressor import Compressor
-from lightning_multigpu.communication.compression.int8 import Int8
+from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Fp16, Int8, TopK
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
-from lightning_multigpu.communication.compression.topk import TopK
 
 COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, Bf16, Int8, PowerSGD, TopK)}
 """Every compressor by its name."""
@@ -40,23 +37,17 @@ def make_compressor(compression: str | Mapping[str, Any] | Compressor, **options
     if not isinstance(compression, str):
         raise TypeError(f"compression={compression!r} is a {type(compression).__name__}: use a name or a mapping")
     if compression not in COMPRESSORS:
-        raise ValueError(
-            f"compression={compression!r} is unknown: use one of {_listed(COMPRESSORS)}."
-            f"{_hint(compression, COMPRESSORS)}"
-        )
+        known = f"use one of {_listed(COMPRESSORS)}. {did_you_mean(compression, COMPRESSORS)}".rstrip()
+        raise ValueError(f"compression={compression!r} is unknown: {known}")
     kind = COMPRESSORS[compression]
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for option in options:
-        if option not in known:
-            has = f"has {_listed(known)}" if known else "has no options"
-            raise ValueError(f"compression {compression!r} has no option {option!r}: it {has}.{_hint(option, known)}")
+        if option not in names:
+            has = f"has {_listed(names)}" if names else "has no options"
+            hint = f"{has}. {did_you_mean(option, names)}".rstrip()
+            raise ValueError(f"compression {compression!r} has no option {option!r}: it {hint}")
     return kind(**options)
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in names)
-
-
-def _hint(name: str, known: Any) -> str:
-    matches = get_close_matches(name.lower().replace("-", "_"), known, n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
-from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.owner_messages import FROM_OWNER, TO_OWNER, Messages, wait_all
 from lightning_multigpu.communication.ring import chunk_bounds
 

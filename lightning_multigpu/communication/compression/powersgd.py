@@ -1,25 +1,48 @@
-"""PowerSGD: a matrix of gradients as the product of two thin ones, one step of a power iteration a training step.
+"""PowerSGD: a matrix of gradients travels as the product of two thin ones, from one power iteration a training step.
 
 Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-optimization", NeurIPS 2019, algorithm 1. With M the gradients of a rank and Q what the last step ended with::
+optimization", NeurIPS 2019, algorithm 1. With M the gradients of a rank and Q the result of the step before::
 
     P = M Q              summed over the ranks, then orthonormalised
     Q = transpose(M) P   averaged over the ranks
     the average of M is taken to be P transpose(Q); a rank keeps the error M - P transpose(its own Q)
+
+Every matrix has an owner, a rank that sums the matrix's factors and sends the sums to all; Q is stored as (rank,
+columns)::
+
+    every rank    P = M Q            to the owner of the matrix
+    owner         sum of P, orthonormalised            to all
+    every rank    Q = transpose(P) M                   to the owner
+    owner         sum of Q                             to all
+    every rank    the sum of M is P Q, the error M - P (own Q)
+
+Parameters that are no matrix travel with P, as they are. Owners have whole parameters, since a part of a matrix would
+have another rank. All ranks use the factors that the owner sent, so that all hold the same bits, and the sums are made
+in one order.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compressor import Compressor
-from lightning_multigpu.communication.compression.option_errors import require_int
-from lightning_multigpu.communication.compression.pieces import Piece
+from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
+from lightning_multigpu.communication.compression.compressors import Compressor, require_int
+from lightning_multigpu.communication.compression.owner_messages import (
+    FROM_OWNER,
+    SECOND_FROM_OWNER,
+    SECOND_TO_OWNER,
+    TO_OWNER,
+    Messages,
+    wait_all,
+)
+from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
 
 _RANKS_BY_OUTER_PRODUCTS = 4  # up to here a sum of outer products is faster than a product of matrices
 
@@ -54,6 +77,244 @@ class PowerSGD(Compressor):
             return None
         rows, columns = piece.shape[0], math.prod(piece.shape[1:])
         return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter in the flat tensor, its owner, and where its numbers lie in the owner's first and second message."""
+
+    name: str
+    start: int
+    stop: int
+    owner: int
+    first: slice
+    second: slice
+    size: tuple[int, int] | None
+    """Rows and columns, or None where it travels as it is."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who owns which parameter of one flat tensor, and how long the messages about them are, by owner."""
+
+    parts: tuple[Part, ...]
+    first_numel: tuple[int, ...]
+    second_numel: tuple[int, ...]
+
+    def sent_bytes(self, rank: int) -> int:
+        """What ``rank`` sends: what others own once, what it owns itself to every other rank."""
+        totals = [4 * (first + second) for first, second in zip(self.first_numel, self.second_numel, strict=True)]
+        return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
+
+
+class Owners:
+    """Deals parameters out to ranks: each to the one that has the least to send so far. Deterministic.
+
+    A tensor keeps its plan; the ranks agree because all see the same tensors in the same order.
+    """
+
+    def __init__(self, compressor: PowerSGD, world_size: int) -> None:
+        self._compressor = compressor
+        self._loads = [0] * world_size
+        self._plans: dict[Pieces, Plan] = {}
+
+    def plan(self, pieces: Pieces) -> Plan:
+        """The plan of the flat tensor of these pieces."""
+        found = self._plans.get(pieces)
+        if found is None:
+            found = self._plans[pieces] = self._new_plan(pieces)
+        return found
+
+    def _new_plan(self, pieces: Pieces) -> Plan:
+        first, second = [0] * len(self._loads), [0] * len(self._loads)
+        parts = []
+        for piece, start in zip(pieces, offsets(pieces), strict=False):
+            size = self._compressor.factors(piece)
+            rows, columns = (piece.numel, 0) if size is None else size
+            rank = 1 if size is None else self._compressor.rank
+            owner = self._loads.index(min(self._loads))
+            first_end, second_end = first[owner] + rank * rows, second[owner] + rank * columns
+            parts.append(Part(piece.name, start, start + piece.numel, owner, slice(first[owner], first_end),
+                              slice(second[owner], second_end), size))  # fmt: skip
+            first[owner], second[owner] = first_end, second_end
+            self._loads[owner] += rank * (rows + columns)
+        return Plan(tuple(parts), tuple(first), tuple(second))
+
+
+class WarmStarts:
+    """The factor Q of each matrix, with which its next power iteration starts: the same on every rank.
+
+    Args:
+        rank: of the factors.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._factors: dict[str, Tensor] = {}
+        self._of_this_step: dict[str, Tensor] = {}
+
+    def get(self, name: str, columns: int) -> Tensor:
+        """(rank, columns). One of another size, because the rank was another in the checkpoint, is made anew."""
+        factor = self._factors.get(name)
+        if factor is None or factor.shape != (self._rank, columns):
+            factor = self._factors[name] = first_factor(name, self._rank, columns)
+        return factor
+
+    def put(self, name: str, factor: Tensor) -> None:
+        """For the next step, if this one is accepted. The length is taken off, which would grow with every step."""
+        norm = torch.linalg.vector_norm(factor)
+        if norm > 0:
+            self._of_this_step[name] = factor / norm
+
+    def end_step(self, *, accept: bool) -> None:
+        """Keeps or forgets what was put."""
+        if accept:
+            self._factors.update(self._of_this_step)
+        self._of_this_step = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy, by name."""
+        return {name: self._factors[name].clone() for name in sorted(self._factors)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the place of all factors; ``state`` is copied."""
+        self._factors = {name: factor.detach().to("cpu", torch.float32, copy=True) for name, factor in state.items()}
+        self._of_this_step = {}
+
+
+class LowRank:
+    """One all-reduce under way: :meth:`send_parts` has started it, :meth:`finish` ends it.
+
+    Args:
+        values: flat float32; becomes the sum or the average.
+        errors: flat float32: those to add, and where those of this step go.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        plan: Plan,
+        warm_starts: WarmStarts,
+        statistics: CompressionStatistics,
+        values: Tensor,
+        errors: tuple[Tensor, Tensor],
+        average: bool,
+    ) -> None:
+        self._messages = messages
+        self._plan = plan
+        self._warm_starts = warm_starts
+        self._statistics = statistics
+        self._values = values
+        self._given = torch.add(values, errors[0], out=errors[1])  # becomes the error of this step
+        self._average = average
+        self._first = _Round(messages, plan.first_numel, TO_OWNER, FROM_OWNER)
+        self._second = _Round(messages, plan.second_numel, SECOND_TO_OWNER, SECOND_FROM_OWNER)
+
+    def send_parts(self) -> None:
+        """Makes this rank's factors P and starts to send them."""
+        for part in self._plan.parts:
+            numbers = self._first.numbers[part.owner][part.first]
+            given = self._given[part.start : part.stop]
+            if part.size is None:
+                numbers.copy_(given)
+            else:
+                start = self._warm_starts.get(part.name, part.size[1])
+                torch.mm(given.view(part.size), start.t(), out=numbers.view(part.size[0], -1))
+        self._first.send_parts()
+
+    def finish(self) -> bool:
+        """The rest of both rounds; returns whether everything that was sent is finite."""
+        own = self._messages.rank
+        total = self._first.sum_parts()
+        for part in self._plan.parts:
+            if part.owner == own and part.size is not None:
+                orthonormalise(total[part.first].view(part.size[0], -1))
+            elif part.owner == own and self._average:
+                total[part.first].div_(self._messages.world_size)
+        self._first.exchange_sums()
+        for part in self._plan.parts:
+            self._take_away(part)
+        self._second.send_parts()
+        total = self._second.sum_parts()
+        if self._average:
+            total.div_(self._messages.world_size)
+        self._second.exchange_sums()
+        for part in self._plan.parts:
+            self._put_together(part)
+        self._first.wait_for_sends()
+        self._second.wait_for_sends()
+        return self._first.is_finite() and self._second.is_finite()
+
+    def _take_away(self, part: Part) -> None:
+        """Makes this rank's Q, and takes what the factors say of its gradients away from them."""
+        given = self._given[part.start : part.stop]
+        if part.size is None:
+            given.zero_()
+            return
+        had_square = self._statistics.square(given)
+        p = self._first.numbers[part.owner][part.first].view(part.size[0], -1)
+        q = self._second.numbers[part.owner][part.second].view(-1, part.size[1])
+        torch.mm(p.t(), given.view(part.size), out=q)
+        add_product(given.view(part.size), p, q, factor=-1.0)
+        self._statistics.add_loss(had_square, given)
+
+    def _put_together(self, part: Part) -> None:
+        values = self._values[part.start : part.stop]
+        first = self._first.numbers[part.owner][part.first]
+        if part.size is None:
+            values.copy_(first)
+            return
+        q = self._second.numbers[part.owner][part.second].view(-1, part.size[1])
+        values.zero_()
+        add_product(values.view(part.size), first.view(part.size[0], -1), q)
+        self._warm_starts.put(part.name, q)
+
+
+class _Round:
+    """Numbers for each owner, which it sums and sends back; nothing is sent about owners of nothing."""
+
+    def __init__(self, messages: Messages, numels: tuple[int, ...], to_owner: int, from_owner: int) -> None:
+        self.numbers = [torch.empty(numel) for numel in numels]
+        self._messages = messages
+        self._to_owner, self._from_owner = to_owner, from_owner
+        self._sends: list[dist.Work] = []
+        own = self.numbers[messages.rank]
+        self._parts = {peer: torch.empty_like(own) for peer in messages.peers} if own.numel() else {}
+        self._arrivals = {peer: messages.receive(part, peer, to_owner) for peer, part in self._parts.items()}
+
+    def send_parts(self) -> None:
+        for peer in self._messages.peers:
+            if self.numbers[peer].numel():
+                self._sends.append(self._messages.send(self.numbers[peer], peer, self._to_owner))
+
+    def sum_parts(self) -> Tensor:
+        """The sums that this rank owns; they may be changed until :meth:`exchange_sums`."""
+        own = self.numbers[self._messages.rank]
+        for peer in sorted(self._parts):
+            self._arrivals[peer].wait()
+            own.add_(self._parts[peer])
+        return own
+
+    def exchange_sums(self) -> None:
+        """Every rank's numbers become the sums."""
+        messages = self._messages
+        wait_all(self._sends)  # what has been sent is about to be overwritten
+        self._sends = [messages.send(self.numbers[messages.rank], peer, self._from_owner) for peer in self._parts]
+        wait_all(
+            [
+                messages.receive(self.numbers[peer], peer, self._from_owner)
+                for peer in messages.peers
+                if self.numbers[peer].numel()
+            ]
+        )
+
+    def wait_for_sends(self) -> None:
+        """Waits until all is sent: a message whose work is dropped before may never arrive."""
+        wait_all(self._sends)
+
+    def is_finite(self) -> bool:
+        """Whether all sums are."""
+        return all(bool(numbers.isfinite().all()) for numbers in self.numbers)
 
 
 def first_factor(name: str, rank: int, columns: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What moved between ranks: how many bytes, when, for how long, and how much of that time hid behind compute."""
+"""The meter: bytes and time of every transfer between ranks, and how much of that time compute hid."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock
 from lightning_multigpu.communication.metering.collective_observer import CollectiveObserver
-from lightning_multigpu.communication.metering.records import (
-    CudaRecord,
-    CudaWait,
-    HostRecord,
-    HostWait,
-    PendingStep,
-    Transfer,
-    recorded_event,
-)
+from lightning_multigpu.communication.metering.records import PendingStep, Transfer, Wait
 from lightning_multigpu.communication.metering.traffic import (
     Interval,
     OperationTotals,
@@ -48,8 +41,9 @@ class Meter:
         clock: seconds, monotonic.
 
     Attributes:
-        notes: told of each transfer on the host's clock as it begins and ends, so that others can see what this rank
-            waits for; None for nobody. Transfers on CUDA streams are not noted: the host does not wait in them.
+        notes: told of each transfer on the host's clock as it begins and ends, so that other processes can see what
+            this rank waits for; None for no observer. It is not told of transfers on CUDA streams, since the host does
+            not wait in them.
     """
 
     def __init__(self, *, history: int = 4096, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -57,10 +51,13 @@ class Meter:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
         self.notes: CollectiveObserver | None = None
-        self._clock = clock
+        self.now = clock
+        """The meter's clock, in seconds."""
+        self._host_clock = HostClock(clock)
+        self._stream_clock = StreamClock(clock)
+        self._stream_origin: tuple[torch.cuda.Event, float] | None = None
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()
-        self._cuda_epoch: tuple[torch.cuda.Event, float] | None = None
         self._next_index = 0
         self._open_step()
 
@@ -85,6 +82,7 @@ class Meter:
         ranks: str = "",
         awaited: bool = True,
         noted: bool = True,
+        on_stream: bool = False,
     ) -> Transfer:
         """Starts the clock of one transfer; the caller ends it with ``finish()``, or with ``broke()`` at an error.
 
@@ -98,54 +96,30 @@ class Meter:
             blocking: the main thread waits for all of it.
             ranks: the members of the group, as ``collective_observer.ranks_text`` writes them.
             awaited: some thread waits for it from the beginning; where not, call ``awaited()`` of the result later.
-            noted: :attr:`notes` is told; nobody needs to know of a message that is handed over and not waited for.
+            noted: :attr:`notes` is told; not needed for a message that is handed over and not waited for.
+            on_stream: time it by events on the CUDA streams current at its start and end; :attr:`notes` is not told.
         """
         note = None
-        if noted and self.notes is not None:
+        if noted and not on_stream and self.notes is not None:
             note = self.notes.began(
                 operation, group=group, ranks=ranks, group_size=group_size, size_bytes=size_bytes, awaited=awaited
             )
-        record = HostRecord(
-            operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
-            blocking, self._clock(), memory_bytes=memory_bytes, clock=self._clock, note=note,
+        if sent_bytes is None:
+            sent_bytes = round(sent_share(operation, group_size) * size_bytes)
+        origin = self._origin() if on_stream else self._host_clock.origin()
+        clock = self._stream_clock if on_stream else self._host_clock
+        transfer = Transfer(
+            clock=clock, origin=origin, start=clock.mark(), operation=operation, group=group, group_size=group_size,
+            size_bytes=size_bytes, sent_bytes=sent_bytes, blocking=blocking, memory_bytes=memory_bytes, note=note,
         )  # fmt: skip
-        self._add(record)
-        return record
-
-    def begin_on_stream(
-        self,
-        operation: str,
-        *,
-        group: str,
-        group_size: int,
-        size_bytes: int,
-        sent_bytes: int | None = None,
-        blocking: bool = False,
-    ) -> Transfer:
-        """As :meth:`begin`, timed by events: start and end are recorded on the CUDA streams current at each call."""
-        record = CudaRecord(
-            operation, group, group_size, size_bytes, _payload(operation, group_size, size_bytes, sent_bytes),
-            blocking, self._epoch(), recorded_event(), torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
-        )  # fmt: skip
-        self._add(record)
-        return record
+        with self._lock:
+            self._transfers.append(transfer)
+        return transfer
 
     @contextmanager
-    def blocking(
-        self,
-        operation: str,
-        *,
-        group: str,
-        group_size: int,
-        size_bytes: int,
-        sent_bytes: int | None = None,
-        ranks: str = "",
-    ) -> Iterator[None]:
-        """Meters a collective that the main thread waits for."""
-        transfer = self.begin(
-            operation, group=group, group_size=group_size, size_bytes=size_bytes, sent_bytes=sent_bytes, blocking=True,
-            ranks=ranks,
-        )  # fmt: skip
+    def metered(self, operation: str, **described: Any) -> Iterator[None]:
+        """Meters the transfer within the block; the arguments are those of :meth:`begin`."""
+        transfer = self.begin(operation, **described)
         try:
             yield
         except BaseException:
@@ -153,22 +127,24 @@ class Meter:
             raise
         transfer.finish()
 
+    def blocking(self, operation: str, **described: Any) -> AbstractContextManager[None]:
+        """:meth:`metered` for a collective that the main thread waits for."""
+        return self.metered(operation, blocking=True, **described)
+
     def waited(self, start_s: float, end_s: float) -> None:
         """The main thread waited for transfers from ``start_s`` to ``end_s`` on the meter's clock."""
         if end_s > start_s:
-            with self._lock:
-                self._waits.append(HostWait(start_s, end_s))
+            self._add_wait(Wait(clock=self._host_clock, origin=self._host_clock.origin(), start=start_s, end=end_s))
 
     def waited_on_stream(self, start: torch.cuda.Event) -> None:
         """The current CUDA stream had nothing but transfers to wait for from the event ``start`` to this moment."""
-        wait = CudaWait(self._epoch(), start, recorded_event())
-        with self._lock:
-            self._waits.append(wait)
+        clock = self._stream_clock
+        self._add_wait(Wait(clock=clock, origin=self._origin(), start=start, end=clock.mark()))
 
     def end_step(self) -> None:
         """Closes the current optimizer step: what is recorded from now on belongs to the next one."""
         with self._lock:
-            step = PendingStep(self._next_index, self._start_s, self._clock(), self._records, self._waits)
+            step = PendingStep(self._next_index, self._start_s, self.now(), self._transfers, self._waits)
             self._pending.append(step)
             self._next_index += 1
             self._open_step(step.end_s)
@@ -184,37 +160,27 @@ class Meter:
 
         A transfer that nobody waits for any more, because training was ended, is left out.
         """
-        if self._cuda_epoch is not None:
+        if self._stream_origin is not None:
             torch.cuda.synchronize()
         with self._lock:
             for step in self._pending:
-                step.records = [record for record in step.records if record.done()]
+                step.transfers = [transfer for transfer in step.transfers if transfer.done()]
         self._resolve()
 
-    def now(self) -> float:
-        """The meter's clock, in seconds."""
-        return self._clock()
-
     def _open_step(self, start_s: float | None = None) -> None:
-        self._records: list[HostRecord | CudaRecord] = []
-        self._waits: list[HostWait | CudaWait] = []
-        self._start_s = self._clock() if start_s is None else start_s
+        self._transfers: list[Transfer] = []
+        self._waits: list[Wait] = []
+        self._start_s = self.now() if start_s is None else start_s
 
-    def _add(self, record: HostRecord | CudaRecord) -> None:
+    def _add_wait(self, wait: Wait) -> None:
         with self._lock:
-            self._records.append(record)
+            self._waits.append(wait)
 
-    def _epoch(self) -> tuple[torch.cuda.Event, float]:
-        """An event whose time is known on the host's clock too, so that others can be placed on that clock.
-
-        It is renewed once a minute: CUDA gives the time between two events as a float32 in ms.
-        """
-        if self._cuda_epoch is None or self._clock() - self._cuda_epoch[1] > _EPOCH_S:
-            torch.cuda.synchronize()
-            event = recorded_event()
-            event.synchronize()
-            self._cuda_epoch = (event, self._clock())
-        return self._cuda_epoch
+    def _origin(self) -> tuple[torch.cuda.Event, float]:
+        """The origin of the CUDA clock, a minute old at most: CUDA gives the time between events as a float32 in ms."""
+        if self._stream_origin is None or self.now() - self._stream_origin[1] > _EPOCH_S:
+            self._stream_origin = self._stream_clock.origin()
+        return self._stream_origin
 
     def _resolve(self) -> None:
         while self._pending and self._pending[0].done():
@@ -225,44 +191,40 @@ def _empty_meter(history: int) -> Meter:
     return Meter(history=history)
 
 
-def _payload(operation: str, group_size: int, size_bytes: int, sent_bytes: int | None) -> int:
-    return round(sent_share(operation, group_size) * size_bytes) if sent_bytes is None else sent_bytes
-
-
 def _sum_up(step: PendingStep) -> StepTraffic:
     waits = merged(wait.interval() for wait in step.waits)
-    by_operation: dict[tuple[str, str, int], list[HostRecord | CudaRecord]] = {}
-    for record in step.records:
-        by_operation.setdefault((record.operation, record.group, record.group_size), []).append(record)
+    by_operation: dict[tuple[str, str, int], list[Transfer]] = {}
+    for transfer in step.transfers:
+        by_operation.setdefault((transfer.operation, transfer.group, transfer.group_size), []).append(transfer)
     operations = tuple(
         OperationTotals(
             operation=operation,
             group=group,
             group_size=group_size,
-            count=len(records),
-            size_bytes=sum(r.size_bytes for r in records),
-            sent_bytes=sum(r.sent_bytes for r in records),
-            memory_bytes=sum(r.memory_bytes for r in records),
-            total_s=length(_busy(records)),
-            exposed_s=length(_exposed(records, waits)),
+            count=len(transfers),
+            size_bytes=sum(transfer.size_bytes for transfer in transfers),
+            sent_bytes=sum(transfer.sent_bytes for transfer in transfers),
+            memory_bytes=sum(transfer.memory_bytes for transfer in transfers),
+            total_s=length(_busy(transfers)),
+            exposed_s=length(_exposed(transfers, waits)),
         )
-        for (operation, group, group_size), records in by_operation.items()
+        for (operation, group, group_size), transfers in by_operation.items()
     )
     return StepTraffic(
         index=step.index,
         start_s=step.start_s,
         end_s=step.end_s,
         operations=operations,
-        total_s=length(_busy(step.records)),
-        exposed_s=length(_exposed(step.records, waits)),
+        total_s=length(_busy(step.transfers)),
+        exposed_s=length(_exposed(step.transfers, waits)),
     )
 
 
-def _busy(records: Sequence[HostRecord | CudaRecord]) -> list[Interval]:
-    return merged(record.interval() for record in records)
+def _busy(transfers: Sequence[Transfer]) -> list[Interval]:
+    return merged(transfer.interval() for transfer in transfers)
 
 
-def _exposed(records: Sequence[HostRecord | CudaRecord], waits: list[Interval]) -> list[Interval]:
-    blocking = [record.interval() for record in records if record.blocking]
-    others = merged(record.interval() for record in records if not record.blocking)
+def _exposed(transfers: Sequence[Transfer], waits: list[Interval]) -> list[Interval]:
+    blocking = [transfer.interval() for transfer in transfers if transfer.blocking]
+    others = merged(transfer.interval() for transfer in transfers if not transfer.blocking)
     return merged([*blocking, *overlaps(others, waits)])

@@ -1,33 +1,46 @@
-"""What the meter keeps of a transfer until its step is summed up: clock readings, or events on a CUDA stream."""
+"""Records of transfers and waits, which the meter keeps until their optimizer step is summed up."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
-import torch
-
+from lightning_multigpu.communication.metering.clocks import Clock
 from lightning_multigpu.communication.metering.collective_observer import Note
 from lightning_multigpu.communication.metering.traffic import Interval
 
 
-class Transfer(Protocol):
-    """One transfer under way. :meth:`finish` is called once, by whichever thread sees it end, or else :meth:`broke`."""
+@dataclass(kw_only=True)
+class Wait:
+    """A time in which the main thread, or the compute stream, does nothing but wait for transfers.
 
-    def finish(self) -> None: ...
+    Attributes:
+        clock: that made the marks.
+        origin: a mark of the clock and its time on the host's clock.
+        start: a mark.
+        end: a mark; None while it lasts.
+    """
 
-    def awaited(self) -> None:
-        """From now on the calling thread does nothing but wait for it."""
+    clock: Clock = field(repr=False)
+    origin: tuple[Any, float] = field(repr=False)
+    start: Any
+    end: Any = None
 
-    def broke(self) -> None:
-        """It has raised an error, and will not be finished."""
+    def done(self) -> bool:
+        return self.end is not None and self.clock.passed(self.end)
+
+    def interval(self) -> Interval:
+        """Start and end on the host's clock."""
+        mark, mark_s = self.origin
+        return mark_s + self.clock.seconds(mark, self.start), mark_s + self.clock.seconds(mark, self.end)
 
 
-@dataclass
-class HostRecord:
-    """A transfer timed by the host's clock."""
+@dataclass(kw_only=True)
+class Transfer(Wait):
+    """One transfer under way; the thread that sees its end calls :meth:`finish`, or :meth:`broke` at an error.
+
+    On a CUDA stream the host neither waits for a transfer nor looks at a clock, so that no observer is told.
+    """
 
     operation: str
     group: str
@@ -35,110 +48,35 @@ class HostRecord:
     size_bytes: int
     sent_bytes: int
     blocking: bool
-    start_s: float
-    end_s: float | None = None
     memory_bytes: int = 0
-    clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
     note: Note | None = field(default=None, repr=False)
 
     def finish(self) -> None:
-        self.end_s = self.clock()
+        self.end = self.clock.mark()
         if self.note is not None:
             self.note.ended()
 
     def awaited(self) -> None:
+        """From now on the calling thread does nothing but wait for the transfer."""
         if self.note is not None:
             self.note.awaited()
 
     def broke(self) -> None:
-        self.end_s = self.clock()
+        """The transfer has raised an error, and will not be finished."""
+        self.end = self.clock.mark()
         if self.note is not None:
             self.note.broke()
-
-    def done(self) -> bool:
-        return self.end_s is not None
-
-    def interval(self) -> Interval:
-        assert self.end_s is not None
-        return self.start_s, self.end_s
-
-
-@dataclass
-class CudaRecord:
-    """A transfer timed on its stream: the host neither waits for it nor looks at a clock."""
-
-    operation: str
-    group: str
-    group_size: int
-    size_bytes: int
-    sent_bytes: int
-    blocking: bool
-    epoch: tuple[torch.cuda.Event, float]
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    recorded: bool = False
-    memory_bytes: int = 0
-
-    def finish(self) -> None:
-        self.end.record()
-        self.recorded = True
-
-    def awaited(self) -> None:
-        """Nothing to note: the host does not know when a stream waits."""
-
-    def broke(self) -> None:
-        self.finish()
-
-    def done(self) -> bool:
-        return self.recorded and bool(self.end.query())  # type: ignore[no-untyped-call]
-
-    def interval(self) -> Interval:
-        return _on_host_clock(self.epoch, self.start), _on_host_clock(self.epoch, self.end)
-
-
-@dataclass
-class CudaWait:
-    epoch: tuple[torch.cuda.Event, float]
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-
-    def done(self) -> bool:
-        return bool(self.end.query())  # type: ignore[no-untyped-call]
-
-    def interval(self) -> Interval:
-        return _on_host_clock(self.epoch, self.start), _on_host_clock(self.epoch, self.end)
-
-
-@dataclass
-class HostWait:
-    start_s: float
-    end_s: float
-
-    def done(self) -> bool:
-        return True
-
-    def interval(self) -> Interval:
-        return self.start_s, self.end_s
 
 
 @dataclass
 class PendingStep:
+    """An optimizer step that has ended; its transfers may still be under way."""
+
     index: int
     start_s: float
     end_s: float
-    records: list[HostRecord | CudaRecord]
-    waits: list[HostWait | CudaWait]
+    transfers: list[Transfer]
+    waits: list[Wait]
 
     def done(self) -> bool:
-        return all(r.done() for r in self.records) and all(w.done() for w in self.waits)
-
-
-def recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _on_host_clock(epoch: tuple[torch.cuda.Event, float], event: torch.cuda.Event) -> float:
-    origin, origin_s = epoch
-    return origin_s + float(origin.elapsed_time(event)) / 1e3
+        return all(record.done() for record in (*self.transfers, *self.waits))

@@ -74,7 +74,7 @@ class Announcer:
         self.drop()
         mine = torch.tensor([samples, weight, flags], dtype=torch.float64)
         everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
-        size_bytes = everyone.numel() * everyone.element_size()
+        size_bytes = everyone.nbytes
         transfer = self._meter.begin(
             "all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes, ranks=self._ranks,
             awaited=False,

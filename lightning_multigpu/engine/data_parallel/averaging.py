@@ -1,4 +1,4 @@
-"""Averages models instead of gradients: every rank takes several steps of its own, then all meet in the middle.
+"""Local SGD: every rank takes several optimizer steps of its own, then the ranks average their models.
 
 Source: T. Lin, S. U. Stich, K. K. Patel, M. Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020; averaging
 the momentum with the weights follows J. Wang et al., "SlowMo", ICLR 2020, section 2.
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_FLAT_BYTES = 32 << 20
+from lightning_multigpu.communication.tensors import alike, apply_flat
+
+_FLAT_BYTES = 32 << 20  # a flat copy of all would double the memory of the model
 
 
 class ModelAverager:
-    """Keeps count of the steps that ranks take alone, and averages when they have taken enough.
+    """Counts the steps that ranks take alone, and averages weights and optimizer state over the ranks.
 
     Args:
         every: optimizer steps from one average to the next.
@@ -42,8 +44,8 @@ class ModelAverager:
     def average(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> bool:
         """Averages weights and optimizer state, unless no step was taken since the last time; a collective.
 
-        Of an optimizer's state that is what has the parameter's own shape (momentum, moments). A parameter that had no
-        gradient yet on some rank, and so has no state there, keeps what each rank has.
+        Tensors of the optimizer's state are averaged if they have the parameter's shape (momentum, moments). A
+        parameter without state on some rank, because it had no gradient there yet, keeps each rank's own state.
 
         Returns:
             Whether anything was averaged.
@@ -54,8 +56,8 @@ class ModelAverager:
         parameters = list(parameters)
         with torch.no_grad():
             moments = self._on_all_ranks([_moments(state) for state in _states(optimizers)], parameters[0].device)
-            for tensors in _chunks([*parameters, *moments]):
-                self._average_together(tensors)
+            for tensors in alike([*parameters, *moments], full_bytes=_FLAT_BYTES):
+                apply_flat(self._average, tensors)
         return True
 
     def _on_all_ranks(self, moments: list[list[Tensor]], device: torch.device) -> list[Tensor]:
@@ -65,12 +67,6 @@ class ModelAverager:
         return [
             tensor for of_one, share in zip(moments, present.tolist(), strict=True) if share == 1 for tensor in of_one
         ]
-
-    def _average_together(self, tensors: list[Tensor]) -> None:
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        self._average(flat)
-        for tensor, averaged in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-            tensor.copy_(averaged.view(tensor.shape))
 
 
 def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -85,18 +81,3 @@ def _moments(entry: tuple[Tensor, dict[str, Any]]) -> list[Tensor]:
     parameter, state = entry
     values = [state[name] for name in sorted(state, key=str)]
     return [v for v in values if isinstance(v, Tensor) and v.shape == parameter.shape and v.is_floating_point()]
-
-
-def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype and device, up to a size that does not double the memory of the model."""
-    chunk: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        other = bool(chunk) and (tensor.dtype, tensor.device) != (chunk[0].dtype, chunk[0].device)
-        if chunk and (other or size >= _FLAT_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-    if chunk:
-        yield chunk

@@ -1,20 +1,21 @@
-"""How much gradient should travel together: measured at the start of a run instead of guessed.
+"""The size of gradient buckets, usual or measured at the start of a run.
 
 Let S be the bytes of all gradients, b those of a bucket, and a b + c the seconds that a bucket takes. Communication
-takes S/b buckets of a b + c seconds; what cannot hide behind backward is at least the last bucket, which is full only
-when backward is over. The sum S a + S c/b + a b + c is smallest at b = sqrt(S c / a).
+takes S/b buckets of a b + c seconds; at least the last bucket cannot hide behind backward, since it is full only when
+backward is over. The sum S a + S c/b + a b + c is smallest at b = sqrt(S c / a).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_multigpu.communication.metering.clocks import timed
 
 SMALLEST_BYTES = 64 << 10
 _ON_ONE_HOST_BYTES = 25 << 20
@@ -83,16 +84,4 @@ def fitted(num_bytes: Sequence[int], seconds: Sequence[float]) -> TransferCost:
 
 def _median_seconds(all_reduce: Callable[[Tensor], object], num_bytes: int, device: torch.device) -> float:
     tensor = torch.ones(num_bytes // 4, device=device)
-    times = []
-    for _ in range(_REPETITIONS):
-        _synchronise(device)
-        start_s = time.perf_counter()
-        all_reduce(tensor)
-        _synchronise(device)
-        times.append(time.perf_counter() - start_s)
-    return statistics.median(times)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return statistics.median(timed(lambda: all_reduce(tensor), device) for _ in range(_REPETITIONS))

@@ -1,8 +1,7 @@
-"""Whether compressed gradients arrive sooner: measured at the start of a run instead of guessed.
+"""Choice of a compression by measurement at the start of a run: ``compression="auto"``.
 
 Every way for gradients to travel is timed with the buckets of a step, in turn, so that a disturbance meets all of them;
-what counts is the median on the slowest rank. A link may be so slow that a step takes too long for that; a short probe
-tells, and then fewer buckets stand for all::
+the median on the slowest rank counts. On a slow link, which a short probe detects, the first buckets stand for all::
 
     probe     none 64 KiB, 256 KiB, 1 MiB     until one takes long enough to tell the time of a byte
     round 0   none, bf16, int8                not counted: memory is cold; tells how many rounds there is time for
@@ -14,14 +13,19 @@ tells, and then fewer buckets stand for all::
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lightning_multigpu.communication.compression import Piece, cut
-from lightning_multigpu.communication.compression.pieces import Pieces
+from lightning_multigpu.communication.compression import Compressor, Piece, Pieces, cut, make_compressor
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.clocks import timed
+from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.planning.break_even import break_even_bytes_per_s, measured_cost_s_per_byte
 
 UNCOMPRESSED = "none"
 CLEARLY = 0.9
@@ -109,21 +113,15 @@ def choice(seconds: Mapping[str, float]) -> str:
     return chosen
 
 
-def buckets(parameters: Iterable[tuple[Piece, torch.dtype]], bucket_bytes: float) -> list[Bucket]:
-    """The buckets that DistributedDataParallel makes of these parameters: from the last one on, full when not below.
+def buckets(pieces: Mapping[Tensor, Piece], bucket_bytes: float) -> list[Bucket]:
+    """The buckets that DistributedDataParallel makes of these parameters, the last parameter first.
 
     Args:
-        parameters: those that are trained, in the module's order.
+        pieces: by parameter, in the module's order.
         bucket_bytes: the size from which on a bucket is full.
     """
-    found: list[Bucket] = []
-    under_way: dict[torch.dtype, list[Piece]] = {}
-    for piece, dtype in reversed(list(parameters)):
-        pieces = under_way.setdefault(dtype, [])
-        pieces.append(piece)
-        if Bucket(tuple(pieces), dtype).num_bytes >= bucket_bytes:
-            found.append(Bucket(tuple(under_way.pop(dtype)), dtype))
-    found += [Bucket(tuple(pieces), dtype) for dtype, pieces in under_way.items()]
+    groups = alike(reversed(list(pieces)), full_bytes=bucket_bytes)
+    found = [Bucket(tuple(pieces[parameter] for parameter in group), group[0].dtype) for group in groups]
     return [bucket for bucket in found if bucket.numel]
 
 
@@ -177,15 +175,119 @@ def measure(ways: Mapping[str, Callable[[], float]], agree: Agree, *, budget_s: 
     return Measured(dict(zip(ways, medians, strict=True)), rounds)
 
 
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``work`` takes until its results are in the device's memory."""
-    _synchronise(device)
-    start_s = time.perf_counter()
-    work()
-    _synchronise(device)
-    return time.perf_counter() - start_s
+def reducer_of_choice(
+    pieces: Mapping[Tensor, Piece],
+    plain: GradientReducer,
+    all_reduce: HierarchicalAllReduce,
+    *,
+    bucket_bytes: float,
+    ranks: MeteredGroup,
+    device: torch.device,
+    info: Callable[[str], object],
+) -> GradientReducer:
+    """``plain``, or a reducer that compresses where compressed gradients arrive clearly sooner.
+
+    The choice is the same on all ranks; a collective.
+
+    Args:
+        pieces: by parameter, in the module's order.
+        plain: averages gradients as they are.
+        all_reduce: over the same ranks, for tensors in the host's memory; closed if it is not used afterwards.
+        bucket_bytes: how many bytes of gradients travel together.
+        ranks: all that take part.
+        device: of the gradients.
+        info: prints the choice, with the times that it was made from, on rank 0.
+    """
+    compressor = None
+    try:
+        if all_reduce.between is not None:
+            compressor = _chosen(pieces, plain, all_reduce, bucket_bytes, ranks, device, info)
+    finally:
+        if compressor is None and plain.all_reduce is not all_reduce:
+            all_reduce.close()
+    return plain if compressor is None else plain.through(all_reduce.compressing(compressor), pieces)
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _chosen(
+    pieces: Mapping[Tensor, Piece],
+    plain: GradientReducer,
+    all_reduce: HierarchicalAllReduce,
+    bucket_bytes: float,
+    ranks: MeteredGroup,
+    device: torch.device,
+    info: Callable[[str], object],
+) -> Compressor | None:
+    trained = {parameter: piece for parameter, piece in pieces.items() if parameter.requires_grad}
+    dtypes = {parameter.dtype for parameter in trained}
+    compressors = {name: make_compressor(name) for name in candidates(dtypes)}
+    if not compressors:
+        listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        info(f"compression='auto': none. Gradients in {listed} are compressed on demand only.")
+        return None
+    reducers = {name: plain.through(all_reduce.compressing(each), trained) for name, each in compressors.items()}
+
+    def agree(seconds: Sequence[float]) -> list[float]:
+        found: list[float] = ranks.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").tolist()
+        return found
+
+    def probe(num_bytes: int) -> float:
+        tensor = torch.ones(num_bytes // 4, device=device)
+        return timed(lambda: plain.average(tensor), device)
+
+    all_buckets = buckets(trained, bucket_bytes)
+    sample = first_bytes(all_buckets, sample_bytes(probe, agree))
+    measured = measure(_ways({UNCOMPRESSED: plain, **reducers}, sample, device), agree)
+    chosen = choice(measured.seconds)
+    info(_report(chosen, measured, all_buckets, sample) + _break_even_report(measured, reducers, sample))
+    return None if chosen == UNCOMPRESSED else compressors[chosen]
+
+
+def _ways(
+    reducers: Mapping[str, GradientReducer], sample: Sequence[Bucket], device: torch.device
+) -> dict[str, Callable[[], float]]:
+    tensors: list[tuple[Tensor, Sequence[Piece]]] = [
+        (torch.ones(bucket.numel, dtype=bucket.dtype, device=device), bucket.pieces) for bucket in sample
+    ]
+
+    def way(reducer: GradientReducer) -> Callable[[], float]:
+        def step() -> None:
+            reducer.average_all(tensors)
+            if reducer.all_reduce is not None:
+                reducer.all_reduce.end_step()
+
+        return lambda: timed(step, device)
+
+    return {name: way(reducer) for name, reducer in reducers.items()}
+
+
+def _report(chosen: str, measured: Measured, step: Sequence[Bucket], sample: Sequence[Bucket]) -> str:
+    total_bytes, sampled_bytes = (sum(bucket.num_bytes for bucket in of) for of in (step, sample))
+    times = ", ".join(
+        f"{way} {_ms(seconds * total_bytes / sampled_bytes)}" for way, seconds in measured.seconds.items()
+    )
+    part = "" if sampled_bytes == total_bytes else f" with {sampled_bytes / 2**20:.3g} MiB of them, in proportion"
+    return (
+        f"compression='auto': {chosen}. A step's {total_bytes / 2**20:.3g} MiB of gradients take: {times} "
+        f"(medians of {measured.rounds}{part}, on the slowest rank)."
+    )
+
+
+def _break_even_report(measured: Measured, reducers: Mapping[str, GradientReducer], sample: Sequence[Bucket]) -> str:
+    """The bandwidth below which each compression pays; empty where the link is too slow to tell."""
+    num_bytes = sum(bucket.num_bytes for bucket in sample)
+    found = []
+    for name, reducer in reducers.items():
+        assert reducer.all_reduce is not None
+        compressed = reducer.all_reduce.compressed
+        assert compressed is not None
+        ratio = compressed.statistics.ratio
+        cost_s = measured_cost_s_per_byte(measured.seconds[UNCOMPRESSED], measured.seconds[name], ratio, num_bytes)
+        if cost_s:
+            border = break_even_bytes_per_s(cost_s, ratio, world_size=compressed.world_size)
+            found.append(f"{name} below {border * 8e-9:.2g} Gbit/s")
+    return f" At what that costs here, it pays: {', '.join(found)} between hosts." if found else ""
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

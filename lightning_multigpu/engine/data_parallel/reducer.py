@@ -25,10 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu.communication.compression import Piece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
+from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.metering.records import Transfer, recorded_event
+from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.tensors import size_bytes
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 _UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
@@ -48,7 +50,7 @@ class GradientReducer:
         axis: the name under which the meter files the traffic.
         hook: a user's own communication hook and its state, used in place of ``all_reduce``.
         all_reduce: over the same ranks; by default NCCL or, with another back end, a ring.
-        pieces: what ``all_reduce`` has to know of each parameter, if it compresses.
+        pieces: the name and shape of each parameter, if ``all_reduce`` compresses.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class GradientReducer:
         if all_reduce is None and not self._nccl:
             all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
         self.all_reduce = all_reduce
-        self._pieces = pieces
+        self._pieces = pieces if all_reduce is not None and all_reduce.compressed is not None else None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -228,7 +230,7 @@ class GradientReducer:
         assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            with self._moving(buffer, SentBytes(_sparse_bytes(buffer), 0)):
+            with self._moving(buffer, SentBytes(size_bytes(buffer), 0)):
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self._world_size)
         else:
@@ -249,9 +251,7 @@ class GradientReducer:
         transfer.finish()
 
     def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
-        transfer = self._meter.begin_on_stream(
-            "all_reduce", group=self._axis, group_size=self._world_size, size_bytes=_size_bytes(buffer)
-        )
+        transfer = self._begin(buffer, None, on_stream=True)
         work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
         assert work is not None
 
@@ -288,16 +288,19 @@ class GradientReducer:
         future.add_done_callback(ended)
         return checked
 
-    def _begin(self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False) -> Transfer:
+    def _begin(
+        self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False, on_stream: bool = False
+    ) -> Transfer:
         return self._meter.begin(
             "all_reduce",
             group=self._axis,
             group_size=self._world_size,
-            size_bytes=_size_bytes(buffer),
+            size_bytes=size_bytes(buffer),
             sent_bytes=None if sent is None else sent.network + sent.memory,
             memory_bytes=0 if sent is None else sent.memory,
             blocking=blocking,
             ranks=self._ranks,
+            on_stream=on_stream,
         )
 
     def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
@@ -313,12 +316,3 @@ def _nothing() -> None:
 
 def _run_hook(reducer: GradientReducer, bucket: GradBucket) -> Future[Tensor]:
     return reducer.reduce(bucket)
-
-
-def _size_bytes(buffer: Tensor) -> int:
-    return _sparse_bytes(buffer) if buffer.is_sparse else buffer.numel() * buffer.element_size()
-
-
-def _sparse_bytes(buffer: Tensor) -> int:
-    indices, values = buffer._indices(), buffer._values()
-    return indices.numel() * indices.element_size() + values.numel() * values.element_size()

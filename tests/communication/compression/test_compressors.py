@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.cast import Bf16, Fp16
-from lightning_multigpu.communication.compression.compressor import ElementwiseCompressor
-from lightning_multigpu.communication.compression.int8 import Int8
-from lightning_multigpu.communication.compression.topk import TopK
+from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8, TopK
 
 COMPRESSORS = [Fp16(), Bf16(), Int8(), Int8(chunk_size=1), Int8(chunk_size=7), TopK(0.01), TopK(0.3), TopK(1)]
 compressors = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.communication.compression import COMPRESSORS, Compressor, make_compressor
-from lightning_multigpu.communication.compression.cast import Bf16, Fp16
-from lightning_multigpu.communication.compression.int8 import Int8
+from lightning_multigpu.communication.compression.compressors import Bf16, Fp16, Int8, TopK
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
-from lightning_multigpu.communication.compression.topk import TopK
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.metering.records import recorded_event
 from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline, Timeline

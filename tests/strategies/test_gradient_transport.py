@@ -1,4 +1,4 @@
-"""The way of gradients: who reduces with whom, what compression does to training, and what a checkpoint keeps of it."""
+"""The transport of gradients: groups of ranks, training with compression, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.shared_memory.segment import SharedSegment
-from lightning_multigpu.strategies.compressed_gradients import CHECKPOINT_KEY
-from lightning_multigpu.strategies.gradient_path import Layout, layout
+from lightning_multigpu.engine.data_parallel.gradient_transport import Layout, layout
+from lightning_multigpu.strategies.ring_ddp import CHECKPOINT_KEY
 from tests.strategies.tasks import Case, Classifier, dataset, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_multigpu.callbacks.clock import CudaTimeline, HostTimeline, Stopwatch, timeline_of
+from lightning_multigpu.callbacks.stopwatch import Stopwatch
+from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock, clock_of
 
 
 class HandClock:
@@ -41,7 +42,7 @@ class EventTimeline:
 
 def test_laps_follow_each_other_without_gaps() -> None:
     clock = HandClock()
-    stopwatch = Stopwatch(HostTimeline(clock))
+    stopwatch = Stopwatch(HostClock(clock))
     stopwatch.start()
     clock.now_s += 2
     first = stopwatch.lap()
@@ -53,7 +54,7 @@ def test_laps_follow_each_other_without_gaps() -> None:
 
 def test_a_pause_is_left_out_of_the_lap_it_falls_into() -> None:
     clock = HandClock()
-    stopwatch = Stopwatch(HostTimeline(clock))
+    stopwatch = Stopwatch(HostClock(clock))
     stopwatch.start()
     clock.now_s += 1
     stopwatch.pause()
@@ -69,7 +70,7 @@ def test_a_pause_is_left_out_of_the_lap_it_falls_into() -> None:
 
 def test_a_lap_that_ends_in_a_pause_has_what_ran_before_it() -> None:
     clock = HandClock()
-    stopwatch = Stopwatch(HostTimeline(clock))
+    stopwatch = Stopwatch(HostClock(clock))
     stopwatch.start()
     clock.now_s += 1
     stopwatch.pause()
@@ -92,14 +93,14 @@ def test_a_device_behind_the_host_is_not_waited_for_until_asked() -> None:
 
 
 def test_each_device_has_its_timeline() -> None:
-    assert isinstance(timeline_of(torch.device("cpu")), HostTimeline)
-    assert isinstance(timeline_of(torch.device("cuda", 0)), CudaTimeline)
+    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+    assert isinstance(clock_of(torch.device("cuda", 0)), StreamClock)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_events_time_the_device_and_not_the_queueing() -> None:
-    stopwatch = Stopwatch(CudaTimeline())
+    stopwatch = Stopwatch(StreamClock())
     stopwatch.start()
     torch.cuda._sleep(10_000_000)
     lap = stopwatch.lap()

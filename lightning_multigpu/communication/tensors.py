@@ -1,0 +1,43 @@
+"""Sizes of tensors, and groups of tensors that travel as one flat tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse tensor, those of its indices and values."""
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def alike(tensors: Iterable[Tensor], *, full_bytes: float = math.inf) -> Iterator[list[Tensor]]:
+    """Groups of tensors of one dtype and device, in their order; a group that has ``full_bytes`` takes no more."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        groups.setdefault(kind, []).append(tensor)
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+        if sizes[kind] >= full_bytes:
+            yield groups.pop(kind)
+            del sizes[kind]
+    yield from groups.values()
+
+
+def apply_flat(work: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
+    """Has ``work`` change one flat copy of the tensors in place, then copies the result into the tensors.
+
+    Args:
+        work: takes a contiguous, one-dimensional tensor.
+        tensors: of one dtype and device.
+    """
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    work(flat)
+    for tensor, part in zip(tensors, flat.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

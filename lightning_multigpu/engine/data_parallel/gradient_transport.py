@@ -1,0 +1,215 @@
+"""Transport of gradients between ranks: shared memory inside a host, a ring or a compressor between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, Piece, make_compressor
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.data_parallel import bucket_size
+from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
+from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
+
+AUTO: Literal["auto"] = "auto"
+_AXIS = "data"
+_DDP_BUCKET_CAP_MB = 25.0
+_HOST_MEMORY_BACKEND = "gloo"
+
+
+class Groups(Protocol):
+    """The process groups of a run, over the axes of its mesh."""
+
+    device: torch.device
+    also_cut: list[Callable[[], None]]
+
+    def new(self, axis: str) -> dist.ProcessGroup: ...
+
+    def lines(self, axis: str) -> list[list[int]]: ...
+
+    def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientTransport:
+    """Options of how gradients travel over the data axis; :meth:`open` makes what moves them.
+
+    Attributes:
+        bucket_cap_mb: MiB of gradients that travel together; "auto" measures, None goes by where they travel.
+        compressor: what travels between hosts in place of gradients; "auto" measures, None is for gradients.
+        compress_inside_hosts: compress between ranks of one host as well.
+        shared_memory: let ranks of one host reduce through memory that they share.
+    """
+
+    bucket_cap_mb: float | Literal["auto"] | None = None
+    compressor: Compressor | Literal["auto"] | None = None
+    compress_inside_hosts: bool = False
+    shared_memory: bool = True
+
+    def open(
+        self,
+        module: Module,
+        groups: Groups,
+        meter: Meter,
+        ranks: MeteredGroup,
+        *,
+        ranks_per_host: int,
+        hook: tuple[Any, CommHook] | None,
+        info: Callable[[str], object],
+        warn: Callable[[str], object],
+    ) -> tuple[GradientReducer, float | None]:
+        """The reducer of a module's gradients, and the MiB of its buckets, None for DDP's own; a collective of all.
+
+        Args:
+            module: whose gradients travel.
+            groups: of the run.
+            meter: told of every transfer.
+            ranks: of the data axis.
+            ranks_per_host: neighbouring ranks that share a host.
+            hook: a user's own communication hook and its state, which moves the gradients instead.
+            info, warn: print a message on rank 0.
+        """
+
+        def over_hosts(compressor: Compressor | None) -> HierarchicalAllReduce:
+            return self._all_reduce_over_hosts(groups, ranks_per_host, compressor, warn)
+
+        chooses = isinstance(self.compressor, str)
+        compressor = None if isinstance(self.compressor, str) else self.compressor
+        pieces = pieces_of(module)
+        group = groups.new(_AXIS)
+        # On GPUs NCCL moves the gradients, unless they are compressed, which is done in the host's memory.
+        uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or compressor is not None)
+        all_reduce = over_hosts(compressor) if uses_host_memory else None
+        reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces)
+        bucket_cap_mb = self._bucket_cap_mb(module, reducer, groups.device, info, is_hooked=hook is not None)
+        if chooses and all_reduce is None and (dist.get_world_size() > ranks_per_host or self.compress_inside_hosts):
+            all_reduce = over_hosts(None)  # the way around NCCL that compressed gradients would take
+        if chooses and all_reduce is not None:
+            bucket_bytes = (bucket_cap_mb or _DDP_BUCKET_CAP_MB) * 2**20
+            reducer = reducer_of_choice(
+                pieces, reducer, all_reduce, bucket_bytes=bucket_bytes, ranks=ranks, device=groups.device, info=info
+            )
+        return reducer, bucket_cap_mb
+
+    def _bucket_cap_mb(
+        self,
+        module: Module,
+        reducer: GradientReducer,
+        device: torch.device,
+        info: Callable[[str], object],
+        *,
+        is_hooked: bool,
+    ) -> float | None:
+        total_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        if self.bucket_cap_mb is None:
+            all_reduce = reducer.all_reduce
+            if all_reduce is None or is_hooked:
+                return None
+            return bucket_size.usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
+        if not isinstance(self.bucket_cap_mb, str):
+            return self.bucket_cap_mb
+        cost = bucket_size.measure(reducer.average, device)
+        chosen_mb = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
+        info(
+            f"bucket_cap_mb='auto': {chosen_mb:.2f} MiB, for {total_bytes / 2**20:.1f} MiB of gradients that take "
+            f"{cost.latency_s * 1e6:.0f} us a bucket and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
+        )
+        return chosen_mb
+
+    def _all_reduce_over_hosts(
+        self, groups: Groups, ranks_per_host: int, compressor: Compressor | None, warn: Callable[[str], object]
+    ) -> HierarchicalAllReduce:
+        """The all-reduce of tensors in the hosts' memory; where memory cannot be shared, all ranks do without it."""
+        lines = groups.lines(_AXIS)
+        arranged = layout(lines, ranks_per_host, use_hosts=self.shared_memory and not self.compress_inside_hosts)
+        inside_group = groups.over(arranged.inside, backend=_HOST_MEMORY_BACKEND) if arranged.inside else None
+        inside: SharedMemoryAllReduce | None = None
+        problem, problems = "", [""] * dist.get_world_size()
+        try:
+            inside = None if inside_group is None else SharedMemoryAllReduce(inside_group)
+        except SharedMemoryUnavailableError as error:
+            problem = str(error)
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            if inside is not None:
+                inside.close()
+            warn(
+                f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
+                "RingDDPStrategy(shared_memory=False) asks for that without this warning."
+            )
+            inside, inside_group, arranged = None, None, layout(lines, ranks_per_host, use_hosts=False)
+        between_group = groups.over(arranged.between, backend=_HOST_MEMORY_BACKEND) if arranged.between else None
+        between: RingAllReduce | CompressedAllReduce | None = None
+        if between_group is not None:
+            ring = RingAllReduce(between_group)
+            between = ring if compressor is None else CompressedAllReduce(between_group, compressor)
+        elif compressor is not None:
+            warn(
+                f"compression={compressor!r} has no effect: all ranks are on one host, where they share memory. "
+                "compress_inside_hosts=True compresses there too."
+            )
+        all_reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
+        groups.also_cut.append(all_reduce.abort)
+        return all_reduce
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Groups of ranks that reduce with each other.
+
+    Attributes:
+        inside: ranks of one host, for each host and line; empty where no host has two ranks of a line.
+        between: ranks that hold the same shard on each host; empty where there is one host.
+    """
+
+    inside: list[list[int]]
+    between: list[list[int]]
+
+
+def layout(lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True) -> Layout:
+    """The arrangement of each line's ranks on hosts: rank r is on host r // ranks_per_host.
+
+    Where hosts have different numbers of ranks of a line, or with ``use_hosts`` off, each rank counts as a host.
+    """
+    by_host = [_by_host(line, ranks_per_host) if use_hosts else [[rank] for rank in line] for line in lines]
+    if any(len({len(host) for host in hosts}) > 1 for hosts in by_host):
+        by_host = [[[rank] for rank in line] for line in lines]
+    inside = [host for hosts in by_host for host in hosts if len(host) > 1]
+    between = [list(cross) for hosts in by_host for cross in zip(*hosts, strict=True) if len(cross) > 1]
+    return Layout(inside, between)
+
+
+def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:
+    hosts: dict[int, list[int]] = {}
+    for rank in line:
+        hosts.setdefault(rank // ranks_per_host, []).append(rank)
+    return list(hosts.values())
+
+
+def pieces_of(module: Module) -> dict[Tensor, Piece]:
+    """The name and shape of each parameter, which compression needs."""
+    return {parameter: Piece(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()}
+
+
+def compressor_of(compression: str | Mapping[str, Any] | Compressor | None) -> Compressor | Literal["auto"] | None:
+    """The compressor of a user's setting.
+
+    Raises:
+        ValueError: the name or an option is unknown or out of range, or "auto" is given options.
+    """
+    if compression is None or compression == AUTO:
+        return None if compression is None else AUTO
+    if isinstance(compression, Mapping) and compression.get("name") == AUTO:
+        raise ValueError(f"compression={dict(compression)!r}: the choice has no options; write compression='auto'")
+    return make_compressor(compression)

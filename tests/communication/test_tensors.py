@@ -1,0 +1,29 @@
+"""Sizes of tensors, and tensors that are worked on as flat ones."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
+
+
+def test_a_sparse_tensor_has_the_size_of_its_indices_and_values() -> None:
+    assert size_bytes(torch.zeros(3, 2)) == 24
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 4), (100, 4), check_invariants=True)
+    assert size_bytes(sparse) == 2 * 8 + 8 * 4
+
+
+def test_groups_are_of_one_dtype_and_full_ones_are_closed() -> None:
+    tensors = [torch.zeros(4), torch.zeros(1, dtype=torch.float64), torch.zeros(4), torch.zeros(4)]
+    first, second, third, fourth = tensors
+    groups = [[id(tensor) for tensor in group] for group in alike(tensors, full_bytes=32)]
+    assert groups == [[id(first), id(third)], [id(second)], [id(fourth)]]
+    assert [len(group) for group in alike(tensors)] == [3, 1]
+    assert list(alike([])) == []
+
+
+def test_the_result_of_a_flat_tensor_is_copied_back_into_the_shapes() -> None:
+    matrix, number = torch.ones(2, 3).t(), torch.full((), 2.0)
+    apply_flat(lambda flat: flat.mul_(10), [matrix, number])
+    assert torch.equal(matrix, torch.full((3, 2), 10.0))
+    assert number == 20.0
