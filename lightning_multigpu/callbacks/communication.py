@@ -1,4 +1,4 @@
-"""What the communication between ranks costs."""
+"""Monitor of the time and bytes that communication between ranks takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.keys import Group, documents_keys
+from lightning_multigpu.callbacks.keys import Group
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
@@ -20,7 +20,7 @@ DATA_AXIS = "data"
 def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
     """The figures of one optimizer step of one rank, each with its weight in a mean.
 
-    Bandwidths weigh as much as the time that they were measured over, so that their mean is bytes over time.
+    The weight of a bandwidth is the time that it was measured over, so that the mean is bytes over time.
     """
     values = {
         "communication/total_ms": (step.total_s * 1e3, 1.0),
@@ -39,13 +39,25 @@ def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
     return values
 
 
-@documents_keys("communication")
 class CommunicationMonitor(Monitor):
     """Time and bytes of the communication between ranks, per optimizer step, read from the strategy's meter.
 
-    Strategies without a meter (Lightning's own) get a warning and no figures; so does, without a warning, a world of
-    one rank, in which nothing is communicated. Transfers outside optimizer steps are charged to the step that they
-    come before, unless the strategy discards them.
+    Strategies without a meter (Lightning's own) get a warning and no figures. A world of one rank gets no figures
+    either, since nothing is communicated. A transfer outside an optimizer step counts for the next step, unless the
+    strategy discards it.
+
+    Keys; the run's value is the mean over the ranks:
+
+    - `communication/all_reduce_ms` (ms): time in gradient all-reduces, hidden or not; over the steps that had one.
+    - `communication/total_ms` (ms): time in which a transfer of any kind was under way, hidden or not.
+    - `communication/exposed_ms` (ms): the part of it that compute did not hide: the main thread (on a GPU: the compute
+      stream) waited.
+    - `communication/sent_bytes` (bytes): payload that a rank sent per optimizer step, of any kind.
+    - `communication/memory_bytes` (bytes): the part of it that went through memory shared with ranks of the same host.
+    - `communication/algbw_gb_per_sec` (1e9 bytes/s): algorithm bandwidth of the gradient all-reduces, bytes over
+      `all_reduce_ms`.
+    - `communication/busbw_gb_per_sec` (1e9 bytes/s): bus bandwidth, `algbw_gb_per_sec` times 2(n-1)/n for the n ranks
+      of the data axis: comparable with the wire's speed whatever n is.
 
     Args:
         log: whether to log, or only to collect for a report.

@@ -1,4 +1,4 @@
-"""How busy the devices are, how much memory they use and how much power they draw."""
+"""Monitor of the utilization, memory and power of devices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.keys import Group, documents_keys
+from lightning_multigpu.callbacks.keys import Group
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.callbacks.probes import Probe, probes_of
 from lightning_multigpu.callbacks.sampler import BackgroundSampler, Sample
 
 
-@documents_keys("device")
 class DeviceUtilizationMonitor(Monitor):
     """Utilization, memory, power and temperature of every rank's device, and the load of its host.
 
@@ -22,6 +21,16 @@ class DeviceUtilizationMonitor(Monitor):
     A background thread takes a sample every ``interval_s``, from the start of training to its end, validation
     included; statistics are over samples, not over steps. The first interval has at least one sample, taken at its
     end; a later one without a sample logs nothing. The thread ends with training, also when it fails.
+
+    Keys, sampled in the background, with how the ranks' values become the run's:
+
+    - `device/utilization_percent` (%, mean): GPU: share of time in which a kernel ran, as in nvidia-smi; CPU: processor
+      time of this process, 100 being all of its intra-op threads, each on a core that it may use.
+    - `device/memory_used_bytes` (bytes, maximum): memory in use by all processes, on the GPU or on the host.
+    - `device/power_watts` (W, sum): power that the GPUs draw.
+    - `device/temperature_celsius` (degrees Celsius, maximum): temperature of the hottest GPU.
+    - `device/cpu_percent` (%, mean): processor time of all processes of the host, 100 being all of its cores.
+    - `device/process_rss_bytes` (bytes, maximum): main memory (resident set) of the largest training process.
 
     Args:
         interval_s: seconds from one sample to the next.

@@ -1,4 +1,4 @@
-"""What the monitors share: values of this rank in, one small collective a logging interval, logged figures out."""
+"""Base class of the monitors: values of this rank in, one collective a logging interval, logged figures out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import logger_step, writes_logs_after_this_batch
-from lightning_multigpu.callbacks.keys import Group, keys_of
+from lightning_multigpu.callbacks.keys import KEYS, Group, keys_of
 from lightning_multigpu.report.statistics import Series, Statistics, aggregate
 
 
@@ -40,11 +40,8 @@ class Monitor(Callback):
         self._logger_step = 0
 
     def statistics(self) -> dict[str, Statistics]:
-        """Statistics of this rank over the fit that runs or ran last, in the table's order; keys without a value are
-        absent."""
-        by_key = {
-            key.name: self.series[key.name].statistics() for key in keys_of(self.group) if key.name in self.series
-        }
+        """Statistics of this rank over the newest fit, by key in the table's order; keys without a value are absent."""
+        by_key = {key: self.series[key].statistics() for key in keys_of(self.group) if key in self.series}
         return {name: statistics for name, statistics in by_key.items() if statistics is not None}
 
     @override
@@ -139,7 +136,7 @@ class Monitor(Callback):
         """The run's value of each key that any rank has: the same on every rank."""
         keys = keys_of(self.group)
         # Not every rank has every key; a collective has one shape on all ranks, so NaN stands for "none" on the way.
-        mine = torch.tensor([local.get(key.name, math.nan) for key in keys], dtype=torch.float64)
+        mine = torch.tensor([local.get(key, math.nan) for key in keys], dtype=torch.float64)
         everyone = mine.unsqueeze(0)
         if trainer.world_size > 1:
             # A sum in which every rank fills a row of its own: the one collective that all strategies have in common.
@@ -151,7 +148,7 @@ class Monitor(Callback):
         for key, column in zip(keys, everyone.T.tolist(), strict=True):
             values = [value for value in column if not math.isnan(value)]
             if values:
-                run[key.name] = aggregate(values, key.aggregation)
+                run[key] = aggregate(values, KEYS[key])
         return run
 
 

@@ -1,4 +1,4 @@
-"""Where figures about devices come from: NVML for NVIDIA GPUs, the operating system for everything else."""
+"""Probes of devices: NVML for NVIDIA GPUs, the operating system for everything else."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 
 class Probe(Protocol):
-    """Something that can be asked how a device is doing."""
+    """A source of figures about a device."""
 
     def read(self) -> dict[str, float]:
-        """The present figures under the keys of the table; what has no meaning here is absent."""
+        """The present figures by key; a figure without a meaning on this device is absent."""
         ...
 
     def close(self) -> None:
-        """Gives back what the probe holds; may be called more than once."""
+        """Releases the probe's handles; may be called more than once."""
         ...
 
 
@@ -76,7 +76,7 @@ class HostProbe:
 class NvmlProbe:
     """One NVIDIA GPU, through NVML: the figures that ``nvidia-smi`` shows.
 
-    What the GPU does not report (power on some virtual machines, utilization of a MIG slice) is absent.
+    A figure that the GPU does not report (power on some virtual machines, utilization of a MIG slice) is absent.
 
     Args:
         uuid: the GPU's identity, ``GPU-...``; indices of NVML and CUDA differ under ``CUDA_VISIBLE_DEVICES``.
@@ -125,7 +125,7 @@ class NvmlProbe:
 
 
 def probes_of(device: torch.device) -> list[Probe]:
-    """The probes of a rank that trains on ``device``; says once what is missing for more."""
+    """The probes of a rank that trains on ``device``; warns once where a library for more figures is missing."""
     probes: list[Probe] = [HostProbe(is_device=device.type == "cpu")]
     if device.type == "cuda":
         try:

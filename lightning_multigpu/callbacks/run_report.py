@@ -1,9 +1,10 @@
-"""The figures of a whole fit, as a table and as a file."""
+"""The report of a whole fit, as a table and as a file."""
 
 from __future__ import annotations
 
 import platform
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
-from lightning_multigpu.callbacks.keys import AGGREGATIONS
+from lightning_multigpu.callbacks.keys import KEYS
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
@@ -29,17 +30,27 @@ _Object = TypeVar("_Object")
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 
 
+def _of_monitors(hook: str) -> Callable[..., None]:
+    """A hook of :class:`RunReport` that calls the hook of the monitors that it has made."""
+
+    def call(self: RunReport, *args: Any, **kwargs: Any) -> None:
+        for monitor in self._own:
+            getattr(monitor, hook)(*args, **kwargs)
+
+    return call
+
+
 class RunReport(Callback):
-    """Prints what a fit achieved and cost, and writes it to ``multigpu_report.json``.
+    """Prints the throughput, communication and device use of a fit, and writes them to ``multigpu_report.json``.
 
     The file goes to ``trainer.log_dir``, else to ``trainer.default_root_dir``, is replaced atomically and follows
     :mod:`lightning_multigpu.report.schema`. It is written however a fit ends in order: by ``max_epochs``,
     ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and leaves one that
     an earlier fit wrote; ``fast_dev_run`` prints the table only, like Lightning writes no logs then.
 
-    Under a pipeline it also tells how each rank spent a step, against theory, and what each holds in memory, and draws
-    the schedule into ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A file of that name
-    goes when a report without a schedule is written there.
+    Under a pipeline the report also has how each rank spent a step, against theory, and the memory that each rank
+    holds. The schedule is drawn into ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A
+    file of that name is removed when a report without a schedule is written there.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own), and from silent ones of its own for the rest.
@@ -47,8 +58,8 @@ class RunReport(Callback):
     Args:
         print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
         write_file: whether rank 0 writes the file.
-        count_activations: whether in one step of a pipeline what autograd keeps for backward is counted; to be left out
-            where the step calls ``torch.func.grad`` or its kin, which raise an error then.
+        count_activations: whether the activations that autograd keeps for backward are counted in one step of a
+            pipeline; pass False where the step calls ``torch.func.grad`` and the like, which raise an error then.
     """
 
     def __init__(self, *, print_table: bool = True, write_file: bool = True, count_activations: bool = True) -> None:
@@ -79,32 +90,13 @@ class RunReport(Callback):
         for monitor in self._own:
             monitor.on_fit_start(trainer, pl_module)
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for monitor in self._own:
-            monitor.on_train_start(trainer, pl_module)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        for monitor in self._own:
-            monitor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        for monitor in self._own:
-            monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for monitor in self._own:
-            monitor.on_validation_start(trainer, pl_module)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for monitor in self._own:
-            monitor.on_train_epoch_end(trainer, pl_module)
+    on_train_start = _of_monitors("on_train_start")
+    on_train_batch_start = _of_monitors("on_train_batch_start")
+    on_train_batch_end = _of_monitors("on_train_batch_end")
+    on_validation_start = _of_monitors("on_validation_start")
+    on_train_epoch_end = _of_monitors("on_train_epoch_end")
+    on_exception = _of_monitors("on_exception")
+    teardown = _of_monitors("teardown")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +123,7 @@ class RunReport(Callback):
             strategy=name,
             options=options,
             versions=_versions(trainer.strategy.root_device),
-            aggregations=AGGREGATIONS,
+            aggregations=KEYS,
             pipeline=pipeline.section(),
         )
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
@@ -141,16 +133,6 @@ class RunReport(Callback):
             run_table.show(self.report)
         if self._write_file and not _is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture())
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        for monitor in self._own:
-            monitor.on_exception(trainer, pl_module, exception)
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for monitor in self._own:
-            monitor.teardown(trainer, pl_module, stage)
 
     def _monitor(self, trainer: Trainer, kind: type[_Monitor]) -> _Monitor:
         """The trainer's monitor of this kind, so that nothing is measured twice; else a silent one of our own."""

@@ -1,4 +1,4 @@
-"""A background thread that takes a sample now and then."""
+"""A background thread that takes samples at intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class BackgroundSampler:
-    """Calls a function every ``interval_s`` seconds in a thread of its own and keeps what it returned.
+    """Calls a function every ``interval_s`` seconds in a thread and keeps the results.
 
     The thread is a daemon, so that it never keeps a process alive; :meth:`stop` ends and joins it. An exception ends
     sampling and reaches the caller from the next :meth:`take`.

@@ -1,4 +1,4 @@
-"""Which strategy a run used: its registered name and the options that somebody chose."""
+"""The identity of a strategy: its registered name and the options that are not at their default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_multigpu._lightning_internals import argument_of, further_ddp_options
 
-# Parts that the Trainer puts together, and what is filled in by the time a fit ends whoever chose it.
+# Parts that the Trainer puts together, and options that are filled in by the end of a fit whether chosen or not.
 _NOT_CHOSEN = frozenset(
     {
         "accelerator",
@@ -28,8 +28,8 @@ _NOT_CHOSEN = frozenset(
 def identify(strategy: Strategy) -> tuple[str, dict[str, Any]]:
     """The name to pass to ``Trainer(strategy=...)`` for this strategy, and its options that are not at their default.
 
-    The name is the registered one that fixes most of the options that the strategy has, and no other; what it fixes
-    is not repeated among the options. Where there is none, it is the class's name.
+    The name is the registered one that fixes most of the strategy's options, and fixes none that the strategy lacks;
+    the fixed options are not repeated. Without such a name it is the class's name.
     """
     chosen = _chosen(strategy)
     name, fixed = _registered(strategy, chosen)

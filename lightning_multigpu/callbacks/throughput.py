@@ -1,4 +1,4 @@
-"""How much is trained on per second."""
+"""Monitor of the samples, tokens and floating-point operations that are trained on per second."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.keys import Group, documents_keys
+from lightning_multigpu.callbacks.keys import Group
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.callbacks.stopwatch import Lap, Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.batch_size import leading_size
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-_RATES = {
-    "throughput/samples_per_sec": "device/samples_per_sec",
-    "throughput/batches_per_sec": "device/batches_per_sec",
-    "throughput/tokens_per_sec": "device/items_per_sec",
-    "throughput/flops_per_sec": "device/flops_per_sec",
-    "throughput/mfu": "device/mfu",
-}
 
 
 @dataclass
@@ -45,7 +38,6 @@ class _Work:
         self.flops = None if flops is None or self.flops is None else self.flops + flops
 
 
-@documents_keys("throughput")
 class ThroughputMonitor(Monitor):
     """Samples, batches, tokens and floating-point operations per second, and the time per optimizer step.
 
@@ -53,6 +45,17 @@ class ThroughputMonitor(Monitor):
     (``strategy.owns_batch``) count, so nothing is multiplied by the size of the world. Time of validation, of
     checkpoints written at its end, and between epochs is not charged. On a GPU steps are timed by events; the device
     is waited for once an interval, not once a step.
+
+    Keys, with how the ranks' values become the run's:
+
+    - `throughput/samples_per_sec` (sum): samples of an optimizer step's batches over the step's wall time.
+    - `throughput/batches_per_sec` (sum): likewise batches, a rank's batch counting as one.
+    - `throughput/tokens_per_sec` (sum): likewise tokens; absent where their number is not known.
+    - `throughput/flops_per_sec` (sum): likewise floating-point operations that the whole model needs for the samples.
+    - `throughput/mfu` (share of 1, mean): model FLOPs utilization, `flops_per_sec` over the peak of all devices that
+      work on the rank's batch; absent where either is not known.
+    - `throughput/step_ms` (ms, mean): wall time per optimizer step, loading of its batches included, without the time
+      from the start of a validation, or the end of an epoch, to the start of the next training batch.
 
     Args:
         batch_size_fn: samples in a batch; by default the first dimension of the first tensor found in it.
@@ -104,7 +107,7 @@ class ThroughputMonitor(Monitor):
         self._work = _Work()
         self._last_global_step = trainer.global_step
         self._warned = False
-        self._rates = _Rates(self._peak_flops_per_batch(trainer))
+        self._batch_peak_flops = self._peak_flops_per_batch(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -196,36 +199,11 @@ class ThroughputMonitor(Monitor):
         if seconds <= 0:
             return
         self.observe("throughput/step_ms", seconds / steps * 1e3, weight=steps)
-        for key, value in self._rates.of(seconds, work).items():
-            self.observe(key, value, weight=seconds)
-
-
-class _Rates:
-    """Lightning's :class:`Throughput` over one optimizer step at a time.
-
-    Its own multiplication by the world's size is kept out (``world_size=1``): ranks are summed up later, each with
-    what it really did.
-    """
-
-    def __init__(self, peak_flops: float | None) -> None:
-        self._peak_flops = peak_flops
-
-    def of(self, seconds: float, work: _Work) -> dict[str, float]:
-        """The rates of one step in which ``work`` took ``seconds``; what is not known is absent."""
-        if work.batches == 0:
-            return {}
-        throughput = Throughput(available_flops=self._peak_flops, world_size=1, window_size=2)
-        nothing = {"lengths": None if work.tokens is None else 0, "flops": None if work.flops is None else 0}
-        throughput.update(time=0.0, batches=0, samples=0, **nothing)
-        throughput.update(
-            time=seconds,
-            batches=work.batches,
-            samples=work.batches if work.samples is None else work.samples,
-            lengths=work.tokens,
-            flops=work.flops,  # type: ignore[arg-type]  # an int by its annotation, but it is only summed
-        )
-        computed = throughput.compute()
-        rates = {key: float(computed[name]) for key, name in _RATES.items() if name in computed}
-        if work.samples is None:
-            del rates["throughput/samples_per_sec"]
-        return rates
+        if not work.batches:
+            return
+        amounts = {"samples": work.samples, "batches": work.batches, "tokens": work.tokens, "flops": work.flops}
+        for name, amount in amounts.items():
+            if amount is not None:
+                self.observe(f"throughput/{name}_per_sec", amount / seconds, weight=seconds)
+        if work.flops is not None and self._batch_peak_flops is not None:
+            self.observe("throughput/mfu", work.flops / seconds / self._batch_peak_flops, weight=seconds)

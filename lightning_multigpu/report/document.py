@@ -1,4 +1,4 @@
-"""The report of one run as a JSON document, and its way to disk."""
+"""The report of one run as a JSON document, written to a file and read back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.report.schema import SCHEMA_VERSION, validate
+from lightning_multigpu.report.schema import SCHEMA_VERSION, ReportError
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
 FILE_NAME = "multigpu_report.json"
@@ -19,7 +19,7 @@ FILE_NAME = "multigpu_report.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank contributes: who it is and what it measured."""
+    """The part of one rank in a report: its place and its measurements."""
 
     rank: int
     node: int
@@ -27,7 +27,7 @@ class RankRecord:
     steps: int
     metrics: Mapping[str, Statistics]
     stages: StageRecord | None = None
-    """What its stages of a pipeline did and hold."""
+    """Steps and memory of its stages, under a pipeline."""
 
 
 def build(
@@ -45,9 +45,9 @@ def build(
         records: one a rank, in any order.
         strategy: the name to pass to ``Trainer(strategy=...)``, or the class where it has none.
         options: the strategy's options that are not at their default, JSON-able.
-        versions: of the software that took part, by name.
+        versions: of the software, by name.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        pipeline: its section, where there is one.
+        pipeline: the section about a pipeline, where there is one.
 
     Raises:
         ValueError: there is no record, or two have the same rank.
@@ -82,10 +82,9 @@ def write(report: Mapping[str, Any], path: Path) -> None:
     """Writes the document atomically: readers see the old file or the new one, never a part of it.
 
     Raises:
-        ReportError: the document breaks the schema.
+        ValueError: a number is not finite.
         OSError: the folder cannot be made or written to.
     """
-    validate(report)
     write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", path)
 
 
@@ -111,8 +110,14 @@ def read(path: Path) -> dict[str, Any]:
     """Reads a document back.
 
     Raises:
-        ReportError: it is no JSON, or breaks the schema.
+        ReportError: it is no JSON, or of another version.
         OSError: there is no such file, or it cannot be read.
     """
-    report: dict[str, Any] = validate(path.read_text(encoding="utf-8"))
-    return report
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{path}: the report is no JSON: {error}") from error
+    version = report.get("schema_version") if isinstance(report, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ReportError(f"{path}: schema_version={version!r}: only version {SCHEMA_VERSION} can be read")
+    return dict(report)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and sizes as text."""
 
 from __future__ import annotations
 

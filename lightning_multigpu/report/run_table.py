@@ -1,9 +1,8 @@
-"""A report as a table for people."""
+"""The table of a run's report on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -16,27 +15,20 @@ from lightning_multigpu.report.numbers import BYTES, number
 _COLUMNS = ("median", "mean", "p95")
 
 
-@dataclass(frozen=True)
-class _Row:
-    label: str
-    key: str
-    unit: str
-
-
 _ROWS = (
-    _Row("throughput", "throughput/samples_per_sec", "samples/s"),
-    _Row("", "throughput/tokens_per_sec", "tokens/s"),
-    _Row("model FLOPs utilization", "throughput/mfu", "share"),
-    _Row("step time", "throughput/step_ms", "ms"),
-    _Row("all-reduce time per step", "communication/all_reduce_ms", "ms"),
-    _Row("all communication per step", "communication/total_ms", "ms"),
-    _Row("exposed communication per step", "communication/exposed_ms", "ms"),
-    _Row("sent per step and rank", "communication/sent_bytes", "bytes"),
-    _Row("of that through shared memory", "communication/memory_bytes", "bytes"),
-    _Row("bus bandwidth of the all-reduce", "communication/busbw_gb_per_sec", "GB/s"),
-    _Row("device utilization", "device/utilization_percent", "%"),
-    _Row("device memory in use", "device/memory_used_bytes", "bytes"),
-    _Row("power", "device/power_watts", "W"),
+    ("throughput", "throughput/samples_per_sec", "samples/s"),
+    ("", "throughput/tokens_per_sec", "tokens/s"),
+    ("model FLOPs utilization", "throughput/mfu", "share"),
+    ("step time", "throughput/step_ms", "ms"),
+    ("all-reduce time per step", "communication/all_reduce_ms", "ms"),
+    ("all communication per step", "communication/total_ms", "ms"),
+    ("exposed communication per step", "communication/exposed_ms", "ms"),
+    ("sent per step and rank", "communication/sent_bytes", "bytes"),
+    ("of that through shared memory", "communication/memory_bytes", "bytes"),
+    ("bus bandwidth of the all-reduce", "communication/busbw_gb_per_sec", "GB/s"),
+    ("device utilization", "device/utilization_percent", "%"),
+    ("device memory in use", "device/memory_used_bytes", "bytes"),
+    ("power", "device/power_watts", "W"),
 )
 
 
@@ -54,11 +46,11 @@ def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
     metrics = report["aggregate"]["metrics"]
-    for row in _ROWS:
-        if row.key in metrics:
-            statistics = metrics[row.key]
-            unit, divisor = _scale(row.unit, statistics["median"])
-            table.add_row(row.label, *(number(statistics[name] / divisor) for name in _COLUMNS), unit)
+    for label, key, base_unit in _ROWS:
+        if key in metrics:
+            statistics = metrics[key]
+            unit, divisor = _scale(base_unit, statistics["median"])
+            table.add_row(label, *(number(statistics[name] / divisor) for name in _COLUMNS), unit)
     return table
 
 

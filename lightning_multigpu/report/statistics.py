@@ -1,4 +1,4 @@
-"""Statistics of what one rank measured, and how the ranks' statistics become those of the run."""
+"""Statistics of the figures of one rank, and their aggregation over the ranks of a run."""
 
 from __future__ import annotations
 

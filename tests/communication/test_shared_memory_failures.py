@@ -32,6 +32,7 @@ def _descriptors() -> tuple[int, frozenset[str], int, int]:
     dist.barrier()
     group = dist.new_group(backend="gloo")
     dist.barrier(group)
+    gc.collect()  # descriptors of earlier tests would go meanwhile
     before, names = len(os.listdir("/proc/self/fd")), shared_memory_entries()
     shared = SharedMemoryAllReduce(group)
     shared(torch.ones(10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_multigpu.callbacks.keys import AGGREGATIONS
+from lightning_multigpu.callbacks.keys import KEYS
 from lightning_multigpu.report.document import RankRecord, build
 from lightning_multigpu.report.statistics import Statistics
 
@@ -20,4 +20,4 @@ def record(rank: int, *, node: int = 0, host: str = "alpha", steps: int = 10, **
 
 
 def report_of(*records: RankRecord, **options: Any) -> dict[str, Any]:
-    return build(records, strategy="ring_ddp", options=options, versions={"torch": "2.13.0"}, aggregations=AGGREGATIONS)
+    return build(records, strategy="ring_ddp", options=options, versions={"torch": "2.13.0"}, aggregations=KEYS)

@@ -1,0 +1,59 @@
+"""The schema of a report, checked: keys, types and finite numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+FIGURE = {"median": float, "p95": float, "mean": float, "last": float}
+KEY = r"(throughput|communication|device)/[a-z0-9_]+"
+STEP = {"num_micro_batches": int, "wall_s": float, "bubble": float, "theoretical_bubble": float}
+TIMES = {
+    **{f"{kind}_passes": int for kind in ("forward", "backward", "weight")},
+    **{f"{kind}_s": float for kind in ("forward", "backward", "weight", "send", "receive", "idle")},
+    "bubble": float,
+    "theoretical_bubble": float,
+}
+MEMORY = [f"{what}_bytes" for what in ("parameters", "gradients", "optimizer", "activations", "device_peak")]
+
+
+def assert_follows_schema(report: dict[str, Any]) -> None:
+    always = {
+        "schema_version": int, "strategy": {"name": str, "options": dict},
+        "world": {"size": int, "nodes": int, "hosts": [str]}, "versions": dict, "steps": int,
+        "ranks": [{"rank": int, "host": str, "metrics": dict}], "aggregate": {"metrics": dict},
+    }  # fmt: skip
+    check({name: value for name, value in report.items() if name != "pipeline"}, always)
+    assert [rank["rank"] for rank in report["ranks"]] == list(range(report["world"]["size"]))
+    assert len(report["world"]["hosts"]) == report["world"]["nodes"]
+    for metrics in (report["aggregate"]["metrics"], *(rank["metrics"] for rank in report["ranks"])):
+        for key, figure in metrics.items():
+            assert re.fullmatch(KEY, key)
+            check(figure, FIGURE)
+    if "pipeline" in report:
+        section = report["pipeline"]
+        check(section, {"schedule": str, "stages_per_rank": int, "pipelines": list})
+        for pipeline in section["pipelines"]:
+            timed = "wall_s" in pipeline
+            check(pipeline, {**(STEP if timed else {}), "ranks": list})
+            for rank in pipeline["ranks"]:
+                memory = {name: int for name in MEMORY if name in rank}
+                check(rank, {"rank": int, "stages": [int], **(TIMES if timed else {}), **memory})
+
+
+def check(value: Any, shape: Any) -> None:
+    """``shape`` is a type, a list with the shape of each entry, or a dictionary with the shape of each value."""
+    if isinstance(shape, dict):
+        assert value.keys() == shape.keys()
+        for name, inner in shape.items():
+            check(value[name], inner)
+    elif isinstance(shape, list):
+        for entry in value:
+            check(entry, shape[0])
+    elif shape is float:
+        assert isinstance(value, int | float)
+        assert math.isfinite(value)
+    else:
+        assert isinstance(value, shape)
+        assert shape is not int or (value >= 0 and not isinstance(value, bool))
