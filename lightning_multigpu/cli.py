@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 
@@ -40,29 +40,59 @@ class Command:
 
     Args:
         name: the word on the command line.
-        summary: what it does, in one line of ``--help``.
-        module: where its function ``run(name, arguments) -> exit status`` is.
+        summary: one line of ``--help``.
+        module: of ``lightning_multigpu.commands``, with a function ``run(name, arguments) -> exit status``.
+        words: second words of the command, with their summaries; each has a module ``<module>_<word>``.
     """
 
     name: str
     summary: str
     module: str
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Runs the subcommand with the arguments that follow its name; returns the exit status."""
-        run: Callable[[str, Sequence[str]], int] = import_module(self.module).run
-        return run(self.name, arguments)
+        """Runs the subcommand with the arguments that follow its name; returns the exit status.
+
+        Raises:
+            UsageError: the second word is missing or unknown, or an option is wrong.
+            SystemExit: for ``--help``.
+        """
+        name, module = self.name, self.module
+        if self.words:
+            word, *arguments = arguments or ("",)
+            if word in ("-h", "--help"):
+                print(self._help())
+                raise SystemExit(0)
+            if not word or word.startswith("-"):
+                known = ", ".join(self.words)
+                raise UsageError(f"{name} takes a word first, one of {known}; {PROGRAM} {name} --help describes them")
+            if word not in self.words:
+                raise UsageError(_unknown(f"{word!r} is no word of {name}", word, self.words))
+            name, module = f"{name} {word}", f"{module}_{word}"
+        run: Callable[[str, Sequence[str]], int] = import_module(f"lightning_multigpu.commands.{module}").run
+        return run(name, arguments)
+
+    def _help(self) -> str:
+        width = max(map(len, self.words))
+        lines = [f"  {word:<{width}}  {summary}" for word, summary in self.words.items()]
+        usage = f"usage: {PROGRAM} {self.name} {{{','.join(self.words)}}} [options]"
+        return "\n".join([usage, "", *lines, "", "--help after a word lists its options."])
 
 
+_BENCHES = {
+    "collectives": "time, bandwidth and correctness of every collective, on each back end",
+    "strategies": "the training step of one model under several strategies, and what communication costs",
+}
+_PIPELINE = {"plan": "the split, and the predicted time and memory for several numbers of micro-batches"}
 COMMANDS: tuple[Command, ...] = (
-    Command("fit", "train a model", "lightning_multigpu.commands.training"),
-    Command("validate", "run a model over its validation data", "lightning_multigpu.commands.training"),
-    Command("test", "run a model over its test data", "lightning_multigpu.commands.training"),
-    Command("predict", "compute a model's predictions", "lightning_multigpu.commands.training"),
-    Command("strategies", "list the training regimes and what they send", "lightning_multigpu.commands.strategies"),
-    Command("pipeline", "predict what a pipeline takes, without training", "lightning_multigpu.commands.pipeline"),
-    Command("bench", "time collectives or strategies on this machine", "lightning_multigpu.commands.bench"),
-    Command("emulate", "run a command on emulated hosts of this machine", "lightning_multigpu.commands.emulate"),
+    Command("fit", "train a model", "training"),
+    Command("validate", "run a model over its validation data", "training"),
+    Command("test", "run a model over its test data", "training"),
+    Command("predict", "compute a model's predictions", "training"),
+    Command("strategies", "list the training strategies and what they send", "strategies"),
+    Command("pipeline", "predict a pipeline's step time and memory, without training", "pipeline", _PIPELINE),
+    Command("bench", "time collectives or strategies on this machine", "bench", _BENCHES),
+    Command("emulate", "run a command on emulated hosts of this machine", "emulate"),
 )
 
 
@@ -106,7 +136,11 @@ def _dispatch(arguments: Sequence[str]) -> int:
         raise UsageError(f"a command is needed, one of {known}; {PROGRAM} --help describes them")
     if name.startswith("-"):
         raise UsageError(f"{name!r} stands before the command; the command comes first, one of {known}")
-    raise UsageError(f"{name!r} is not a command; known are {known}. {did_you_mean(name, commands)}".rstrip())
+    raise UsageError(_unknown(f"{name!r} is not a command", name, commands))
+
+
+def _unknown(problem: str, name: str, known: Iterable[str]) -> str:
+    return f"{problem}; known are {', '.join(known)}. {did_you_mean(name, known)}".rstrip()
 
 
 def _help() -> str:
@@ -116,7 +150,7 @@ def _help() -> str:
         [
             f"usage: {PROGRAM} COMMAND [options]",
             "",
-            "Multi-GPU and multi-node training regimes as PyTorch Lightning strategies.",
+            "Multi-GPU and multi-node training strategies for PyTorch Lightning.",
             "",
             "commands:",
             *lines,

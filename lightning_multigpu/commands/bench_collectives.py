@@ -1,7 +1,8 @@
-"""``lightning-multigpu bench collectives``: what every collective costs, on every implementation that is there.
+"""``lightning-multigpu bench collectives``: time and correctness of every collective on every implementation.
 
-Under torchrun or SLURM the ranks are those that it has started. On several hosts without them, the same command runs on
-each host, with ``--num-nodes``, and MASTER_ADDR and NODE_RANK in the environment. Only the first process prints.
+Under torchrun or SLURM the bench uses the ranks that the launcher has started. On several hosts without a launcher, run
+the same command on each host with ``--num-nodes``, and MASTER_ADDR and NODE_RANK in the environment. Only the first
+process prints.
 
 ``--json PATH`` writes one object. Its keys are stable: a change of their meaning raises ``schema_version``; new keys do
 not. ::
@@ -41,7 +42,6 @@ and ``settings`` has ``timeout_s`` only.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,9 @@ from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.collectives.plot import check_plot, draw
 from lightning_multigpu.bench.jobs.host_agents import Hosts
-from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement, placement
-from lightning_multigpu.bench.machine import header, header_lines
+from lightning_multigpu.bench.jobs.placement import Placement, placement
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
+from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
@@ -67,7 +67,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 _TENSORS_A_RANK = 2  # one goes in, one comes out
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the table row by row, and writes what was asked for.
 
     Returns:
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         UsageError: an option is wrong; no process has been started.
         SystemExit: for ``--help``.
     """
-    options = _parser().parse(arguments)
+    options = _parser(name).parse(arguments)
     try:
         place = placement(options.devices, options.num_nodes)
         operations, implementations = _operations(options), _implementations(options)
@@ -85,21 +85,11 @@ def run(arguments: Sequence[str]) -> int:
         _check(options, plan, place)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
-        if not hosts.leads:
-            hosts.follow()
-            return 0
-        head = header(
-            place,
-            threads=options.threads,
-            device_type=options.device,
-            command=["bench", "collectives", *arguments],
-        )
-        print("\n".join(header_lines(head)), flush=True)
-        return (_support if options.support else _table)(hosts, plan, options, head)
+    with started(place, options, [*name.split(), *arguments]) as running:
+        return 0 if running is None else (_support if options.support else _table)(*running, plan, options)
 
 
-def _table(hosts: Hosts, plan: Plan, options: argparse.Namespace, head: dict[str, Any]) -> int:
+def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
     world_size = hosts.placement.world_size
     table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
     print("\n".join(table.head()), flush=True)
@@ -115,23 +105,18 @@ def _table(hosts: Hosts, plan: Plan, options: argparse.Namespace, head: dict[str
         "timeout_s": plan.timeout_s,
         "link_gbit": options.link_gbit,
     }
-    _write(options.json, document(head, settings, "results", [table.as_json(result) for result in results]))
+    write_json(options.json, document(head, settings, "results", [table.as_json(result) for result in results]))
     if options.plot is not None:
         draw(results, options.plot, world_size=world_size, link_gbit=options.link_gbit)
     return int(any(result.wrong for result in results))
 
 
-def _support(hosts: Hosts, plan: Plan, options: argparse.Namespace, head: dict[str, Any]) -> int:
+def _support(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
     cells = list(support.try_all(hosts, plan.implementations, plan.operations, timeout_s=plan.timeout_s))
     print("\n".join(support.lines(cells)), flush=True)
     settings = {"timeout_s": plan.timeout_s}
-    _write(options.json, document(head, settings, "support", [support.as_json(cell) for cell in cells]))
+    write_json(options.json, document(head, settings, "support", [support.as_json(cell) for cell in cells]))
     return int(any(cell.status == support.WRONG for cell in cells))
-
-
-def _write(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _operations(options: argparse.Namespace) -> list[Operation]:
@@ -173,10 +158,8 @@ def _check(options: argparse.Namespace, plan: Plan, place: Placement) -> None:
         raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
     if options.support and options.plot is not None:
         raise UsageError("--plot draws times, and --support takes none; leave one of them out")
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"--{name}={path}: there is no directory {path.parent}; make it first")
+    check_directory("json", options.json)
+    check_directory("plot", options.plot)
     if options.plot is not None:
         check_plot(options.plot)
     if options.device == "cpu" and not options.support:
@@ -189,10 +172,10 @@ def _check(options: argparse.Namespace, plan: Plan, place: Placement) -> None:
             )
 
 
-def _parser() -> OptionParser:
+def _parser(name: str) -> OptionParser:
     rows = table_of_implementations.IMPLEMENTATIONS
     parser = OptionParser(
-        prog=f"{PROGRAM} bench collectives",
+        prog=f"{PROGRAM} {name}",
         description="Time every collective on every implementation that is there, in turn, and check the results.\n"
         "Columns as nccl-tests prints them; times are medians over all calls, on the slowest rank.",
         epilog="back ends:\n" + "\n".join(f"  {row.name:<8} {row.summary}" for row in rows),
@@ -210,17 +193,9 @@ def _parser() -> OptionParser:
     add("--max-size", type=_size, default=2**28, metavar="SIZE", help="largest size, such as 1MiB (default: 256MiB)")
     add("--step-factor", type=number(int, 2), default=4, metavar="N", help="from one size to the next (default: 4)")
     add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
-    add("--device", choices=support.DEVICE_TYPES, default="cpu", help="where the tensors are (default: cpu)")
-    add("--devices", type=number(int, 1), metavar="N", help=f"ranks on each host (default: {DEFAULT_DEVICES})")
-    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts; run the command on each of them (default: 1)")
-    add("--threads", type=number(int, 1), default=1, metavar="N", help="intra-op threads a rank (default: 1)")
-    add("--repetitions", type=number(int, 1), default=10, metavar="N", help="turns each (default: 10)")
-    add("--warm-up", type=number(int, 0), default=2, metavar="N", help="untimed calls in each turn (default: 2)")
-    add("--timeout", type=number(float, 0, above=True), default=60.0, metavar="S", help="of a turn (default: 60)")
+    add_common_options(parser, timed="calls", timeout_s=60.0)
     add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
     add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
-    add("--verbose", action="store_true", help="show what the ranks print, such as the tracebacks of failures")
-    add("--json", type=Path, metavar="PATH", help="write the results there too")
     add("--plot", type=Path, metavar="PATH", help="draw them there: a png, svg or pdf (needs the extra 'plot')")
     return parser
 

@@ -36,20 +36,17 @@ its own.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_multigpu.bench.jobs.host_agents import Hosts
-from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, placement
-from lightning_multigpu.bench.machine import header, header_lines
+from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import contenders
 from lightning_multigpu.bench.strategies.models import MODELS, brings_batch, check_model
 from lightning_multigpu.bench.strategies.strategy_run import Plan, measure
 from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
+from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
 from lightning_multigpu.commands.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
@@ -57,7 +54,7 @@ from lightning_multigpu.commands.usage import PROGRAM, UsageError
 DEFAULT_STRATEGIES = ("ddp", "ring_ddp")
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the table when all turns are taken, and writes what was asked for.
 
     Returns:
@@ -67,21 +64,17 @@ def run(arguments: Sequence[str]) -> int:
         UsageError: an option is wrong; no process has been started.
         SystemExit: for ``--help``.
     """
-    options = _parser().parse(arguments)
+    options = _parser(name).parse(arguments)
     try:
         place = placement(options.devices, options.num_nodes)
         plan, baseline = _plan(options), _baseline(options)
         _check(options, place.devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
-        if not hosts.leads:
-            hosts.follow()
+    with started(place, options, [*name.split(), *arguments]) as running:
+        if running is None:
             return 0
-        head = header(
-            place, threads=options.threads, device_type=options.device, command=["bench", "strategies", *arguments]
-        )
-        print("\n".join(header_lines(head)), flush=True)
+        hosts, head = running
         results = measure(hosts, plan)
     table = StrategiesTable(results, baseline)
     settings = {
@@ -101,9 +94,8 @@ def run(arguments: Sequence[str]) -> int:
         f"# ratio: to {baseline}; communication cost: step less the step without communication"
     )
     print("\n".join(table.lines()), flush=True)
-    if options.json is not None:
-        document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}
+    write_json(options.json, document)
     return int(any(result.reason is not None for result in results))
 
 
@@ -159,13 +151,12 @@ def _check(options: argparse.Namespace, devices: int) -> None:
             f"--device=cuda --devices={devices}: this machine has {torch.cuda.device_count()} GPU(s); pass as many, or "
             "--device=cpu"
         )
-    if options.json is not None and not options.json.parent.is_dir():
-        raise UsageError(f"--json={options.json}: there is no directory {options.json.parent}; make it first")
+    check_directory("json", options.json)
 
 
-def _parser() -> OptionParser:
+def _parser(name: str) -> OptionParser:
     parser = OptionParser(
-        prog=f"{PROGRAM} bench strategies",
+        prog=f"{PROGRAM} {name}",
         description="Train one model under several strategies, some steps of each in turn, and compare the steps.\n"
         "The row 'no communication' is the same step with each rank by itself, all at the same time.",
         epilog="a strategy is a name, a name with options, or a class:\n"
@@ -182,14 +173,6 @@ def _parser() -> OptionParser:
         "train_dataloader() (default: mlp)",
     )
     add("--batch-size", type=number(int, 1), metavar="N", help="of each rank (default: 64 for mlp, 4 for gpt)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
-    add("--devices", type=number(int, 1), metavar="N", help=f"ranks on each host (default: {DEFAULT_DEVICES})")
-    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts; run the command on each of them (default: 1)")
-    add("--threads", type=number(int, 1), default=1, metavar="N", help="intra-op threads a rank (default: 1)")
-    add("--repetitions", type=number(int, 1), default=10, metavar="N", help="turns each (default: 10)")
+    add_common_options(parser, timed="steps", timeout_s=120.0)
     add("--steps", type=number(int, 1), default=5, metavar="N", help="timed steps in each turn (default: 5)")
-    add("--warm-up", type=number(int, 0), default=2, metavar="N", help="untimed steps in each turn (default: 2)")
-    add("--timeout", type=number(float, 0, above=True), default=120.0, metavar="S", help="of a turn (default: 120)")
-    add("--verbose", action="store_true", help="show what the ranks print, such as the tracebacks of failures")
-    add("--json", type=Path, metavar="PATH", help="write the results there too")
     return parser

@@ -66,20 +66,20 @@ take themselves.
 """
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the plans; writes them and the picture where that was asked for.
 
     Raises:
         UsageError: an option, a configuration file or a setting is wrong, or the module cannot be split.
         SystemExit: for ``--help``.
     """
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = _parser(name).parse_known_args(arguments)
     if options.schedules is not None:
         options.schedules = names_of("schedules", options.schedules, SCHEDULES)
-    for name in ("json", "picture"):
-        path: Path | None = getattr(options, name)
+    for option in ("json", "picture"):
+        path: Path | None = getattr(options, option)
         if path is not None and not path.parent.is_dir():
-            raise UsageError(f"--{name}={path}: there is no directory {path.parent}; make it first")
+            raise UsageError(f"--{option}={path}: there is no directory {path.parent}; make it first")
     plans = PlanCLI(rest, options).plans
     print_plans(Console(file=sys.stdout), plans, options.link_gbit)
     if options.json is not None:
@@ -123,8 +123,8 @@ class PlanCLI(TrainingCLI):
             raise UsageError(str(error)) from error
 
 
-def _parser() -> OptionParser:
-    parser = OptionParser(f"{PROGRAM} pipeline plan", _DESCRIPTION)
+def _parser(name: str) -> OptionParser:
+    parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     add = parser.add_argument
     add(
         "--num-micro-batches",

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation, torch_collectives
 from lightning_multigpu.bench.collectives.operations import OPERATIONS, Buffers
-from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
+from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
 
 
 def liar(group: dist.ProcessGroup) -> dict[str, Call]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.bench.jobs.host_agents import Hosts, JobError, _cause, free_port
+from lightning_multigpu.bench.jobs.local_ranks import Failure
 from lightning_multigpu.bench.jobs.placement import Placement, placement
-from lightning_multigpu.bench.jobs.rank_pool import Failure
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
 

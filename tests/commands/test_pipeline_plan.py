@@ -272,12 +272,12 @@ def test_what_is_wrong_is_refused_in_one_message(
 @pytest.mark.parametrize("arguments", [[], ["--config=run.yaml"]])
 def test_what_to_do_comes_first(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", *arguments]) == 2
-    assert "what to do comes first, one of plan; lightning-multigpu pipeline --help" in capsys.readouterr().err
+    assert "pipeline takes a word first, one of plan; lightning-multigpu pipeline --help" in capsys.readouterr().err
 
 
 def test_another_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "plna"]) == 2
-    assert "'plna' is no command of pipeline; known are plan. Did you mean 'plan'?" in capsys.readouterr().err
+    assert "'plna' is no word of pipeline; known are plan. Did you mean 'plan'?" in capsys.readouterr().err
 
 
 def test_help_names_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
 from lightning_multigpu.bench.collectives.pattern import Pattern
-from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
+from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
 from lightning_multigpu.communication.metering.clocks import clock_of
 
 _ESTIMATING_CALLS = 2

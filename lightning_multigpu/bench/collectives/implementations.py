@@ -88,13 +88,9 @@ def ring(group: dist.ProcessGroup) -> dict[str, Call]:
 
 
 def shared_memory(group: dist.ProcessGroup) -> dict[str, Call]:
-    """What ``ring_ddp`` does between the ranks of one host; where they are on several, it cannot be had."""
-    collectives = SharedMemoryAllReduce(group)
-    return {
-        "all_reduce": lambda b: collectives(b.output),
-        "broadcast": lambda b: collectives.broadcast(b.output, 0),
-        "barrier": lambda b: collectives.barrier(),
-    }
+    """The all-reduce of ``ring_ddp`` between ranks of one host; ranks of several hosts cannot share memory."""
+    all_reduce = SharedMemoryAllReduce(group)
+    return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
@@ -103,7 +99,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "gloo",
         shared_memory,
         "this pack's shared memory, for the ranks of one host",
-        ("all_reduce", "broadcast", "barrier"),
+        ("all_reduce",),
         ("cpu",),
     ),
     Implementation("ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)),

@@ -1,1 +1,1 @@
-"""Jobs of ranks that take turns: started on one host or several, asked in turn, and ended whatever they do."""
+"""Jobs of ranks that take turns, on one host or several."""

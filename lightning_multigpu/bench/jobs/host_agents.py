@@ -1,4 +1,4 @@
-"""Jobs over all hosts: the first agent decides, the others do as it says, each with the ranks of its own host.
+"""Jobs over all hosts: the first agent leads, the others follow, each with the ranks of its own host.
 
 ::
 
@@ -23,9 +23,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_multigpu.bench.jobs.local_ranks import Entry, Failure, LocalRanks, Seat
 from lightning_multigpu.bench.jobs.placement import Placement
-from lightning_multigpu.bench.jobs.rank_pool import Failure, LocalRanks
-from lightning_multigpu.bench.jobs.rank_process import Entry, Seat
 
 _JOIN = timedelta(minutes=10)
 _PATIENCE = timedelta(hours=24)
@@ -36,7 +35,7 @@ class JobError(RuntimeError):
     """A job has failed, and its ranks have been ended.
 
     Attributes:
-        failure: what the first host knows that knows the cause.
+        failure: the one that explains the others.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -79,7 +78,7 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this agent decides; the others :meth:`follow`."""
+        """Whether this agent leads; the others :meth:`follow`."""
         return self.placement.agent == 0
 
     def start(self, name: str, entry: Entry, settings: Any) -> Job:

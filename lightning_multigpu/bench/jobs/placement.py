@@ -1,4 +1,4 @@
-"""Which ranks this process has to start, and where those of all hosts meet."""
+"""Placement of a bench's ranks: those that this process starts, and the address where all hosts meet."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Placement:
 def placement(
     devices: int | None, num_nodes: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> Placement:
-    """What torchrun, SLURM or the user has said in the environment; without a word of theirs, one host.
+    """The placement that torchrun, SLURM or the user has put into the environment; by default one host.
 
     Args:
         devices: ranks a host; None for what the launcher has started, or :data:`DEFAULT_DEVICES`.

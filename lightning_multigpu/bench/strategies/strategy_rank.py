@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_multigpu.bench.jobs.rank_process import Requests, Seat
+from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
 from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import brings_batch, repeated
 from lightning_multigpu.communication.metering.clocks import clock_of

@@ -1,1 +1,1 @@
-"""Collectives between the ranks of one host, through memory that they share."""
+"""Collectives between the ranks of one host through shared memory."""

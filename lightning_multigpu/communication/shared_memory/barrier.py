@@ -1,4 +1,4 @@
-"""A barrier between processes, made of POSIX semaphores in memory that they share.
+"""A barrier between processes, of POSIX semaphores in shared memory.
 
 Each rank owns one semaphore for every other rank. To arrive is to post the semaphore that each of the others has for
 this rank; to wait is to wait for one's own, one after the other::
@@ -9,9 +9,8 @@ this rank; to wait is to wait for one's own, one after the other::
     ...
     wait [1] [2]    wait [0] [2]    wait [0] [1]
 
-A waiting rank sleeps in the kernel, so that ranks may share a core, and other threads of its process run on. It looks
-up several times a second: for a rank that is gone, for :meth:`Barrier.abort`, and for signals, whose Python handlers
-run then.
+A waiting rank sleeps in the kernel, so that ranks may share a core, and other threads of its process run on. It wakes
+up several times a second to look for a rank that is gone and for :meth:`Barrier.abort`, and to run signal handlers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _EXPECTED_ERRORS = (errno.EINTR, errno.ETIMEDOUT)
 
 
 class ConnectionLostError(RuntimeError):
-    """Another rank does not come: it is gone, the job was aborted, or the time is up."""
+    """Another rank is gone, the job was aborted, or the time is up."""
 
 
 class _Timespec(ctypes.Structure):
@@ -38,7 +37,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Barrier:
-    """Where ``world_size`` ranks wait for one another; each makes an object of its own over the same memory.
+    """A barrier of ``world_size`` ranks; each makes an object of its own over the same memory.
 
     Args:
         memory: zeros at first, writable, at least :meth:`size_bytes`; shared by all ranks.
@@ -96,7 +95,7 @@ class Barrier:
                 self._initialise(cell, 1, 0)
 
     def arrive(self) -> None:
-        """Tells the others that this rank is here; what it has written before, they see after their wait."""
+        """Announces this rank; after their wait the others see what it has written before."""
         for cell in self._theirs:
             self._post(cell)
 
@@ -113,7 +112,7 @@ class Barrier:
             raise self._lost()
 
     def abort(self) -> None:
-        """Lets all ranks raise that wait or will wait, here and in other processes; those that sleep within 0.25 s."""
+        """Makes all ranks raise that wait or will wait; those that sleep do so within 0.25 s."""
         self._flag.value = self._flag.value or _ABORTED
 
     def _wait_for(self, peer: int, cell: ctypes.c_void_p) -> None:

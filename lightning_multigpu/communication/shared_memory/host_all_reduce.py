@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one host, through memory that they share: no socket carries a byte of them.
+"""The all-reduce between ranks of one host through memory that they share; no socket carries a byte of it.
 
 A tensor is worked off in chunks that stay in cache, several at once (:mod:`.shared_buffers`). Each chunk of an
 all-reduce goes through three stages::
@@ -8,7 +8,7 @@ all-reduce goes through three stages::
     read the sums   every rank copies the sums into its tensor
 
 Two ranks, or short messages, take two stages: after ``write`` every rank sums all by itself. Tensors that were moved
-into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are (:mod:`.reachable`).
+into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are (:mod:`.in_place_shared`).
 
 Sums are made in the order of ranks, so they are the same bits on every rank and in every run.
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.ring import chunk_bounds
-from lightning_multigpu.communication.shared_memory.in_place_shared import ReachableTensors
+from lightning_multigpu.communication.shared_memory.in_place_shared import InPlaceTensors
 from lightning_multigpu.communication.shared_memory.shared_buffers import SharedBuffers
 
 DEFAULT_CHUNK_BYTES = 1 << 20
@@ -39,7 +39,7 @@ _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
 class SharedMemoryAllReduce:
-    """Sums or averages CPU tensors over the ranks of one host, and the other collectives that go with that.
+    """Sums or averages CPU tensors over the ranks of one host; also in two halves, reduce-scatter and all-gather.
 
     All ranks of the group must call the same collectives in the same order, one at a time; which thread calls does not
     matter. Tensors are dense, contiguous, on the CPU, and of the same shape and dtype on every rank. float16 and
@@ -48,14 +48,14 @@ class SharedMemoryAllReduce:
     Making one is a collective of the group.
 
     Args:
-        group: ranks of one host, over gloo; used for handing over the memory, and then no more.
+        group: ranks of one host, over gloo; used only to hand over the memory.
         chunk_bytes: how much of a tensor is worked off between two barriers.
         direct_bytes: up to this size each of more than two ranks sums everything itself, which saves a barrier.
         timeout_s: how long a rank waits for the others.
 
     Raises:
         ValueError: an option is out of its range.
-        SharedMemoryUnavailableError: the ranks cannot share memory; on all of them alike, so that all can do without.
+        SharedMemoryUnavailableError: the ranks cannot share memory; all ranks raise.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SharedMemoryAllReduce:
         self.rank = self._buffers.rank
         self.world_size = self._buffers.world_size
         self.direct_bytes = direct_bytes
-        self._reachable = ReachableTensors(self.rank, self._exchange)
+        self._in_place = InPlaceTensors(self.rank, self._exchange)
 
     def move(self, tensor: Tensor, key: int) -> None:
         """Moves a tensor's memory to where all ranks reach it, so that it is reduced without copies from now on.
@@ -84,32 +84,15 @@ class SharedMemoryAllReduce:
         Raises:
             SharedMemoryUnavailableError: on all ranks alike; the tensor is as usable as before.
         """
-        self._reachable.move(_flat(tensor, False), key)
+        self._in_place.move(_flat(tensor, False), key)
 
     def has_moved(self, tensor: Tensor) -> bool:
         """Whether :meth:`move` was called for the tensor; the same on all ranks."""
-        return self._reachable.rows(tensor) is not None
+        return self._in_place.rows(tensor) is not None
 
-    def sent_bytes(self, tensor: Tensor, operation: str = "all_reduce") -> int:
-        """Payload in bytes that this rank writes for the others.
-
-        Args:
-            tensor: what is passed to the collective.
-            operation: "all_reduce", "reduce_scatter" or "all_gather".
-        """
-        if self.world_size == 1:
-            return 0
-        start, end = self.shard(tensor)
-        share = {
-            "all_reduce": tensor.numel(),  # the shards of the others, and the sums of its own
-            "reduce_scatter": tensor.numel() - (end - start),
-            "all_gather": end - start,
-        }
-        return share[operation] * tensor.element_size()
-
-    def shard(self, tensor: Tensor) -> tuple[int, int]:
-        """First and one-past-last element of this rank's shard of the flattened tensor."""
-        return chunk_bounds(tensor.numel(), self.world_size)[self.rank]
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """Payload in bytes that this rank writes for the others: their shards, and the sums of its own."""
+        return tensor.nbytes if self.world_size > 1 else 0
 
     def __call__(self, tensor: Tensor, *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place over all ranks and returns it.
@@ -123,7 +106,7 @@ class SharedMemoryAllReduce:
             ConnectionLostError: another rank is gone, :meth:`abort` was called, or the time is up.
         """
         flat = _flat(tensor, average)
-        moved = self._reachable.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None
+        moved = self._in_place.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None
         if moved is not None:
             self._reduce_in_place(moved, average)
             return tensor
@@ -168,7 +151,7 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor, average)
         shards = self._shards(flat, bounds)
-        moved = self._reachable.rows(flat)
+        moved = self._in_place.rows(flat)
         if moved is not None:
             own = [self._shards(row, bounds)[self.rank] for row in moved]
             self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average))
@@ -195,7 +178,7 @@ class SharedMemoryAllReduce:
         """
         flat = _flat(tensor)
         shards = self._shards(flat, bounds)
-        moved = self._reachable.rows(flat)
+        moved = self._in_place.rows(flat)
         if moved is not None:
             # Nobody else reads or writes these parts, from the sums of a reduce-scatter on.
             others = [self._shards(row, bounds)[self.rank] for rank, row in enumerate(moved) if rank != self.rank]
@@ -217,43 +200,13 @@ class SharedMemoryAllReduce:
         self._buffers.run(_num_chunks(shards, size), write, read)
         return tensor
 
-    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Copies the tensor of the rank ``src`` of this group into that of every rank, and returns it.
-
-        Errors are those of an all-reduce; ValueError too if there is no such rank.
-        """
-        if not 0 <= src < self.world_size:
-            raise ValueError(f"src={src}: the ranks of this group are 0 to {self.world_size - 1}")
-        flat = _flat(tensor)
-        chunks = self._chunks(flat)
-        rows = self._buffers.rows
-
-        def write(chunk: int) -> None:
-            if self.rank == src:
-                rows(0, 0, chunks[chunk])[src].copy_(chunks[chunk])
-
-        def read(chunk: int) -> None:
-            if self.rank != src:
-                chunks[chunk].copy_(rows(1, 0, chunks[chunk])[src])
-
-        self._buffers.run(len(chunks), write, read)
-        return tensor
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it.
-
-        Raises:
-            ConnectionLostError: as an all-reduce.
-        """
-        self._buffers.run(1, _nothing, _nothing)
-
     def abort(self) -> None:
         """Lets every rank of the group that is in a collective, or calls one later, raise. Any thread may call it."""
         self._buffers.abort()
 
     def close(self) -> None:
         """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
-        self._reachable.close()
+        self._in_place.close()
         self._buffers.close()
 
     def _exchange(self, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tensors that all ranks of a host reach: they are reduced where they are, and nothing is copied in or out.
+"""Tensors in shared memory, which ranks of a host reduce in place without copies.
 
 Every rank has a tensor of its own, here of two halves (a0 is rank 0's part of a; capitals are complete sums)::
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 
 
-class ReachableTensors:
-    """The tensors of every rank of a host, of which each rank has moved its own into shared memory.
+class InPlaceTensors:
+    """Tensors that each rank of a host has moved into shared memory, so that all ranks reach them.
 
     The memory is a nameless file (torch makes it in ``/dev/shm`` and removes its name at once), which the kernel frees
     when the last process that has it is gone.
 
     Args:
-        rank: this one's place among those of the host, which share memory already: :class:`~.segment.SharedSegment`
-            makes sure that they see each other's processes.
-        exchange: hands a short text to all ranks and returns those of all, in the order of ranks; a collective.
+        rank: of this process among the ranks of the host, which share a :class:`~.segment.SharedSegment` already and so
+            see each other's processes.
+        exchange: gathers a short text of every rank, in the order of ranks; a collective.
     """
 
     def __init__(self, rank: int, exchange: Callable[[str], list[str]]) -> None:
@@ -50,8 +50,7 @@ class ReachableTensors:
             key: a number for it. An earlier tensor of the same number is forgotten.
 
         Raises:
-            SharedMemoryUnavailableError: on all ranks, if any of them cannot reach the memory. The tensor is as usable
-                as before.
+            SharedMemoryUnavailableError: a rank cannot reach the memory; all ranks raise. The tensor stays usable.
         """
         offer = problem = ""
         try:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: nameless, so that nothing is left of it, whatever the way out.
+"""A nameless segment of memory that the ranks of one host share; the kernel frees it however they end.
 
 The first rank makes a file in memory (``memfd_create``) and the others open it through ``/proc``. It is no file in
 ``/dev/shm`` and is not bound by its size, but counts towards the memory of the ranks' control group. The kernel frees
@@ -24,7 +24,7 @@ _HEADER_BYTES = 64
 
 
 class SharedMemoryUnavailableError(RuntimeError):
-    """The ranks cannot share memory, and why."""
+    """The ranks cannot share memory; the message says why."""
 
 
 class SharedSegment:
@@ -35,7 +35,7 @@ class SharedSegment:
         size_bytes: of :attr:`memory`; the same on every rank. It is reserved at once.
 
     Raises:
-        SharedMemoryUnavailableError: on all ranks, if any of them cannot reach the memory.
+        SharedMemoryUnavailableError: a rank cannot reach the memory; all ranks raise.
     """
 
     def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
@@ -86,7 +86,7 @@ class SharedSegment:
         return True
 
     def close(self) -> None:
-        """Gives the memory back; a second call does nothing."""
+        """Releases the memory; a second call does nothing."""
         self._mapping = None
         if self._descriptor >= 0:
             os.close(self._descriptor)

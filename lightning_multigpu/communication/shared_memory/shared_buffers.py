@@ -1,4 +1,4 @@
-"""Buffers that ranks of one host share, and the pipeline that passes the chunks of a tensor through them.
+"""Buffers that ranks of one host share, and the stages that pass the chunks of a tensor through them.
 
 The time between two barriers is an interval; what is written in one interval is read by the others in the next one.
 Ranks are in different stages of several chunks at once. With three stages (chunks a, b, c)::
@@ -29,20 +29,20 @@ _ALIGNMENT_BYTES = 64
 _VIEWS_KEPT = 512  # slicing costs more than moving a small tensor does
 
 Stage = Callable[[int], object]
-"""What a rank does with the chunk of that number."""
+"""The work of a rank on the chunk of a number."""
 
 
 class SharedBuffers:
     """Making them is a collective of ``group``; the memory is taken at once.
 
     Args:
-        group: ranks of one host, over gloo; used for handing over the memory, and then no more.
+        group: ranks of one host, over gloo; used only to hand over the memory.
         chunk_bytes: upper limit of a slot's size; a buffer has one slot for each rank, and one for sums.
         timeout_s: how long a rank waits for the others.
 
     Raises:
         ValueError: an option is out of its range.
-        SharedMemoryUnavailableError: the ranks cannot share memory; on all of them alike, so that all can do without.
+        SharedMemoryUnavailableError: the ranks cannot share memory; all ranks raise.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, chunk_bytes: int, timeout_s: float) -> None:
@@ -130,13 +130,13 @@ class SharedBuffers:
         return rows
 
     def abort(self) -> None:
-        """Lets every rank that is in :meth:`run`, or calls it later, raise. Any thread may call it, at any time."""
+        """Makes every rank raise that is in :meth:`run` or calls it later; any thread may call this at any time."""
         barrier = self._barrier
         if barrier is not None:
             barrier.abort()
 
     def close(self) -> None:
-        """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
+        """Releases the memory; ranks that still wait for this one raise. A second call does nothing."""
         self._barrier = None
         self._buffers = None
         self._views.clear()

@@ -1,31 +1,109 @@
-"""The ranks of one job on this host: started, asked, and ended whatever they do."""
+"""The ranks of a job on one host: their processes are started, asked in turn, and ended whatever they do."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any, Literal
 
-from lightning_multigpu.bench.jobs.rank_process import Entry, Seat, end_request, run_rank
+import torch
 
+from lightning_multigpu.communication.interface import interface_towards
+
+_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+_RANKS = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"}
+_END = "end"
+_LINGER_S = 10.0
 _GRACE_S = 2.0
 _END_S = 15.0
 _KILL_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """The place of a rank.
+
+    Args:
+        rank, local_rank, node_rank: of this process.
+        world_size: ranks of the job.
+        devices: ranks a host.
+        num_nodes: hosts.
+        threads: intra-op threads.
+        address: of the first host.
+        store_port: where torch's store for the bench is.
+        job: names what this job keeps in the store.
+        main_port: a port of the first host that the job may take, ``MASTER_PORT``.
+        verbose: what ranks print goes to standard error, and nowhere otherwise.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    devices: int
+    num_nodes: int
+    threads: int
+    address: str
+    store_port: int
+    job: str
+    main_port: int
+    verbose: bool
+
+
+class Requests:
+    """The requests to this rank, one after another; each needs one answer.
+
+    Without a request the rank sleeps. When the process that asks has ended, this process ends at once.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._receive, name="bench-requests", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        while (request := self.next()) is not None:
+            yield request
+
+    def next(self) -> Any:
+        """The next request, or None when there is nothing left to do."""
+        request = self._queue.get()
+        return None if isinstance(request, str) and request == _END else request
+
+    def answer(self, value: Any) -> None:
+        """Answers the request before."""
+        self._connection.send(("answer", value))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self._queue.put(self._connection.recv())
+            except (EOFError, OSError):
+                os._exit(1)
+
+
+Entry = Callable[[Any, Seat, Requests], None]
+"""The main function of a rank: settings, seat, requests. It is a function of a module, since it is sent by name."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Why ranks gave no answer.
+    """The reason why ranks gave no answer.
 
     Args:
         kind: they raised an exception, their processes ended, or their time was up.
-        ranks: those of which that is so.
-        all_ranks: it is so of every rank of this host.
+        ranks: the ranks that failed in this way.
+        all_ranks: whether all ranks of this host did.
         reason: in one line.
     """
 
@@ -38,8 +116,8 @@ class Failure:
 class LocalRanks:
     """Processes of this host that run ``entry``.
 
-    They are forked from a server that has imported all they need, and that has never joined a process group: starting
-    one takes some 10 ms, so that those that have failed can be replaced.
+    They are forked from a server that has imported all they need and has never joined a process group: starting one
+    takes some 10 ms, so that failed ranks can be replaced.
     """
 
     def __init__(self, entry: Entry, settings: Any, seats: Sequence[Seat]) -> None:
@@ -87,14 +165,14 @@ class LocalRanks:
         """Lets the ranks end in order, and kills those that do not."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
-                connection.send(end_request())
+                connection.send(_END)
         deadline = time.monotonic() + _END_S
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
-        """Ends the ranks at once; nothing of them is left."""
+        """Ends the ranks at once."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -130,3 +208,39 @@ def _ended(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         return f"its process was ended by {signal.Signals(-exitcode).name}"
     return f"its process ended with exit status {exitcode}"
+
+
+def run_rank(entry: Entry, settings: Any, seat: Seat, connection: Connection) -> None:
+    """Runs ``entry`` in the process of a rank; an exception becomes the last answer."""
+    _redirect(seat.verbose)
+    _set_environment(seat)
+    torch.set_num_threads(seat.threads)
+    try:
+        entry(settings, seat, Requests(connection))
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send(("raised", f"{type(error).__name__}: {error}"))
+        # Ending now would close connections that others wait in: they would seem to have failed by themselves.
+        time.sleep(_LINGER_S)
+        sys.exit(1)
+    connection.send(("ended", None))
+
+
+def _redirect(verbose: bool) -> None:
+    if not verbose:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)
+
+
+def _set_environment(seat: Seat) -> None:
+    """Sets the variables of a rank that a user started by hand, without those of the bench's launcher."""
+    for name in list(os.environ):
+        if name in _RANKS or name.startswith(_LAUNCHERS):
+            del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = str(seat.threads)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.address, str(seat.main_port)
+    interface = interface_towards(seat.address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

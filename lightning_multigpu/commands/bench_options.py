@@ -1,0 +1,72 @@
+"""Options and start of a bench, which all benches have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_multigpu.bench.jobs.host_agents import Hosts
+from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
+from lightning_multigpu.bench.machine import header, header_lines
+from lightning_multigpu.commands.option_parser import OptionParser, number
+from lightning_multigpu.commands.usage import UsageError
+
+
+def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) -> None:
+    """Adds the options of the ranks, of the turns and of the output.
+
+    Args:
+        parser: of a bench.
+        timed: the repeated work, "calls" for example.
+        timeout_s: the default limit of a turn.
+    """
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: cpu)")
+    add("--devices", type=number(int, 1), metavar="N", help=f"ranks on each host (default: {DEFAULT_DEVICES})")
+    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts; run the command on each of them (default: 1)")
+    add("--threads", type=number(int, 1), default=1, metavar="N", help="intra-op threads a rank (default: 1)")
+    add("--repetitions", type=number(int, 1), default=10, metavar="N", help="turns each (default: 10)")
+    add("--warm-up", type=number(int, 0), default=2, metavar="N", help=f"untimed {timed} in each turn (default: 2)")
+    add(
+        "--timeout",
+        type=number(float, 0, above=True),
+        default=timeout_s,
+        metavar="S",
+        help=f"of a turn (default: {timeout_s:g})",
+    )
+    add("--verbose", action="store_true", help="show what the ranks print, such as the tracebacks of failures")
+    add("--json", type=Path, metavar="PATH", help="write the results there too")
+
+
+def check_directory(option: str, path: Path | None) -> None:
+    """Raises UsageError where the directory of a file to be written does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"--{option}={path}: there is no directory {path.parent}; make it first")
+
+
+@contextmanager
+def started(place: Placement, options: Any, command: Sequence[str]) -> Iterator[tuple[Hosts, dict[str, Any]] | None]:
+    """The hosts of a bench and the header of its results, which is printed; None on hosts that have only followed.
+
+    Args:
+        place: of this process.
+        options: the common ones, parsed.
+        command: what follows the program's name.
+    """
+    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
+        if not hosts.leads:
+            hosts.follow()
+            yield None
+            return
+        head = header(place, threads=options.threads, device_type=options.device, command=command)
+        print("\n".join(header_lines(head)), flush=True)
+        yield hosts, head
+
+
+def write_json(path: Path | None, document: dict[str, Any]) -> None:
+    """Writes a document if there is a path for it."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=2) + "\n")
