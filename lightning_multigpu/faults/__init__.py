@@ -1,4 +1,4 @@
-"""Plants faults in a training job, so that its owner can see how it ends::
+"""Faults planted in a training job, to see how the job ends::
 
     from lightning_multigpu import faults
 

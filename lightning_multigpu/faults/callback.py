@@ -1,19 +1,19 @@
-"""The callback that lets a fault happen on its rank, at its step and in its place."""
+"""The callback that makes a fault happen on its rank, at its step and in its place."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from typing_extensions import override
 
 from lightning_multigpu.faults.fault import Fault, Where
-from lightning_multigpu.faults.loader import FaultyCollate
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -145,3 +145,29 @@ class PlantedFault(Callback):
         if self._is_occasion(where, trainer):
             self._struck = True
             self.fault.strike()
+
+
+@dataclass
+class FaultyCollate:
+    """A collate function with a fault in one of its batches; workers of the loader hold copies of it."""
+
+    inner: Callable[[Any], Any]
+    fault: Fault
+    batch: int = 0
+    calls: int = 0
+    struck: bool = False
+
+    def aim(self, trainer: pl.Trainer) -> None:
+        """Finds the batch of the coming epoch that the fault's step trains on; a negative number if that is over."""
+        self.batch = (self.fault.step - trainer.global_step) * trainer.accumulate_grad_batches
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        worker = get_worker_info()
+        # Workers put batches together in turn.
+        batch = self.calls if worker is None else self.calls * worker.num_workers + worker.id
+        self.calls += 1
+        if batch == self.batch and not self.struck:
+            self.struck = True
+            self.fault.strike()
+        return self.inner(samples)

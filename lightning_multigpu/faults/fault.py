@@ -1,4 +1,4 @@
-"""What a planted fault is: where it happens, and what happens there."""
+"""A fault: its place and its action."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACES: tuple[Where, ...] = get_args(Where)
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and where; :meth:`strike` lets it happen to the process that calls it."""
+    """A fault of one rank; :meth:`strike` lets it happen to the process that calls it."""
 
     rank: int
     step: int
@@ -28,38 +28,22 @@ class Fault:
     action: Callable[[], None] = field(repr=False)
 
     def describe(self) -> str:
-        """One line, in the log where the fault strikes: ``rank 1, training, from step 5 on: receives SIGKILL``."""
+        """One line for the log: ``rank 1, training, from step 5 on: receives SIGKILL``."""
         after = f", from step {self.step} on" if self.step else ""
         return f"rank {self.rank}, {self.where}{after}: {self.what}"
 
     def strike(self) -> None:
-        """Says so in the log and lets it happen."""
+        """Logs the fault and lets it happen."""
         log.warning("Planted fault, pid %d: %s", os.getpid(), self.describe())
         self.action()
 
 
-@dataclass(frozen=True)
-class Signal:
-    number: signal.Signals
-
-    def __call__(self) -> None:
-        os.kill(os.getpid(), self.number)
+def send_signal(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
-@dataclass(frozen=True)
-class Exit:
-    status: int
-
-    def __call__(self) -> None:
-        os._exit(self.status)
-
-
-@dataclass(frozen=True)
-class Raise:
-    error: BaseException
-
-    def __call__(self) -> None:
-        raise self.error
+def raise_error(error: BaseException) -> None:
+    raise error
 
 
 def hang() -> None:

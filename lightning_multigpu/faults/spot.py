@@ -1,21 +1,22 @@
-"""Names the place and the time of a fault, and then the fault."""
+"""The place and time of a fault, and the faults that can be planted there."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from lightning_multigpu.faults import fault
 from lightning_multigpu.faults.callback import PlantedFault
-from lightning_multigpu.faults.fault import PLACES, Fault, Where
+from lightning_multigpu.faults.fault import PLACES, Fault, Where, hang, raise_error, send_signal
 from lightning_multigpu.strategies.option_checks import check_choice
 
 _LARGEST_STATUS = 255
 
 
 def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
-    """The place and time of a fault; one of the methods of the result says what happens there.
+    """The place and time of a fault; a method of the result plants a fault there.
 
     ========== ========================================================================================================
     where      the fault happens
@@ -31,13 +32,13 @@ def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
 
     Args:
         rank: the global rank that it happens on.
-        step: optimizer steps done before; the fault comes at the first occasion from then on, and only once. For
-            ``"data"`` it is those that are done when the batch is trained on: batches may be put together earlier.
+        step: optimizer steps done before; the fault comes at the first occasion from then on, and only once. With
+            ``"data"`` the steps count that are done when the batch is trained on; it may be put together earlier.
         where: see above.
 
     Raises:
-        ValueError: a value is out of its range. A rank that the job does not have raises when the run starts; a fault
-            whose time never came is warned of at the end.
+        ValueError: a value is out of its range. A rank that the job does not have raises when the run starts; at its
+            end a warning tells of a fault that never happened.
     """
     _check_whole("rank", rank, "0 is the first rank")
     _check_whole("step", step, "0 is the first occasion")
@@ -51,7 +52,7 @@ def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
 class Spot:
     """A rank, a step and a place without a fault yet; made by :func:`at`.
 
-    Every method returns a callback for ``Trainer(callbacks=[...])``. What it does happens to the process that ``where``
+    Every method returns a callback for ``Trainer(callbacks=[...])``. The fault strikes the process that ``where``
     names: the rank, or with ``"data"`` a worker of its DataLoader.
     """
 
@@ -77,7 +78,7 @@ class Spot:
 
     def hang(self) -> PlantedFault:
         """The main thread waits for ever; the process's other threads go on."""
-        return self._planted("hangs", fault.hang)
+        return self._planted("hangs", hang)
 
     def exit(self, status: int) -> PlantedFault:
         """The process ends with an exit status, 0 to 255, and without cleaning up; see ``raise_`` for ``SystemExit``.
@@ -88,7 +89,7 @@ class Spot:
         _check_whole("status", status, "pass 1 for an ordinary failure")
         if status > _LARGEST_STATUS:
             raise ValueError(f"status={status} is above {_LARGEST_STATUS}, the largest exit status; pass a smaller one")
-        return self._planted(f"exits with status {status}", fault.Exit(status))
+        return self._planted(f"exits with status {status}", partial(os._exit, status))
 
     def raise_(self, error: BaseException) -> PlantedFault:
         """``error`` is raised; with a spawning launcher it has to be picklable.
@@ -98,14 +99,14 @@ class Spot:
         """
         if not isinstance(error, BaseException):
             raise ValueError(f"error={error!r} is not an exception; pass one, RuntimeError('planted') for example")
-        return self._planted(f"raises {error!r}", fault.Raise(error))
+        return self._planted(f"raises {error!r}", partial(raise_error, error))
 
     def call(self, function: Callable[[], None]) -> PlantedFault:
         """``function`` is called: a fault of one's own. With a spawning launcher it has to be picklable."""
         return self._planted(f"calls {getattr(function, '__name__', function)!s}", function)
 
     def _signal(self, number: signal.Signals) -> PlantedFault:
-        return self._planted(f"receives {number.name}", fault.Signal(number))
+        return self._planted(f"receives {number.name}", partial(send_signal, number))
 
     def _planted(self, what: str, action: Callable[[], None]) -> PlantedFault:
         return PlantedFault(Fault(self.rank, self.step, self.where, what, action))

@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks, bucket by bucket, while backward still runs.
+"""The reducer: averages gradients over the ranks, bucket by bucket, while backward still runs.
 
 torch's DistributedDataParallel collects gradients in buckets and hands each full bucket to the reducer's hook; a
 thread of its own sends the buckets around the ring in that order; DistributedDataParallel waits for them at the end::
@@ -12,8 +12,8 @@ thread of its own sends the buckets around the ring in that order; DistributedDa
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Se
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.tensors import size_bytes
 
@@ -40,9 +39,9 @@ _Job = tuple[Tensor, int, Sequence[Piece], Future[Tensor]]
 class GradientReducer:
     """The communication hook behind a DistributedDataParallel module.
 
-    Tensors travel through ``all_reduce``, those of CUDA devices staged through the host; without it, and with a group
-    over NCCL, through NCCL. Whatever a hook raises is kept and raised again by :meth:`finish`: torch would turn it into
-    a cast error.
+    Tensors travel through ``all_reduce``, those of CUDA devices staged through the host; without ``all_reduce``, and
+    with a group over NCCL, through NCCL. An exception in a hook is kept and raised again by :meth:`finish`: torch would
+    turn it into a cast error.
 
     Args:
         group: the ranks to average over; used by nothing else.
@@ -90,10 +89,10 @@ class GradientReducer:
         module.register_comm_hook(state=self, hook=_run_hook)
 
     def finish(self) -> None:
-        """Called by the main thread after a backward pass: accounts for its wait and raises what went wrong.
+        """Ends a backward pass on the main thread: meters its wait and raises the exception of a failed transfer.
 
         Raises:
-            BaseException: whatever the transfer of a bucket raised, as itself.
+            BaseException: the exception that the transfer of a bucket raised, as itself.
         """
         if self._last_bucket_s is not None:
             self._meter.waited(self._last_bucket_s, self._meter.now())
@@ -108,9 +107,9 @@ class GradientReducer:
     def average(self, tensor: Tensor) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
         if self.all_reduce is not None:
-            self._move(tensor, (), blocking=True)
+            self._begin(tensor, (), blocking=True)()
             return
-        with self._moving(tensor, None, blocking=True):
+        with self._meter.blocking("all_reduce", **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
     def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
@@ -125,7 +124,7 @@ class GradientReducer:
             return
         finish = _nothing
         for tensor, pieces in tensors:
-            begun = self._begin_move(tensor, pieces)
+            begun = self._begin(tensor, pieces)
             finish()
             finish = begun
         finish()
@@ -185,7 +184,7 @@ class GradientReducer:
         finish = _nothing
         if self._error is None:
             try:
-                finish = self._begin_move(buffer, pieces, index)
+                finish = self._begin(buffer, pieces, index)
             except BaseException as error:
                 self._error = error
         return finish, buffer, future
@@ -198,14 +197,21 @@ class GradientReducer:
                 self._error = error
         future.set_result(buffer)
 
-    def _begin_move(self, buffer: Tensor, pieces: Sequence[Piece], index: int | None = None) -> Callable[[], None]:
-        """Starts to average a tensor; ``index`` is that of a bucket, which comes again in every step."""
+    def _begin(
+        self, buffer: Tensor, pieces: Sequence[Piece], index: int | None = None, *, blocking: bool = False
+    ) -> Callable[[], None]:
+        """Starts to average a tensor and returns what ends it; a bucket's ``index`` comes again in every step."""
         assert self.all_reduce is not None
         if buffer.is_sparse:
-            self._move(buffer, pieces)
+            # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
+            sent = SentBytes(size_bytes(buffer), 0)
+            with self._meter.metered("all_reduce", blocking=blocking, **self._described(buffer, sent)):
+                dist.all_reduce(buffer, group=self._group)
+                buffer.div_(self._world_size)
             return _nothing
         staged = buffer.cpu()
-        transfer = self._begin(buffer, self.all_reduce.sent_bytes(staged, pieces))
+        sent = self.all_reduce.sent_bytes(staged, pieces)
+        transfer = self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, sent))
         try:
             if index is not None and staged is buffer:
                 self.all_reduce.move(buffer, index)
@@ -226,32 +232,8 @@ class GradientReducer:
 
         return finish
 
-    def _move(self, buffer: Tensor, pieces: Sequence[Piece], *, blocking: bool = False) -> None:
-        assert self.all_reduce is not None
-        if buffer.is_sparse:
-            # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            with self._moving(buffer, SentBytes(size_bytes(buffer), 0)):
-                dist.all_reduce(buffer, group=self._group)
-                buffer.div_(self._world_size)
-        else:
-            staged = buffer.cpu()
-            with self._moving(buffer, self.all_reduce.sent_bytes(staged, pieces), blocking=blocking):
-                self.all_reduce(staged, pieces, average=True)
-                if staged is not buffer:
-                    buffer.copy_(staged)
-
-    @contextmanager
-    def _moving(self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False) -> Iterator[None]:
-        transfer = self._begin(buffer, sent, blocking=blocking)
-        try:
-            yield
-        except BaseException:
-            transfer.broke()
-            raise
-        transfer.finish()
-
     def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
-        transfer = self._begin(buffer, None, on_stream=True)
+        transfer = self._meter.begin("all_reduce", on_stream=True, **self._described(buffer))
         work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
         assert work is not None
 
@@ -264,7 +246,7 @@ class GradientReducer:
 
     def _reduce_by_user_hook(self, state: Any, hook: CommHook, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        transfer = self._begin(buffer, None)
+        transfer = self._meter.begin("all_reduce", **self._described(buffer))
         checked: Future[Tensor] = Future()
 
         def ended(future: Future[Any]) -> None:
@@ -288,20 +270,17 @@ class GradientReducer:
         future.add_done_callback(ended)
         return checked
 
-    def _begin(
-        self, buffer: Tensor, sent: SentBytes | None, *, blocking: bool = False, on_stream: bool = False
-    ) -> Transfer:
-        return self._meter.begin(
-            "all_reduce",
-            group=self._axis,
-            group_size=self._world_size,
-            size_bytes=size_bytes(buffer),
-            sent_bytes=None if sent is None else sent.network + sent.memory,
-            memory_bytes=0 if sent is None else sent.memory,
-            blocking=blocking,
-            ranks=self._ranks,
-            on_stream=on_stream,
-        )
+    def _described(self, buffer: Tensor, sent: SentBytes | None = None) -> dict[str, Any]:
+        """The meter's arguments for a transfer; without ``sent`` the formula of an all-reduce gives the bytes."""
+        described = {
+            "group": self._axis,
+            "group_size": self._world_size,
+            "size_bytes": size_bytes(buffer),
+            "ranks": self._ranks,
+        }
+        if sent is not None:
+            described |= {"sent_bytes": sent.network + sent.memory, "memory_bytes": sent.memory}
+        return described
 
     def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
         self._error = self._error or error
