@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_multigpu._registration import register_with_lightning
 
 if TYPE_CHECKING:
-    from lightning_multigpu.communication.failure_board import RankFailedError
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.pipeline.errors import PipelineError
+    from lightning_multigpu.guardian import RankFailedError
     from lightning_multigpu.registry import REGIMES, Regime, register_all
     from lightning_multigpu.strategies import MultiGPUStrategy, PipelineStrategy, RingDDPStrategy
 
@@ -41,7 +41,7 @@ _MODULES = {
     "MultiGPUStrategy": "lightning_multigpu.strategies",
     "PipelineError": "lightning_multigpu.engine.pipeline.errors",
     "PipelineStrategy": "lightning_multigpu.strategies",
-    "RankFailedError": "lightning_multigpu.communication.failure_board",
+    "RankFailedError": "lightning_multigpu.guardian",
     "Regime": "lightning_multigpu.registry",
     "RingDDPStrategy": "lightning_multigpu.strategies",
     "register_all": "lightning_multigpu.registry",

@@ -6,8 +6,8 @@ kernel says of them and by nothing else, so a rank that computes for a minute wi
 ::
 
     guardian = Guardian.start(num_ranks=4)                             # the first rank of the host, before the others
-    client = GuardianClient.from_environment(rank=2, on_failure=end)   # each rank
-    client.completed(step)                                             # after each optimizer step
+    client = GuardianClient.from_variables(os.environ, rank=2, on_failure=end)  # each rank
+    client.flight_recorder.completed(step)                                             # after each optimizer step
     client.goodbye()                                                   # the work is done
 
 ::
@@ -20,8 +20,8 @@ kernel says of them and by nothing else, so a rank that computes for a minute wi
 """
 
 from lightning_multigpu.guardian.client import GuardianClient
-from lightning_multigpu.guardian.failure import Failure
+from lightning_multigpu.guardian.failure import Failure, RankFailedError
 from lightning_multigpu.guardian.link.protocol import ProtocolError
 from lightning_multigpu.guardian.start import Guardian, GuardianError
 
-__all__ = ["Failure", "Guardian", "GuardianClient", "GuardianError", "ProtocolError"]
+__all__ = ["Failure", "Guardian", "GuardianClient", "GuardianError", "ProtocolError", "RankFailedError"]

@@ -98,17 +98,12 @@ class GuardianClient:
         self._thread.start()
 
     @classmethod
-    def from_environment(cls, *, rank: int, on_failure: OnFailure) -> GuardianClient:
-        """Connects to the guardian that a process above this one has started.
+    def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
+        """Connects to the guardian that :attr:`Guardian.environment` names.
 
         Raises:
-            GuardianError: no guardian is named there, or it cannot be reached or trusted.
+            GuardianError: the variables are not set, or the guardian cannot be reached or trusted.
         """
-        return cls.from_variables(os.environ, rank=rank, on_failure=on_failure)
-
-    @classmethod
-    def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
-        """As :meth:`from_environment`, with the variables of :attr:`Guardian.environment` given."""
         missing = [name for name in (ADDRESS, SECRET) if not variables.get(name)]
         if missing:
             raise GuardianError(
@@ -117,21 +112,12 @@ class GuardianClient:
             )
         return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
 
-    def completed(self, step: int) -> None:
-        """Notes that ``step`` optimizer steps are done: a store to shared memory, of less than a microsecond."""
-        self.flight_recorder.completed(step)
+    def failed(self, failure: Failure) -> None:
+        """Tells the guardian that this rank fails by itself; the guardian tells the other ranks, and all have to end.
 
-    def failed(self, what: str, *, step: int | None = None, traceback: str = "") -> None:
-        """Says that this rank fails by itself; the others are told so, and all have to end.
-
-        Returns once the guardian has seen what the others wait in, or after a second.
-
-        Args:
-            what: goes on after the rank's name: "raised ValueError: no such file".
-            step: optimizer steps completed, or None for what :meth:`completed` has noted.
-            traceback: of the exception.
+        Returns when the guardian has read what the other ranks wait in, or after a second. Where the failure has no
+        step, the guardian takes the one that this rank has noted.
         """
-        failure = Failure(what, self.rank, host_name(), self._process, step, traceback)
         self._send("failed", failure=failure.to_message())
         if threading.current_thread() is not self._thread:
             self._seen.wait(_SEEN_S)

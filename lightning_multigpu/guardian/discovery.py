@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from lightning_multigpu.guardian.client import GuardianClient, NoGuardianError, OnFailure
 from lightning_multigpu.guardian.failure import host_name
@@ -77,14 +77,7 @@ def start_at(
         time.sleep(_POLL_S)
 
 
-def find(
-    address: str,
-    *,
-    rank: int,
-    on_failure: OnFailure,
-    timeout_s: float,
-    waiting: Callable[[], None] = lambda: None,
-) -> GuardianClient:
+def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) -> GuardianClient:
     """Waits for the guardian at the job's address and connects to it.
 
     Args:
@@ -92,7 +85,6 @@ def find(
         rank: the global rank of this process.
         on_failure: see :class:`GuardianClient`.
         timeout_s: how long the guardian may take to come.
-        waiting: called again and again meanwhile; may raise.
 
     Raises:
         GuardianError: it does not come in time, refuses this rank, or is another user's.
@@ -108,7 +100,6 @@ def find(
                     "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for "
                     "all ranks of the host, and has one of them LOCAL_RANK=0?"
                 ) from error
-        waiting()
         time.sleep(_POLL_S)
 
 

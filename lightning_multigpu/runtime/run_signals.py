@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, WAS_INTERRUPTED, WAS_TERMINATED
@@ -16,9 +18,11 @@ from lightning_multigpu.runtime.deferred_signals import DeferredSignals
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_POLL_S = 0.25
+
 
 class RunSignals:
-    """Decides when a rank acts on them.
+    """Decides when a rank acts on signals.
 
     In training they wait for a batch that all ranks agree on, so that all save the same state and may talk to each
     other while they do. Elsewhere, and where no such batch comes, a rank acts alone: that is settled as an exception
@@ -27,6 +31,7 @@ class RunSignals:
 
     def __init__(self) -> None:
         self._held: DeferredSignals | None = None
+        self._pusher: _Pusher | None = None
 
     def begin(self, environment: Any, *, patience_s: float, on_interrupt: Callable[[int], None] | None) -> bool:
         """Holds SIGINT from now on; loaders fork their workers later, which therefore ignore it.
@@ -50,6 +55,8 @@ class RunSignals:
         self._held.waits = False
         if is_ours:
             self._held.hold(signal.SIGINT)
+        self._pusher = _Pusher(self._held)
+        self._pusher.start()
         return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool) -> None:
@@ -103,15 +110,13 @@ class RunSignals:
         if self._held is not None and number is not None:
             self._held.follow(number)
 
-    def push(self) -> None:
-        """Lets a signal act that has waited in vain; called now and then, not in the main thread."""
-        if self._held is not None:
-            self._held.push()
-
     def end(self, trainer: pl.Trainer | None) -> None:
         """Gives the signals back; ``trainer`` is about to give back what it has found."""
         if trainer is not None:
             self._restore_at_teardown(trainer)
+        if self._pusher is not None:
+            self._pusher.stop()
+            self._pusher = None
         held, self._held = self._held, None
         if held is not None:
             held.release()
@@ -120,6 +125,24 @@ class RunSignals:
         before = None if self._held is None else self._held.handler_before(signal.SIGINT)
         if before is not None:
             restore_handler_at_teardown(trainer, signal.SIGINT, before)
+
+
+class _Pusher(threading.Thread):
+    """Lets a signal act that has waited for the other ranks in vain."""
+
+    def __init__(self, held: DeferredSignals) -> None:
+        super().__init__(name="signal-watch", daemon=True)
+        self._held = held
+        self._stopped = threading.Event()
+
+    @override
+    def run(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            self._held.push()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(1)
 
 
 def _end_at_second(number: int) -> None:

@@ -9,19 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
 from lightning_multigpu.guardian import Guardian
-from lightning_multigpu.runtime.failure_watch import guarded
+from lightning_multigpu.runtime.joining import Joining, start_guardian
+from lightning_multigpu.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _POLL_S = 0.2
 _STARTED: dict[int, subprocess.Popen[bytes]] = {}  # by this process, by rank; they run its script to its end
@@ -34,79 +33,82 @@ class ScriptLauncher(SubprocessScriptLauncher):
     Where torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function.
     """
 
-    def __init__(self, strategy: MultiGPUStrategy) -> None:
-        assert strategy.cluster_environment is not None
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
+    def __init__(self, run: RunContext, joining: Joining) -> None:
+        super().__init__(run.environment, run.ranks_per_host, run.num_nodes)
+        self._run = run
+        self._joining = joining
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        watch = self._joining.watch
         children: ChildWatch | None = None
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
-            guardian = self._strategy.joining.start_guardian(self._strategy)
+            guardian = start_guardian(self._run)
             self._call_children_scripts()
-            children = ChildWatch(self.procs, self._strategy)
-            _STARTED.update(children.ranks())
-            if guardian is not None:
-                for rank, child in children.ranks():
-                    guardian.started(rank, child.pid)
+            first_rank = self._run.node_rank * self.num_processes
+            children = ChildWatch(dict(enumerate(self.procs, first_rank + 1)), guardian)
+            _STARTED.update(children.ranks)
         else:
-            self._strategy.failure_watch.earlier_children = dict(_STARTED)
-        self._strategy.joining.begin(self._strategy, guardian=guardian)
+            watch.earlier_children = dict(_STARTED)
+        self._joining.begin(self._run, guardian=guardian)
         if children is not None:
             children.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            return guarded(function, self._strategy, args, kwargs)
+            return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
         except EndOfRun:  # on all ranks, whose scripts go on
             raise
         except Exception:
             if children is not None:
-                children.end_all()
+                children.end_all(_PATIENCE * self._run.failure_timeout_s)
             raise
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
         """Signals the other ranks of this host. They know of a Ctrl-C, and get time to end in order before SIGKILL."""
         if signum == signal.SIGKILL:
-            _wait(self.procs, self._strategy.failure_timeout_s)
+            _wait(self.procs, self._run.failure_timeout_s)
         super().kill(signum)
 
 
 class ChildWatch(threading.Thread):
-    """Sees to it that a child's death becomes a failure of the job, and that no child outlives a failed one."""
+    """Tells the guardian how children end, which some kernels tell their parent only.
 
-    def __init__(self, children: list[subprocess.Popen[bytes]], strategy: MultiGPUStrategy) -> None:
+    Args:
+        ranks: the children by their global ranks.
+        guardian: the guardian, or None where there is none.
+    """
+
+    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], guardian: Guardian | None) -> None:
         super().__init__(name="child-watch", daemon=True)
-        self._children = children
-        self._strategy = strategy
-
-    def ranks(self) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-        """The global rank of each child."""
-        return enumerate(self._children, self._strategy.node_rank * self._strategy.num_processes + 1)
+        self.ranks = ranks
+        self._guardian = guardian
+        if guardian is not None:
+            for rank, child in ranks.items():
+                guardian.started(rank, child.pid)
 
     @override
     def run(self) -> None:
-        left = dict(self.ranks())
-        while left:
+        left = dict(self.ranks)
+        while left and self._guardian is not None:
             for rank, child in list(left.items()):
                 code = child.poll()
                 if code is not None:
                     del left[rank]
-                    self._strategy.failure_watch.child_ended(rank, child.pid, code)
+                    self._guardian.ended(rank, code)
             time.sleep(_POLL_S)
 
-    def end_all(self) -> None:
+    def end_all(self, patience_s: float) -> None:
         """Gives the children time to end by themselves, then ends them."""
-        _wait(self._children, _PATIENCE * self._strategy.failure_timeout_s)
-        for child in self._children:
+        _wait(self.ranks.values(), patience_s)
+        for child in self.ranks.values():
             child.kill()
             child.wait()
 
 
-def _wait(children: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -30,16 +28,17 @@ from lightning_multigpu._lightning_internals import (
     interrupt,
     set_num_threads_if_needed,
 )
-from lightning_multigpu.communication.failure_board import RankFailure
-from lightning_multigpu.guardian import Guardian
+from lightning_multigpu.guardian import Failure, Guardian
+from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
 from lightning_multigpu.guardian.proc import ended_text
-from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, guarded
+from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS
+from lightning_multigpu.runtime.joining import Joining, start_guardian
+from lightning_multigpu.runtime.run_context import RunContext
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
+    from lightning.pytorch.strategies import ParallelStrategy
 
 _POLL_S = 0.2
 _AT_ONCE_S = 2.0
@@ -53,9 +52,16 @@ _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 class SpawnLauncher(MultiProcessingLauncher):
     """Runs a function of the current interpreter in one new process a rank."""
 
-    def __init__(self, strategy: MultiGPUStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        run: RunContext,
+        joining: Joining,
+        start_method: Literal["spawn", "fork", "forkserver"],
+    ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._strategy: MultiGPUStrategy = strategy
+        self.run = run
+        self.joining = joining
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -67,10 +73,8 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _one_port_for_all_ranks(self) -> Iterator[None]:
         """A free port is chosen once and told through the environment. A later run in this process chooses again:
         by then somebody else may have this one."""
-        environment = self._strategy.cluster_environment
-        assert environment is not None
         before = os.environ.get("MASTER_PORT")
-        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["MASTER_PORT"] = str(self.run.main_port)
         try:
             yield
         finally:
@@ -81,7 +85,7 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _launch(
         self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
     ) -> Any:
-        guardian = self._strategy.joining.start_guardian(self._strategy)
+        guardian = start_guardian(self.run)
         try:
             task = _Task(
                 self,
@@ -92,9 +96,9 @@ class SpawnLauncher(MultiProcessingLauncher):
                 GlobalStateSnapshot.capture() if self._start_method == "spawn" else None,
                 {} if guardian is None else guardian.environment,
             )
-            result = self._run(task, guardian)
+            result = self._run_ranks(task, guardian)
         except BaseException:
-            self._strategy.ranks_have_ended = True  # callbacks that save at exceptions do not know that
+            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know that
             raise
         finally:
             if guardian is not None:
@@ -116,14 +120,14 @@ class SpawnLauncher(MultiProcessingLauncher):
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
 
-    def _run(self, task: _Task, guardian: Guardian | None) -> _Result:
+    def _run_ranks(self, task: _Task, guardian: Guardian | None) -> _Result:
         """Starts the ranks and waits for all of them.
 
         Raises:
             SystemExit: SIGTERM has ended the run, in order.
-            Exception: a rank has failed; its own exception, or RankFailedError where that cannot be brought here.
+            Exception: a rank has failed; its own exception, or what :meth:`Failure.exception` makes of it.
         """
-        ranks = _Ranks(self._strategy, self._start_method, task, guardian)
+        ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
         try:
             ranks.await_end()
@@ -171,9 +175,24 @@ class _Result(NamedTuple):
     extra: Any = None
 
 
+class _Failed(NamedTuple):
+    """The answer of a failed rank: its failure, and its exception where that is its own and pickle takes it."""
+
+    failure: Failure
+    pickled: bytes | None
+
+    def exception(self) -> BaseException:
+        with contextlib.suppress(Exception):
+            if self.pickled is not None:
+                error: BaseException = pickle.loads(self.pickled)
+                error.add_note(self.failure.traceback.rstrip())
+                return error
+        return self.failure.exception()
+
+
 @dataclass(frozen=True)
 class _Task:
-    """What each spawned process does. It answers with a result, or with the failure that has ended it."""
+    """The work of each spawned process. It answers with a :class:`_Result` or :class:`_Failed` over its own pipe."""
 
     launcher: SpawnLauncher
     trainer: pl.Trainer | None
@@ -184,17 +203,18 @@ class _Task:
     variables: dict[str, str]
 
     def __call__(self, local_rank: int, answers: Connection) -> None:
-        strategy = self.launcher._strategy
+        run, joining = self.launcher.run, self.launcher.joining
+        watch = joining.watch
         args, kwargs = self.args, self.kwargs
         if self.states is not None:
             self.states.restore()
-            if isinstance(strategy.accelerator, CPUAccelerator):
+            if run.device_type == "cpu":
                 args, kwargs = disable_module_memory_sharing((args, kwargs))
-        set_num_threads_if_needed(num_processes=strategy.num_processes)
+        set_num_threads_if_needed(num_processes=run.ranks_per_host)
         os.environ["LOCAL_RANK"] = str(local_rank)
         try:
-            strategy.joining.begin(strategy, variables=self.variables)
-            returned = guarded(self.function, strategy, args, kwargs)
+            joining.begin(run, variables=self.variables)
+            returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
             result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
             answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
         except (KeyboardInterrupt, SIGTERMException) as error:
@@ -203,37 +223,42 @@ class _Task:
             if self.trainer is not None:
                 interrupt(self.trainer, error)
                 self.trainer._teardown()
-            strategy.failure_watch.stop()
+            watch.stop()
             raise SystemExit(1 if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
         except SystemExit:
-            strategy.failure_watch.stop()
+            watch.stop()
             raise
         except Exception as error:
             if isinstance(error, EndOfRun):
                 error = ValueError(_TUNED_IN_VAIN)
-            failure = RankFailure.behind(error)
-            if failure is None:
-                failure = RankFailure.of(error, rank=strategy.global_rank, step=strategy.steps_completed())
-            answers.send_bytes(pickle.dumps(failure))
-            strategy.failure_watch.shown()
+            failure = watch.failure or Failure.of(error, rank=run.rank, step=None)
+            answers.send_bytes(pickle.dumps(_Failed(failure, _pickled(error) if failure.rank == run.rank else None)))
+            if watch.client is not None:
+                watch.client.announced()
             raise SystemExit(1) from None
         answers.send_bytes(answer)
+
+
+def _pickled(error: Exception) -> bytes | None:
+    with contextlib.suppress(Exception):
+        return pickle.dumps(error)
+    return None
 
 
 class _Ranks:
     """The processes, each with a pipe of its own: what one that is killed leaves half-written harms no other."""
 
-    def __init__(self, strategy: MultiGPUStrategy, start_method: str, task: _Task, guardian: Guardian | None) -> None:
-        self._timeout_s = strategy.failure_timeout_s
+    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian | None) -> None:
+        self._timeout_s = run.failure_timeout_s
         self._guardian = guardian
-        self._first_rank = strategy.node_rank * strategy.num_processes
+        self._first_rank = run.node_rank * run.ranks_per_host
         self._pipes: list[Connection] = []
         self._answers: dict[int, Any] = {}
         self._bad: list[int] = []
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
         try:
-            for local_rank in range(strategy.num_processes):
+            for local_rank in range(run.ranks_per_host):
                 reader, writer = context.Pipe(duplex=False)
                 self._pipes.append(reader)
                 with writer:
@@ -272,22 +297,17 @@ class _Ranks:
     def result(self) -> _Result:
         """What the first rank has answered; raises if a rank has failed."""
         codes = [process.exitcode for process in self.processes]
-        failure = next((answer for answer in self._answers.values() if isinstance(answer, RankFailure)), None)
-        if failure is None and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
+        failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
+        if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
             raise SystemExit(SIGTERM_STATUS)
-        if failure is None and self._bad:
+        if not failed and self._bad:
             index = next((index for index in self._bad if codes[index] < 0), self._bad[0])
             when = " before its work was done" if codes[index] == 0 else ""
-            failure = RankFailure(
-                self._first_rank + index,
-                socket.gethostname(),
-                self.processes[index].pid,
-                None,
-                f"{ended_text(codes[index])}{when}",
-                "",
-            )
-        if failure is not None:
-            raise failure.exception() from None
+            what = f"{ended_text(codes[index])}{when}"
+            failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
+            failed = [_Failed(failure, None)]
+        if failed:
+            raise min(failed, key=lambda answer: answer.pickled is None).exception() from None
         result = self._answers[0]
         assert isinstance(result, _Result)
         return result

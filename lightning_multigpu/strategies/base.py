@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
-from lightning_multigpu.communication.failure_board import FailureBoard
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.runtime.batch_feed import BatchFeed
 from lightning_multigpu.runtime.failure_watch import FailureWatch
-from lightning_multigpu.runtime.joining import Joining, check_model
+from lightning_multigpu.runtime.joining import Joining, check_model, table_of
+from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
@@ -113,12 +113,12 @@ class MultiGPUStrategy(MeshStrategy):
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
         self.hang_report_s = hang_report_s or None
-        self.failure_watch = FailureWatch(failure_timeout_s)
-        self.joining = Joining(join_timeout_s)
+        self.join_timeout_s = join_timeout_s
         self.signals = RunSignals()
+        self.failure_watch = FailureWatch(self.signals)
+        self.joining = Joining(self.failure_watch)
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
-        self.ranks_have_ended = False
-        self._start_method = start_method
+        self._start_method: StartMethod = start_method
 
     @staticmethod
     def option_names() -> list[str]:
@@ -147,11 +147,6 @@ class MultiGPUStrategy(MeshStrategy):
         """Whether this rank has the values of a parameter of the module, and of its gradient."""
         return True
 
-    def steps_completed(self) -> int | None:
-        """Optimizer steps of the attached Trainer so far; None before there is one."""
-        module = self.lightning_module
-        return None if module is None or module._trainer is None else module.trainer.global_step
-
     def record_stages(self, *, count_activations: bool = True) -> None:
         """Notes from now on, in every fit, what this rank's stages of a pipeline do, for :meth:`stage_record`.
 
@@ -170,12 +165,35 @@ class MultiGPUStrategy(MeshStrategy):
 
     # Starting and ending
 
+    @property
+    @override
+    def run_context(self) -> RunContext:
+        assert self.cluster_environment is not None
+        return RunContext(
+            environment=self.cluster_environment,
+            devices=tuple(self.parallel_devices or ()),
+            num_nodes=self.num_nodes,
+            backend=self.process_group_backend,
+            failure_timeout_s=self.failure_timeout_s,
+            hang_report_s=self.hang_report_s,
+            join_timeout_s=self.join_timeout_s,
+        )
+
     @override
     def _configure_launcher(self) -> None:
-        assert self.accelerator is not None
-        option_checks.check_setup(self)
+        run = self.run_context
+        option_checks.check_run(
+            run,
+            precision=str(self.precision_plugin.precision),
+            sync_batchnorm=self._layer_sync is not None,
+            # Asking a GPU initialises CUDA, after which no process can be forked.
+            may_ask_gpu=self._start_method == "popen",
+        )
         start_method = "fork" if is_notebook_fork_needed(self._start_method, IS_INTERACTIVE) else self._start_method
-        self._launcher = ScriptLauncher(self) if start_method == "popen" else SpawnLauncher(self, start_method)
+        if start_method == "popen":
+            self._launcher = ScriptLauncher(run, self.joining)
+        else:
+            self._launcher = SpawnLauncher(self, run, self.joining, start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -184,27 +202,29 @@ class MultiGPUStrategy(MeshStrategy):
         reset_seed()
         self.set_world_ranks()
         self.feed.silence_warning()
-        assert self.cluster_environment is not None
-        with self.joining.limited(self):
-            groups, world = self._join_groups(self.joining.meet(self))
-            board = FailureBoard.open(self.cluster_environment.main_address, None)
-            self.joining.watch_again(self, world)
-        self.failure_watch.start(board, groups, poll=self.signals.push, follow=self.signals.follow)
-        watching = self.failure_watch.watching
-        self.meter.notes = None if watching is None else watching.notes
-        on_interrupt = None if watching is None else watching.interrupted
-        environment = self.cluster_environment
-        counts = self.signals.begin(environment, patience_s=self.failure_timeout_s, on_interrupt=on_interrupt)
-        if watching is not None and counts:
-            watching.counts_interrupts()
+        run, watch = self.run_context, self.failure_watch
+        alike = table_of(
+            run, strategy=type(self).__qualname__, options=self.options, precision=self.precision_plugin.precision
+        )
+        with self.joining.limited(run):
+            groups, world = self._join_groups(self.joining.meet(run, alike))
+            self.joining.watch_again(run, world)
+        watch.joined(groups.cut, run.world_size)
+        self.meter.notes = watch.flight_recorder
+        on_interrupt = None if watch.client is None else watch.client.interrupted
+        counts = self.signals.begin(run.environment, patience_s=run.failure_timeout_s, on_interrupt=on_interrupt)
+        if watch.client is not None and counts:
+            watch.client.counts_interrupts()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._world is not None:
             assert self.lightning_module is not None
             check_model(self.lightning_module, self._world)
-        directory = trainer.log_dir or trainer.default_root_dir  # a collective
-        self.failure_watch.report_to(str(directory), self.node_rank if self.num_nodes > 1 else None)
+        directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
+        client = self.failure_watch.client
+        if client is not None and "://" not in directory:  # a file about a failure can only be left on a local disk
+            client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
         super().setup(trainer)
 
     @override
@@ -260,7 +280,7 @@ class MultiGPUStrategy(MeshStrategy):
     @property
     def state_is_lost(self) -> bool:
         """Whether what a checkpoint needs is gone, which callbacks that save at exceptions cannot know."""
-        return self.ranks_have_ended
+        return self.failure_watch.ranks_have_ended
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -333,5 +353,7 @@ class MultiGPUStrategy(MeshStrategy):
         output = super().optimizer_step(*args, **kwargs)
         self.on_optimizer_step_end()
         self.meter.end_step()
-        self.failure_watch.completed((self.steps_completed() or 0) + 1)  # Lightning counts it a moment later
+        recorder = self.failure_watch.flight_recorder
+        if recorder is not None and self.lightning_module is not None:
+            recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts it a moment later
         return output

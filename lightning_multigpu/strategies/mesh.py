@@ -1,31 +1,39 @@
-"""The ranks of a run as a mesh, and process groups over its axes."""
+"""The ranks of a run as a mesh, process groups over its axes, and Lightning's collective API over those groups."""
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.runtime.process_groups import ProcessGroups, leave_world
-from lightning_multigpu.strategies.collectives import CollectiveStrategy
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.process_groups import ProcessGroups, leave_world, metered_group
+from lightning_multigpu.runtime.run_context import RunContext
+
+T = TypeVar("T")
 
 
-class MeshStrategy(CollectiveStrategy, ABC):
-    """Ranks form a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis.
+class MeshStrategy(ParallelStrategy, ABC):
+    """The ranks as a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis.
 
-    All ranks are on the data axis. A regime that splits the model says how far (:attr:`pipeline_parallel_size`,
+    All ranks are on the data axis. A strategy that splits the model says how far (:attr:`pipeline_parallel_size`,
     :attr:`tensor_parallel_size`)::
 
         rank                      0  1  2  3  4  5  6  7
         data_parallel_rank        0  0  0  0  1  1  1  1      with pipeline_parallel_size = 4
+
+    Lightning's collectives run over the world or the data axis, and the meter is told of them. After a failure they
+    ask nobody: each returns what this rank has, so that saving and tearing down do not wait for ranks that are gone.
 
     Args:
         process_group_backend: of all groups unless another one is asked for; None for the device's default.
@@ -35,6 +43,8 @@ class MeshStrategy(CollectiveStrategy, ABC):
 
     pipeline_parallel_size = 1
     tensor_parallel_size = 1
+    meter: Meter
+    failure_watch: FailureWatch
 
     def __init__(self, *, process_group_backend: str | None, timeout: timedelta, **options: Any) -> None:
         super().__init__(**options)
@@ -44,6 +54,11 @@ class MeshStrategy(CollectiveStrategy, ABC):
         self._timeout: timedelta | None = timeout
         self._world: MeteredGroup | None = None
         self._data: MeteredGroup | None = None
+
+    @property
+    @abstractmethod
+    def run_context(self) -> RunContext:
+        """The ranks, devices and limits of the run, as they are set now."""
 
     @property
     def is_distributed(self) -> bool:
@@ -100,9 +115,7 @@ class MeshStrategy(CollectiveStrategy, ABC):
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+            self.run_context.tell_ranks()
 
     def environment_variables(self) -> dict[str, str]:
         """Variables that back ends read, for the time of the run; what the user has set stays."""
@@ -148,3 +161,67 @@ class MeshStrategy(CollectiveStrategy, ABC):
             self.groups = None
         elif self.failure_watch.failed:  # in a hook after a first teardown, which leaves the world open
             leave_world()
+
+    # Lightning's collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The reduction of ``tensor`` over the data axis (or ``group``), the same on every rank.
+
+        What is no tensor passes through. The input is not changed. The mean of integers is a floating-point number.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        metered = self._metered_group(group)
+        return tensor if metered is None else metered.all_reduce(tensor, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        world = self._metered_group(dist.group.WORLD)
+        if world is not None:
+            world.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        world = self._metered_group(dist.group.WORLD)
+        return obj if world is None else world.broadcast_object(obj, src)
+
+    def gather_objects(self, obj: T) -> list[T]:
+        """A picklable object of every rank, in rank order, on every rank. A collective of the whole world."""
+        world = self._metered_group(dist.group.WORLD)
+        return [obj] if world is None else world.gather_objects(obj)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
+
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of what all ranks' results contribute to it.
+        """
+        metered = self._metered_group(group)
+        return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks of the world, or any of them, decided for it; the same answer on every rank."""
+        world = self._metered_group(dist.group.WORLD)
+        if world is None:
+            return decision
+        votes = int(world.all_reduce(torch.tensor(int(decision)), "sum"))
+        return votes == world.size if all else votes > 0
+
+    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
+        """The group to communicate over; None before initialisation and after a failure."""
+        if not dist.is_initialized() or self.failure_watch.failed:
+            return None
+        if group is None and self._data is not None:
+            return self._data
+        if group in (None, dist.group.WORLD):
+            if self._world is None:
+                assert dist.group.WORLD is not None
+                return self.metered(dist.group.WORLD, "world")
+            return self._world
+        return self.metered(group, "user")
+
+    def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
+        """The collectives of ``group``, filed by the meter under ``name``."""
+        return metered_group(group, self.meter, name, self.root_device)

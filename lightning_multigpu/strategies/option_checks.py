@@ -10,16 +10,13 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_multigpu._suggest import did_you_mean
-
-if TYPE_CHECKING:
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.runtime.run_context import RunContext
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -182,60 +179,55 @@ def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
         )
 
 
-def check_setup(strategy: MultiGPUStrategy) -> None:
-    """Checks the strategy with the devices, precision and plugins that the Trainer has given it.
+def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_gpu: bool) -> None:
+    """Checks what the Trainer has given a strategy: devices, back end, precision and SyncBatchNorm.
 
-    Raises:
-        ValueError: one of them cannot be had; see the single checks above.
+    Args:
+        run: the run.
+        precision: Lightning's name of the precision.
+        sync_batchnorm: SyncBatchNorm is asked for.
+        may_ask_gpu: whether this rank's GPU may be asked for bfloat16 units; where it may not, it is trusted.
     """
-    devices = strategy.parallel_devices or []
-    device_type = devices[0].type if devices else "cpu"
-    on_gpus = device_type == "cuda"
-    check_devices(devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
-    check_backend(strategy.process_group_backend, device_type)
-    check_sync_batchnorm(strategy._layer_sync is not None, device_type)
-    precision = str(strategy.precision_plugin.precision)
-    check_precision(precision, device_type, bf16_supported=not on_gpus or _has_bf16(strategy, precision))
+    on_gpus = run.device_type == "cuda"
+    check_devices(run.devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
+    check_backend(run.backend, run.device_type)
+    check_sync_batchnorm(sync_batchnorm, run.device_type)
+    bf16_supported = True
+    if on_gpus and may_ask_gpu and precision.startswith("bf16"):
+        with torch.cuda.device(run.device):
+            bf16_supported = bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    check_precision(precision, run.device_type, bf16_supported=bf16_supported)
 
 
-def check_pipeline(strategy: MultiGPUStrategy) -> None:
-    """There are ranks enough for a pipeline, and their back end moves tensors from one to another.
+def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool) -> None:
+    """Checks that there are enough ranks for a pipeline, and that their back end moves tensors between two ranks.
 
-    Raises:
-        ValueError: there are not, or SyncBatchNorm is asked for.
+    Args:
+        run: the run.
+        num_stages: ranks of a pipeline.
+        sync_batchnorm: SyncBatchNorm is asked for; pipelines have none.
     """
-    devices = strategy.parallel_devices or []
-    num_stages = strategy.pipeline_parallel_size
+    num_devices = run.ranks_per_host
     if num_stages < 2:
-        given = "one device a pipeline" if len(devices) > 1 else f"devices={len(devices)}"
+        given = "one device a pipeline" if num_devices > 1 else f"devices={num_devices}"
         raise ValueError(
             f"{given}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "
             "leave strategy= out to train on one device"
         )
-    num_ranks = strategy.num_nodes * len(devices)
-    if num_ranks % num_stages:
+    if run.world_size % num_stages:
         raise ValueError(
-            f"pipeline_parallel_size={num_stages} does not divide the {num_ranks} ranks of {strategy.num_nodes} x "
-            f"{len(devices)} devices into pipelines; pass a divisor of {num_ranks}"
+            f"pipeline_parallel_size={num_stages} does not divide the {run.world_size} ranks of {run.num_nodes} x "
+            f"{num_devices} devices into pipelines; pass a divisor of {run.world_size}"
         )
-    if devices[0].type == "cuda" and (strategy.process_group_backend or "nccl") not in ("nccl", "gloo"):
+    if run.device_type == "cuda" and (run.backend or "nccl") not in ("nccl", "gloo"):
         raise ValueError(
-            f"process_group_backend={strategy.process_group_backend!r}: the stages of a pipeline on GPUs exchange "
+            f"process_group_backend={run.backend!r}: the stages of a pipeline on GPUs exchange "
             "activations over 'nccl', or for development, also several on one GPU, over 'gloo'"
         )
-    if strategy._layer_sync is not None:
+    if sync_batchnorm:
         raise ValueError(
             "sync_batchnorm=True: the stages of a pipeline have no BatchNorm in common; pass sync_batchnorm=False"
         )
-
-
-def _has_bf16(strategy: MultiGPUStrategy, precision: str) -> bool:
-    """Whether this rank's GPU has bfloat16 units; True where it cannot be known yet or does not matter."""
-    # Asking initialises CUDA, after which no process can be forked: only a rank that never forks may ask.
-    if not precision.startswith("bf16") or strategy._start_method != "popen":
-        return True
-    with torch.cuda.device(strategy.root_device):
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def available_cpu_count() -> int:

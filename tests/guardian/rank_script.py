@@ -1,8 +1,8 @@
 """A rank without torch: ``python -I -S rank_script.py REPOSITORY RANK STATEMENTS``.
 
-The statements find ``client`` (a GuardianClient), ``os``, ``sys``, ``time``, and ``told``, an event that is set when a
-failure is told. "ready" is printed once the client is connected; the statements run when a line comes from
-standard input.
+The statements find ``client`` (a GuardianClient), ``Failure``, ``os``, ``sys``, ``time``, and ``told``, an event that
+is set when a failure is told. "ready" is printed once the client is connected; the statements run when a line comes
+from standard input.
 """
 
 import os
@@ -26,7 +26,7 @@ def on_failure(failure: Failure) -> None:
 
 
 rank = int(sys.argv[2])
-client = GuardianClient.from_environment(rank=rank, on_failure=on_failure)
+client = GuardianClient.from_variables(os.environ, rank=rank, on_failure=on_failure)
 print("ready", flush=True)
 sys.stdin.readline()
-exec(sys.argv[3], {"client": client, "told": told, "os": os, "sys": sys, "time": time})
+exec(sys.argv[3], {"Failure": Failure, "client": client, "told": told, "os": os, "sys": sys, "time": time})

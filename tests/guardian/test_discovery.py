@@ -139,7 +139,7 @@ def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardia
 
 def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address: str) -> None:
     client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=5)
-    client.failed("raised ValueError: no such file")
+    client.failed(Failure("raised ValueError: no such file", 0))
     client.goodbye()
     time.sleep(0.5)
     late = other_rank(address, 1)

@@ -30,7 +30,8 @@ def message(capfd: pytest.CaptureFixture[str]) -> str:
 def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Job(WORK, "client.completed(120); print('x', flush=True); told.wait(60)", directory=tmp_path) as job:
+    works = "client.flight_recorder.completed(120); print('x', flush=True); told.wait(60)"
+    with Job(WORK, works, directory=tmp_path) as job:
         assert job.ranks[1].stdout is not None
         assert job.ranks[1].stdout.readline() == "x\n"
         job.ranks[1].kill()
@@ -206,7 +207,8 @@ def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureF
 
 
 def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job(WORK, "client.failed('raised OwnError: spoilt', traceback='Traceback: ...'); sys.exit(1)") as job:
+    fails = "client.failed(Failure('raised OwnError: spoilt', 1, traceback='Traceback: ...')); sys.exit(1)"
+    with Job(WORK, fails) as job:
         codes, printed = job.outcome()
         assert codes == [1, 1]
         assert "raised OwnError: spoilt" in printed[0]
@@ -232,10 +234,9 @@ def test_a_wrong_secret_is_refused_and_the_job_goes_on() -> None:
         assert job.guardian_ends()
 
 
-def test_without_a_guardian_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ADDRESS, raising=False)
+def test_without_a_guardian_the_error_says_what_to_do() -> None:
     with pytest.raises(GuardianError, match=r"call Guardian.start\(\) in the first rank"):
-        GuardianClient.from_environment(rank=0, on_failure=print)
+        GuardianClient.from_variables({}, rank=0, on_failure=print)
     with pytest.raises(GuardianError, match="has it ended"):
         GuardianClient("nobody-listens-here", "00", rank=0, on_failure=print)
 

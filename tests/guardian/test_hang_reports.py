@@ -244,7 +244,7 @@ def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pyt
 
 def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     waiting = [NOTE.format(operation="all_reduce") + WORK] * 10
-    fails = "time.sleep(1); client.failed('raised'); print(len(client.waited), flush=True); os._exit(1)"
+    fails = "time.sleep(1); client.failed(Failure('raised', 10)); print(len(client.waited), flush=True); os._exit(1)"
     with Job(*waiting, fails, failure_timeout_s=10) as job:
         assert job.outcome()[1][-1] == "10\n"
         assert job.guardian_ends()

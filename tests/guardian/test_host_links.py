@@ -37,7 +37,7 @@ def two_hosts(
 
 
 def test_a_rank_that_is_killed_ends_the_ranks_of_both_hosts(capfd: pytest.CaptureFixture[str]) -> None:
-    with two_hosts(WORK, "client.completed(7); os.kill(os.getpid(), 9)") as (one, two):
+    with two_hosts(WORK, "client.flight_recorder.completed(7); os.kill(os.getpid(), 9)") as (one, two):
         codes, printed = one.outcome()
         assert codes == [1]
         assert f"told: rank 1 (host {os.uname().nodename}, pid {two.ranks[0].pid}, last completed step 7)" in printed[0]

@@ -70,7 +70,10 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     assert finished.returncode == 1
     last = finished.stderr.strip().splitlines()[-1]
     assert last.endswith(f"OwnError: the data on rank {rank} is spoilt"), finished.stderr[-3000:]
-    assert "RankFailedError" not in finished.stderr, "the exception itself, not one that tells of it"
+    # Rank 0, and the process that has spawned the ranks, raise it themselves or have it from a pipe of their own.
+    told = strategy == "ring_ddp" and rank != "0"
+    assert ("RankFailedError: rank 1 (host" in finished.stderr) == told, "the exception itself where it can be had"
+    assert "last completed step 3" in finished.stderr
     assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3

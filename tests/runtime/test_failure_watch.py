@@ -1,79 +1,105 @@
-"""What a rank does that is told of a failure, without a job."""
+"""A rank that is told of a failure, without a job."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_multigpu.communication.failure_board import RankFailure
-from lightning_multigpu.guardian import Failure
+from lightning_multigpu.communication.rendezvous import RendezvousError
+from lightning_multigpu.guardian import Failure, RankFailedError
 from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.run_context import RunContext
+from lightning_multigpu.runtime.run_signals import RunSignals
 
 LOST = RuntimeError("Connection closed by peer")
+KILLED = Failure("was ended by SIGKILL", 1, "h", 7, 3)
+RUN = RunContext(
+    environment=LightningEnvironment(),
+    devices=(torch.device("cpu"),) * 2,
+    num_nodes=1,
+    backend=None,
+    failure_timeout_s=5.0,
+    hang_report_s=None,
+    join_timeout_s=60.0,
+)
 
 
-class Board:
-    """Rank 0's board, as rank 1 has it; it may be out of reach, and asking it then takes a minute."""
+class Client:
+    """The connection to a guardian, which may know of another failure when this rank tells its own."""
 
-    rank, world_size = 1, 2
+    def __init__(self, watch: FailureWatch, known: Failure | None = None) -> None:
+        self.watch, self.known = watch, known
+        self.told: list[Failure] = []
 
-    def __init__(self, written: RankFailure | None) -> None:
-        self.written = written
-        self.asked = False
-
-    def first(self) -> RankFailure | None:
-        self.asked = True
-        return self.written
-
-    def acknowledge(self) -> None:
-        self.asked = True
-
-
-class NoWatching:
-    """A guardian that is not there."""
-
-    def failed(self, what: str, **fields: Any) -> None:
-        raise AssertionError(f"this rank has not failed, but says that it {what}")
+    def failed(self, failure: Failure) -> None:
+        self.told.append(failure)
+        if self.known is not None:
+            self.watch.hear(self.known)
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> FailureWatch:
     monkeypatch.setattr("lightning_multigpu.runtime.failure_watch._limit_exit", lambda timeout_s, *, from_exit: None)
-    watch = FailureWatch(5.0)
-    watch.watching = NoWatching()  # type: ignore[assignment]
-    return watch
+    return FailureWatch(RunSignals())
 
 
-@pytest.mark.parametrize(
-    "failure", [Failure("node 1 has heard nothing from node 0"), Failure("was ended by SIGKILL", 0, "h", 7, 3)]
-)
-def test_when_a_process_or_a_host_is_gone_the_board_is_not_asked(failure: Failure, watch: FailureWatch) -> None:
-    board = Board(None)
-    watch._board = board  # type: ignore[assignment]
-    watch.seen_by_guardian(failure)
-    found = watch.settle(LOST, 3)
-    assert found is not None
-    assert (found.rank, found.what) == (failure.rank, failure.what)
-    assert not board.asked
+def under(watch: FailureWatch, known: Failure | None = None) -> Client:
+    client: Any = Client(watch, known)
+    watch.client = client
+    return client  # type: ignore[no-any-return]
 
 
-def test_the_exception_of_another_rank_is_on_the_board(watch: FailureWatch) -> None:
-    written = RankFailure(0, "h", 7, 3, "raised OwnError: spoilt", "Traceback: ...", b"pickled")
-    board = Board(written)
-    watch._board = board  # type: ignore[assignment]
-    watch.seen_by_guardian(Failure("raised OwnError: spoilt", 0, "h", 7, 3, "Traceback: ..."))
-    assert watch.settle(LOST, 3) is written
+@pytest.mark.parametrize("failure", [Failure("node 1 has heard nothing from node 0"), KILLED])
+def test_a_lost_connection_is_the_failure_that_the_guardian_has_told(failure: Failure, watch: FailureWatch) -> None:
+    client = under(watch)
+    cuts: list[int] = []
+    watch.joined(lambda: cuts.append(1), 2)
+    threading.Timer(0.2, watch.hear, [failure]).start()  # it tells later than the back end
+    assert watch.settle(LOST, RUN, 3) is failure
+    assert cuts == [1]
+    assert not client.told, "this rank has not failed"
 
 
-def test_a_failure_of_nobody_is_described_without_a_place() -> None:
-    failure = RankFailure(None, "", None, None, "node 1 has heard nothing from node 0", "")
-    assert failure.describe() == "the job failed: node 1 has heard nothing from node 0"
-    assert not hasattr(failure.exception(), "__notes__"), "it was not raised on another rank"
+def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
+    client, error = under(watch), ValueError("spoilt")
+    assert watch.settle(error, RUN, 3) is None
+    assert [failure.what for failure in client.told] == ["raised ValueError: spoilt"]
+    assert "last completed step 3" in error.__notes__[0]
+
+
+def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
+    under(watch, known=KILLED)
+    assert watch.settle(ValueError("spoilt"), RUN, 3) is KILLED
+    assert watch.failure is KILLED
+
+
+def test_every_rank_says_itself_that_it_cannot_join(watch: FailureWatch) -> None:
+    under(watch)
+    watch.hear(KILLED._replace(what="raised RendezvousError: the models differ"))
+    error = RendezvousError("the models differ")
+    assert watch.settle(error, RUN, None) is None
+    assert not hasattr(error, "__notes__")
+
+
+def test_without_a_guardian_a_rank_raises_what_torch_has_raised(watch: FailureWatch) -> None:
+    begin = time.monotonic()
+    assert watch.settle(LOST, RUN, 3) is None
+    assert time.monotonic() - begin < 1
+
+
+def test_a_failure_that_came_while_the_ranks_joined(watch: FailureWatch) -> None:
+    watch.begin(lambda: None)
+    watch.hear(KILLED)
+    with pytest.raises(RankFailedError, match=r"rank 1 .* was ended by SIGKILL"):
+        watch.joined(lambda: None, 2)
 
 
 EXIT = """

@@ -282,7 +282,9 @@ def test_ranks_compare_what_was_asked_for() -> None:
     assert RingDDPStrategy().options["compression"] is None
     strategy = make_strategy("ring_ddp", compression="auto", parallel_devices=[torch.device("cpu")])
     trainer = make_trainer(Case(), strategy, 1, accelerator="cpu", devices=1)
-    assert table_of(trainer.strategy)["option compression"] == "'auto'"  # type: ignore[arg-type]
+    run, options = trainer.strategy.run_context, trainer.strategy.options  # type: ignore[attr-defined]
+    table = table_of(run, strategy="RingDDPStrategy", options=options, precision="32-true")
+    assert table["option compression"] == "'auto'"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,9 @@ class PipelineStrategy(StagedStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        option_checks.check_pipeline(self)
+        option_checks.check_pipeline(
+            self.run_context, self.pipeline_parallel_size, sync_batchnorm=self._layer_sync is not None
+        )
         self._options.check_num_ranks(self.num_nodes * self.num_processes)
 
     @override

@@ -1,0 +1,76 @@
+"""Ranks, environment, devices and time limits of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The facts about a run that its launcher, joining and failure watch need; made by the strategy.
+
+    Args:
+        environment: the cluster environment: this process's place in the run, and where rank 0 listens.
+        devices: the devices of this host's ranks, one each.
+        num_nodes: hosts.
+        backend: the process group back end that the user has asked for, or None for the device's default.
+        failure_timeout_s: seconds in which all ranks have to end after one has failed.
+        hang_report_s: seconds that a rank may wait in a collective before a report; None for no report.
+        join_timeout_s: seconds after its start in which a rank has to join the others.
+    """
+
+    environment: ClusterEnvironment
+    devices: tuple[torch.device, ...]
+    num_nodes: int
+    backend: str | None
+    failure_timeout_s: float
+    hang_report_s: float | None
+    join_timeout_s: float
+
+    @property
+    def ranks_per_host(self) -> int:
+        return len(self.devices)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_host
+
+    @property
+    def node_rank(self) -> int:
+        return self.environment.node_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return self.environment.local_rank()
+
+    @property
+    def rank(self) -> int:
+        """The global rank; right once :meth:`tell_ranks` has run in this process."""
+        return self.environment.global_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.devices[self.local_rank]
+
+    @property
+    def device_type(self) -> str:
+        return self.devices[0].type if self.devices else "cpu"
+
+    @property
+    def main_address(self) -> str:
+        return self.environment.main_address
+
+    @property
+    def main_port(self) -> int:
+        return self.environment.main_port
+
+    def tell_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
+        self.environment.set_world_size(self.world_size)
+        rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
