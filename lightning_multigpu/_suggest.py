@@ -1,4 +1,4 @@
-"""The nearest right name for one that is wrong."""
+"""Suggestions of known names for unknown ones."""
 
 from __future__ import annotations
 

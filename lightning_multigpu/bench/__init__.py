@@ -1,1 +1,1 @@
-"""Collectives and strategies, timed: the work of ``lightning-multigpu bench``."""
+"""The benches of ``lightning-multigpu bench``: collectives and strategies."""

@@ -1,4 +1,4 @@
-"""Where and how a benchmark ran: what its figures cannot be read without."""
+"""The header of a benchmark's results: machine, versions, ranks and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of messages, as people write them: "64k", "1MiB"."""
+"""Sizes of messages as text: "64k", "1MiB"."""
 
 from __future__ import annotations
 

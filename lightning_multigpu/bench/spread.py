@@ -1,4 +1,4 @@
-"""What is told about repeated measurements of one thing."""
+"""The spread of repeated measurements."""
 
 from __future__ import annotations
 

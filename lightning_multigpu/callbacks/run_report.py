@@ -66,9 +66,9 @@ class RunReport(Callback):
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank; None before the first."""
         self.path: Path | None = None
-        """Where the newest report was written, on rank 0."""
+        """The path of the newest report, on rank 0."""
         self.picture_path: Path | None = None
-        """Where its picture of a pipeline's schedule was written, on rank 0; None where there is none."""
+        """The path of its picture of a pipeline's schedule, on rank 0; None without a pipeline."""
         self._stages: StageRecord | None = None
         self._print_table = print_table
         self._write_file = write_file

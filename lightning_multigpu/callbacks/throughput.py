@@ -24,7 +24,7 @@ _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16
 
 @dataclass
 class _Work:
-    """What a rank did in one optimizer step; None where it is not known."""
+    """The work of a rank in one optimizer step; None where it is not known."""
 
     batches: int = 0
     samples: int | None = 0

@@ -1,4 +1,4 @@
-"""Options and start of a bench, which all benches have in common."""
+"""The common options and the start of all benches."""
 
 from __future__ import annotations
 

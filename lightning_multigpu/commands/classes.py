@@ -1,4 +1,4 @@
-"""Classes as a command line names them: by their path or their bare name, and the arguments that they take."""
+"""Classes given on a command line by path or bare name, and their arguments."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def arguments_of(cls: type) -> list[str]:
 
 
 def refusal(cls: type, name: str, value: object) -> str | None:
-    """What jsonargparse has against this value of the argument ``name``; None where it takes it."""
+    """The objection of jsonargparse to this value of the argument ``name``; None without one."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, fail_untyped=False)
     heading = f'Parser key "{name}":'

@@ -93,7 +93,7 @@ def _emulate(hosts: EmulatedHosts, command: Sequence[str], options: argparse.Nam
 
 
 def _told(counters: InterfaceCounters) -> str:
-    """What passed the interface, in megabytes of 10^6 bytes; all headers but the frame's checksum are in it."""
+    """The traffic of an interface in megabytes of 10^6 bytes, with all headers but the frame's checksum."""
     return f"sent {counters.sent_bytes / 1e6:.1f} MB, received {counters.received_bytes / 1e6:.1f} MB"
 
 

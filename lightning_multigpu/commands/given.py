@@ -1,4 +1,4 @@
-"""What a subcommand's arguments say, as nested settings: options and configuration files in one form."""
+"""The settings of a command line: options and configuration files as nested mappings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of subcommands that have their own parser, and the one way in which they refuse a wrong one."""
+"""The parser of subcommands with options of their own, and checks of option values."""
 
 from __future__ import annotations
 

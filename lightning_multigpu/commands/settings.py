@@ -1,4 +1,4 @@
-"""Settings of the Trainer that Lightning would replace silently, or refuse without saying what to do instead."""
+"""Checks of Trainer settings that Lightning would replace silently or refuse without a fix."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def check_trainer_settings(trainer: Mapping[str, Any]) -> None:
 
 
 def check_strategy_name(strategy: object) -> None:
-    """A strategy that is given by its name has one of the registered names.
+    """Checks that a strategy given by name has a registered name.
 
     Raises:
-        ValueError: it has not; the message lists this pack's names and Lightning's.
+        ValueError: it has another name; the message lists this pack's names and Lightning's.
     """
     if not isinstance(strategy, str):
         return
@@ -67,7 +67,7 @@ def check_strategy_name(strategy: object) -> None:
 
 
 def check_checkpoint(path: object) -> None:
-    """A checkpoint that is given by its path exists; Lightning's words ("best", "last"...) and URLs pass.
+    """Checks that a checkpoint given by path exists; Lightning's words ("best", "last"...) and URLs pass.
 
     Raises:
         UsageError: it does not.
@@ -81,7 +81,7 @@ def check_checkpoint(path: object) -> None:
 
 
 def check_devices(devices: object, device_type: str) -> None:
-    """``devices`` are on this machine: a number, a list of GPU indices, or ``"auto"``.
+    """Checks that ``devices`` (a number, a list of GPU indices, or ``"auto"``) are on this machine.
 
     Raises:
         ValueError: below 1, not a number, or GPUs that the machine does not have.

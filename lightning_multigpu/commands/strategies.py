@@ -1,4 +1,4 @@
-"""``lightning-multigpu strategies``: every registered regime, and what it sends between ranks.
+"""``lightning-multigpu strategies``: every registered strategy and the bytes that it sends between ranks.
 
 With ``--json`` one object is printed. Its keys are stable: a change of their meaning raises ``schema_version``; new
 keys do not. ::
@@ -52,14 +52,14 @@ SYMBOLS = {
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the regimes as a table, or as JSON.
+    """Prints the strategies as a table, or as JSON.
 
     Raises:
         SystemExit: for ``--help``, and with code 2 for an unknown option.
     """
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} {name}",
-        description="List every training regime of this pack: what Trainer(strategy=...) accepts, where computation "
+        description="List every training strategy of this pack: what Trainer(strategy=...) accepts, where computation "
         "happens, how gradients and the model travel, and how many bytes that is per step.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys instead of a table")
@@ -90,7 +90,7 @@ def as_json(regimes: Sequence[Regime]) -> dict[str, Any]:
 
 
 def as_table(regimes: Sequence[Regime]) -> Table:
-    """A table with one block of rows a regime: six columns of sentences would not fit on 80 characters."""
+    """A table with one block of rows a strategy: six columns of sentences would not fit on 80 characters."""
     symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items())
     table = Table(title="Trainer(strategy=...)", caption=symbols, show_header=False, title_justify="left")
     table.caption_justify = "left"
@@ -107,7 +107,7 @@ def as_table(regimes: Sequence[Regime]) -> Table:
 
 
 def class_path(regime: Regime) -> str:
-    """Where the class can be imported from: the package's root, if it is public there."""
+    """The import path of the class, from the package's root if it is public there."""
     strategy = regime.strategy
     if getattr(lightning_multigpu, strategy.__name__, None) is strategy:
         return f"lightning_multigpu.{strategy.__name__}"

@@ -1,4 +1,4 @@
-"""What a wrong command line ends with."""
+"""The error of a wrong command line."""
 
 from __future__ import annotations
 

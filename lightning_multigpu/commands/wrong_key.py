@@ -1,4 +1,4 @@
-"""Which key of a command line or a configuration file is wrong, and what it was probably meant to be.
+"""Search for the wrong key of a command line or a configuration file, with the nearest right key.
 
 jsonargparse decides whether a command line is accepted. When it is not, its message quotes the outermost value that
 did not fit, which may be the whole of ``trainer.callbacks``; this module then looks for the innermost cause. It is not

@@ -1,1 +1,1 @@
-"""Bytes between ranks: how they travel, and how they are measured. Knows torch, never Lightning."""
+"""Transport and measurement of bytes between ranks, in torch without Lightning."""

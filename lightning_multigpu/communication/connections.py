@@ -1,8 +1,8 @@
-"""The TCP connections under process groups, so that they can be cut.
+"""The TCP connections under process groups, which can be cut after a failure.
 
-A thread that waits in a collective of gloo cannot be woken up by aborting or destroying the group: only the end of a
-connection does that. So the connections that a group opens are noted, by what the kernel calls them, and shut down
-when the job has failed: threads of this process that wait in them get an error, and so do the ranks at the other end.
+Aborting or destroying a gloo group does not wake a thread that waits in a collective; only the end of a connection
+does. So the connections that a group opens are noted by their kernel names and shut down when the job has failed:
+threads of this process that wait in them get an error, and so do the ranks at the other end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Connections:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Takes down what this process opens within the block; :meth:`cut` already knows of it there."""
+        """Notes the connections that this process opens within the block; :meth:`cut` already knows them there."""
         self._before.append(set(_sockets().values()))
         try:
             yield
@@ -35,10 +35,9 @@ class Connections:
 
     @contextlib.contextmanager
     def cut_after(self, timeout_s: float) -> Iterator[None]:
-        """Within the block, all that it opens is cut from ``timeout_s`` on: again and again, some try anew.
+        """Cuts the connections that the block opens from ``timeout_s`` on, again and again, since some try anew.
 
-        After the block only what it has opened within :meth:`noted` is known: a rank that has failed is still to be
-        told who it was.
+        After the block only connections of :meth:`noted` are known: a failed rank is still to be named.
         """
         over = threading.Event()
 
@@ -62,7 +61,7 @@ class Connections:
         """Shuts the noted connections down; returns how many there were.
 
         Args:
-            except_port: connections from or to this port stay: that of the store, which ranks still read from.
+            except_port: connections from or to this port stay open: the store's port, from which ranks still read.
         """
         cut = 0
         before = self._before[0] if self._before else None

@@ -1,4 +1,4 @@
-"""What ranks must have in common, as tables of names and values, and where they have not."""
+"""Tables of the settings that ranks must have in common, and the differences between them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def disagreement(tables: Mapping[int, Table], what: str) -> str | None:
 
     Args:
         tables: of each rank.
-        what: the tables are of: "are not set up alike".
+        what: the end of the message's first line: "are not set up alike".
     """
     # A list of dict keys keeps the order of the tables, where a set of names would not.
     names = list(dict.fromkeys(name for table in tables.values() for name in table))

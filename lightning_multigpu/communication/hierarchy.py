@@ -1,4 +1,4 @@
-"""All-reduce over the ranks of several hosts that sends each byte over the network as seldom as can be.
+"""All-reduce over the ranks of several hosts with the least traffic over the network.
 
 The ranks of a host first reduce among themselves, each its own shard; then the owners of the same shard on all hosts
 reduce it among themselves; then each host gathers the shards. With two hosts of two ranks each (a0 is rank 0's part of
@@ -89,11 +89,11 @@ class HierarchicalAllReduce:
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
-        """What compresses, if anything does."""
+        """The part that compresses; None without compression."""
         return self.between if isinstance(self.between, CompressedAllReduce) else None
 
     def compressing(self, compressor: Compressor) -> HierarchicalAllReduce:
-        """Over the same ranks, with ``compressor`` between hosts. Shared memory is the same: one of both closes it.
+        """An all-reduce over the same ranks with ``compressor`` between hosts; it shares the memory of this one.
 
         Raises:
             ValueError: there is one host.
@@ -120,11 +120,11 @@ class HierarchicalAllReduce:
 
         Args:
             tensor: any shape, contiguous, on the CPU; the same shape and dtype on every rank.
-            pieces: the parameters whose gradients it holds, in order; only compression asks for them.
+            pieces: the parameters whose gradients it holds, in order; used by compression only.
             average: divide the sums by the number of ranks; needs a floating-point dtype.
 
         Raises:
-            ValueError: the tensor is not on the CPU, not contiguous, or has a dtype that cannot be had.
+            ValueError: the tensor is not on the CPU, not contiguous, or of a wrong dtype.
             RuntimeError: another rank is gone, or the time is up.
         """
         if self.between is None:
@@ -158,9 +158,9 @@ class HierarchicalAllReduce:
         return _Done(tensor)
 
     def move(self, tensor: Tensor, key: int) -> bool:
-        """Moves a tensor that is reduced again and again to where ranks of a host reduce it without copies.
+        """Moves a tensor that is reduced again and again into shared memory, where it is reduced without copies.
 
-        A collective of them, which takes long; when the tensor was moved before, it does nothing.
+        A collective of the host's ranks, which takes long; it does nothing for a tensor that was moved before.
 
         Args:
             tensor: one-dimensional, with a storage of its own; its views move along.
@@ -168,7 +168,7 @@ class HierarchicalAllReduce:
                 moved: each takes a file descriptor.
 
         Returns:
-            Whether it lies there now; False on all ranks of the host where it cannot, or there is one.
+            Whether the tensor is in shared memory now; the same on all ranks of the host.
         """
         if self.inside is None or not self._can_move or key >= MOST_MOVED:
             return False
@@ -201,7 +201,7 @@ class HierarchicalAllReduce:
         compressed.end_step(loss_scale)
 
     def state_dict(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """What a checkpoint must hold: empty without compression; the same on all ranks, a collective, between steps.
+        """The state for a checkpoint, empty without compression; the same on all ranks; a collective, between steps.
 
         Args:
             shapes: of all parameters, by name, in the same order on all ranks.
@@ -228,7 +228,7 @@ class HierarchicalAllReduce:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` has returned, whatever the ranks and the compression were."""
+        """Continues from a state of :meth:`state_dict`, whatever the ranks and the compression were."""
         if self.compressed is None:
             return
         first = self.inside is None or self.inside.rank == 0  # which hands errors on, see share_errors
@@ -236,12 +236,12 @@ class HierarchicalAllReduce:
         self._parts = {}
 
     def close(self) -> None:
-        """Gives shared memory back; a second call does nothing."""
+        """Releases shared memory; a second call does nothing."""
         if self.inside is not None:
             self.inside.close()
 
     def abort(self) -> None:
-        """Lets ranks that wait in shared memory raise. Any thread may call it."""
+        """Makes ranks that wait in shared memory raise; any thread may call it."""
         if self.inside is not None:
             self.inside.abort()
 
@@ -279,6 +279,6 @@ class HierarchicalAllReduce:
 
     @property
     def _ring(self) -> RingAllReduce:
-        """For tensors that are no gradients, and are to lose nothing."""
+        """The ring between hosts, for tensors that are no gradients and must not lose precision."""
         assert self.between is not None
         return self.between.ring if isinstance(self.between, CompressedAllReduce) else self.between

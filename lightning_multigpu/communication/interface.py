@@ -1,4 +1,4 @@
-"""Which network interface reaches the other ranks."""
+"""The network interface that reaches other ranks."""
 
 from __future__ import annotations
 

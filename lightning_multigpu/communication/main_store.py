@@ -1,4 +1,4 @@
-"""The store through which ranks join: kept by rank 0 at the job's main address, or by torchrun."""
+"""The TCP store through which ranks join, kept at the job's main address by rank 0 or by torchrun."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 class MainStore:
-    """Opens the store. Nothing here waits longer than a few seconds without asking whether it still should.
+    """Opens the store; no wait lasts longer than a few seconds without a check whether the job has failed.
 
     Args:
         address, port: where rank 0 is reached.
         rank: of this process.
-        is_kept: another process, torchrun's agent, keeps the store there; else rank 0 does.
+        is_kept: torchrun's agent keeps the store; else rank 0 does.
         connections: notes the connections that are made, so that they can be cut.
         deadline_s: when the store has to be open, on the monotonic clock.
-        timeout_s: what the user allowed for that, for the message.
+        timeout_s: the user's limit, for the message.
         check: called between two tries; raises when the job is known to have failed.
     """
 

@@ -1,4 +1,4 @@
-"""Collectives on Python objects and scalars, each told to the meter."""
+"""Metered collectives on tensors, Python objects and scalars over one process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MeteredGroup:
         group: the ranks.
         meter: told of every transfer.
         name: the name under which the meter files them.
-        device: where the back end of the group wants its tensors.
+        device: of the tensors that the group's back end moves.
     """
 
     def __init__(self, group: dist.ProcessGroup, meter: Meter, *, name: str, device: torch.device) -> None:

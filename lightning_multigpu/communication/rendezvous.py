@@ -1,7 +1,7 @@
-"""How ranks find each other before there is a process group, without ever waiting for long.
+"""The rendezvous of ranks before there is a process group.
 
-Every rank leaves a note in the store of rank 0, and reads those of the others until all have come. Whatever keeps them
-from joining is then known by rank and host, where a back end would only wait::
+Every rank leaves a note in the store of rank 0, and reads the notes of the others until all have come. A problem that
+keeps ranks from joining is then known by rank and host, where a back end would only wait::
 
     rank 0               rank 1               rank 2
     opens the store
@@ -64,7 +64,7 @@ class Rendezvous:
         own: this rank's note.
         attempt: a name that all ranks have in common and that no earlier attempt in the store had.
         deadline_s: when all have to be there, on the monotonic clock.
-        timeout_s: what the user allowed for that, for the message.
+        timeout_s: the user's limit, for the message.
         check: called between two looks; raises when the job is known to have failed.
     """
 
@@ -135,7 +135,7 @@ class Rendezvous:
             pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
 
     def _look(self) -> str | None:
-        """Reads new notes; returns what keeps the ranks from joining, if anything does."""
+        """Reads new notes; returns the problem that keeps the ranks from joining, or None."""
         self._raise_verdict()
         for ticket in range(self._store.add(_TICKETS, 0)):
             if ticket not in self._arrivals and self._store.check([_note(ticket)]):
@@ -143,7 +143,7 @@ class Rendezvous:
         return conflict(list(self._arrivals.values()))
 
     def _conclude(self, problem: str) -> None:
-        """Raises for all ranks what the first of them found."""
+        """Raises on all ranks the problem that the first of them found."""
 
         def settle() -> None:
             self._store.compare_set(_VERDICT, "", problem)
@@ -164,7 +164,7 @@ class Rendezvous:
         raise RendezvousError(verdict)
 
     def _guard(self, work: Callable[[], Any]) -> Any:
-        """Runs what uses the store. If that is gone, somebody who knows more may say so within seconds."""
+        """Runs work on the store. If the store is gone, the guardian may report the cause within seconds."""
         try:
             return work()
         except RendezvousError:
@@ -195,7 +195,7 @@ class Rendezvous:
 
 
 def conflict(arrivals: list[Arrival]) -> str | None:
-    """What keeps ranks that have come from joining, or None: two that claim one rank, or tables that differ."""
+    """The problem that keeps ranks from joining, or None: two that claim one rank, or tables that differ."""
     by_rank: dict[int, Arrival] = {}
     for arrival in arrivals:
         other = by_rank.setdefault(arrival.rank, arrival)

@@ -1,4 +1,4 @@
-"""All-reduce over a ring of neighbours: reduce-scatter, then all-gather.
+"""Ring all-reduce: reduce-scatter, then all-gather, between neighbours.
 
 The tensor is cut into one chunk a rank. In N-1 steps each chunk travels once around the ring and is summed on its way;
 in N-1 further steps the sums travel once around. With N = 3 (chunks a, b, c; capitals are complete sums)::
@@ -42,7 +42,7 @@ slow link, in which what comes back has to wait too."""
 
 @dataclass(frozen=True)
 class RingStep:
-    """What one rank does in one step: send one chunk to the next rank, receive another one from the previous rank."""
+    """One step of one rank: send one chunk to the next rank, receive another one from the previous rank."""
 
     phase: Literal["reduce", "gather"]
     send: int

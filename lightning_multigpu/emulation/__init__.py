@@ -1,4 +1,4 @@
-"""Several hosts on one machine, with networks as slow as asked for."""
+"""Emulated hosts on one machine, with limited network bandwidth."""
 
 from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts, Host, InterfaceCounters
 from lightning_multigpu.emulation.namespaces import HostsUnavailable

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by a switch, each with an address and a bandwidth of its own.
+"""Emulated hosts: network namespaces joined by a switch, each with an address and a bandwidth of its own.
 
 ::
 
@@ -36,7 +36,7 @@ _ETHERNET_HEADER_BYTES = 14
 
 @dataclass(frozen=True)
 class InterfaceCounters:
-    """What passed an interface since it was made; the difference of two is what passed between them.
+    """The traffic of an interface since it was made; the difference of two is the traffic between them.
 
     Bytes include the 14 bytes of each frame's Ethernet header, not its checksum and not the gap between frames.
     """
@@ -70,7 +70,7 @@ class Host:
         return f"host{self.node_rank}"
 
     def environment(self, *, master_port: int = 29500) -> dict[str, str]:
-        """What a rank on this host must find in its environment to join a job of all hosts."""
+        """The environment variables that a rank on this host needs to join a job of all hosts."""
         return {
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": str(master_port),
@@ -114,7 +114,7 @@ class Host:
         )
 
     def counters(self) -> InterfaceCounters:
-        """What has passed this host's interface so far."""
+        """The traffic of this host's interface so far."""
         (link,) = ip_json("-n", self.namespace, "-stats", "link", "show", self.interface)
         sent, received = link["stats64"]["tx"], link["stats64"]["rx"]
         return InterfaceCounters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
@@ -124,7 +124,7 @@ class EmulatedHosts:
     """A context manager that puts up hosts and takes them down again, whatever the way out.
 
     A SIGTERM that arrives in the meantime ends the process through the context manager, unless the program has a
-    handler of its own; what a killed process could not take down, the next use on this machine does.
+    handler of its own. Hosts of a killed process are taken down by the next use on this machine.
 
     Args:
         num_hosts: 1 to 250.

@@ -1,4 +1,4 @@
-"""One command on every emulated host, as a user would start it on real ones."""
+"""The processes of one command on every emulated host."""
 
 from __future__ import annotations
 

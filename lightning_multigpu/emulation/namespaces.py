@@ -1,4 +1,4 @@
-"""Network namespaces with an owner: made, found again after a crash, and deleted with all that runs in them."""
+"""Sets of network namespaces, deleted with all of their processes, also after a crash of their owner."""
 
 from __future__ import annotations
 

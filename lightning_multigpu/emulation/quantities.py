@@ -1,4 +1,4 @@
-"""Rates and sizes as ``tc`` writes them: "1gbit" per second, "512kb"."""
+"""Rates and sizes in the notation of ``tc``: "1gbit" per second, "512kb"."""
 
 from __future__ import annotations
 

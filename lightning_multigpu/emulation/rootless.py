@@ -1,4 +1,4 @@
-"""Runs a command as the root of a user namespace of its own, so that it may make network namespaces."""
+"""Commands run as root of a user namespace, so that they may make network namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSHARE = (
 
 
 def check_rootless() -> None:
-    """Finds out whether this user may do so.
+    """Checks that this user may make user namespaces.
 
     Raises:
         HostsUnavailable: with what the kernel objected to, and what would help.

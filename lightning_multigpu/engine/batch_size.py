@@ -1,4 +1,4 @@
-"""How many samples a batch holds, as far as it can be seen."""
+"""The number of samples in a batch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run measured, as statistics, as a document and as a table. Pure functions: neither torch nor Lightning."""
+"""The report of a run as statistics, document and table: pure functions without torch and Lightning."""

@@ -63,7 +63,7 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def _exposed_share(report: Mapping[str, Any]) -> str | None:
-    """How much of a step communication costs, the first thing to look at."""
+    """The share of a step that communication costs, the first figure to look at."""
     metrics = report["aggregate"]["metrics"]
     exposed, step = metrics.get("communication/exposed_ms"), metrics.get("throughput/step_ms")
     if exposed is None or step is None:

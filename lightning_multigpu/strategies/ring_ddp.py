@@ -1,4 +1,4 @@
-"""Data parallel training whose gradients are averaged by a ring all-reduce."""
+"""The strategy of data parallel training with a ring all-reduce."""
 
 from __future__ import annotations
 

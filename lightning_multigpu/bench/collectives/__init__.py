@@ -1,1 +1,1 @@
-"""Collectives, timed and checked, on every implementation that is there."""
+"""Time and correctness of collectives on every available implementation."""

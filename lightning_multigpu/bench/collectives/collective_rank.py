@@ -1,4 +1,4 @@
-"""One rank of one implementation: it tries, checks and times operations as it is asked."""
+"""One rank of one implementation, which tries, checks and times operations on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LATE_S = 0.05
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job is about.
+    """The settings of a job.
 
     Args:
         implementation: a row of the table.
@@ -75,7 +75,7 @@ class Check:
 
 
 def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
-    """Joins the others, then does what it is asked."""
+    """Joins the other ranks, then serves the requests."""
     store = _join(settings, seat)
     assert dist.group.WORLD is not None
     operations = settings.implementation.make(dist.group.WORLD)
@@ -150,7 +150,7 @@ class _Bench:
         return wrong
 
     def _check_barrier(self) -> int:
-        """How many ranks had not arrived when this one was let go; the last rank comes late on purpose."""
+        """Ranks that had not arrived when the barrier let this one go; the last rank comes late on purpose."""
         if self._seat.rank == self._seat.world_size - 1:
             time.sleep(_LATE_S)
         self._barriers += 1

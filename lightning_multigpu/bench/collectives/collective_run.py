@@ -1,4 +1,4 @@
-"""The table of collectives: every operation on every size, the implementations in turn.
+"""The run of a collectives bench: every operation on every size, the implementations in turn.
 
 For one operation and size::
 
@@ -6,8 +6,8 @@ For one operation and size::
     gloo    . . try . . . . . . . . time . . . . time . . . . . . . . . check
                             round 1      round 2      ...                      every other round in reverse order
 
-Each implementation has a job of its own. Where one fails, its row says how, its ranks are ended, new ones are started
-for the next operation, and the others go on.
+Each implementation has a job of its own. Where one fails, its row says how, its ranks are ended and started anew for
+the next operation, and the others go on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_CALLS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured.
+    """The plan of a bench.
 
     Args:
         operations, implementations, sizes: every combination, sizes in bytes.
@@ -85,7 +85,7 @@ class Result:
 
 
 def measure(hosts: Hosts, plan: Plan) -> Iterator[Result]:
-    """The rows, one after another; what cannot be measured on one size is not tried on larger ones."""
+    """The rows, one after another; an operation that fails on one size is not tried on larger ones."""
     contenders = [Contender(hosts, implementation, plan) for implementation in plan.implementations]
     try:
         for operation in plan.operations:
@@ -115,7 +115,7 @@ class Contender:
     """One implementation in the course of the table.
 
     Attributes:
-        out: why it takes no further part in the present operation: a status and a reason, told already or not.
+        out: status and reason why it takes no further part in the present operation.
     """
 
     hosts: Hosts
@@ -147,7 +147,7 @@ class Contender:
                 self._seconds += [max(call) for call in zip(*answers, strict=True)]
 
     def result(self, operation: Operation, size: int) -> Result | None:
-        """The row; None where an earlier row has told that there is nothing to come."""
+        """The row; None where an earlier row has told why there are no more."""
         checked = self._ask(Check()) if self.out is None else None
         common: dict[str, Any] = {"operation": operation, "implementation": self.implementation.name}
         if checked is None:
@@ -191,5 +191,5 @@ def _status(error: JobError, trying: bool) -> str:
         return TIMED_OUT
     if failure.kind == "died":
         return CRASHED
-    # What every rank refuses at the first try, none of them waiting for another, is not offered.
+    # Where every rank refuses at the first try, the operation is not supported.
     return NOT_SUPPORTED if trying and failure.all_ranks else FAILED

@@ -1,4 +1,4 @@
-"""The rows of collectives for people, as nccl-tests prints them, and for programs."""
+"""The table of collectives, as nccl-tests prints it, and its JSON."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class CollectivesTable:
 def document(
     header: Mapping[str, Any], settings: Mapping[str, Any], key: str, entries: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What ``--json`` writes: header, settings and, under ``key``, the entries."""
+    """The document of ``--json``: header, settings and, under ``key``, the entries."""
     return {"schema_version": SCHEMA_VERSION, **header, "settings": dict(settings), key: list(entries)}
 
 

@@ -1,4 +1,4 @@
-"""Who moves the bytes, one row each: the back ends of this build of torch, and this pack's own algorithms."""
+"""The implementations of collectives: the back ends of this build of torch, and this pack's own algorithms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 
 Call = Callable[[Buffers], object]
-"""Does one operation on prepared tensors; on return (on a GPU: when the current stream gets there) it is done."""
+"""Does one operation on prepared tensors, until it returns (on a GPU: until the current stream gets there)."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Implementation:
     Args:
         name: on the command line and in results.
         backend: the back end of torch.distributed whose process group it gets.
-        make: from that group to the operations that it has, by name; called once on every rank. A function of a
-            module, since it is sent to ranks by its name.
+        make: returns the operations over such a group, by name; called once on every rank. A function of a module,
+            since it is sent to ranks by its name.
         summary: in one line of the help.
-        operations: those that it has; empty for whatever the back end turns out to have.
-        devices: whose tensors it takes; empty for those that the back end is meant for.
+        operations: their names; empty where trying decides.
+        devices: types of device whose tensors it takes; empty for those that the back end is meant for.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Implementation:
     devices: tuple[str, ...] = ()
 
     def is_for(self, device_type: str) -> bool:
-        """Whether it is there and meant for "cpu" or "cuda" tensors; what is true, trying shows."""
+        """Whether it is built and meant for "cpu" or "cuda" tensors."""
         meant = self.devices or dist.Backend.backend_capability.get(self.backend, ())
         return self.is_built and device_type in meant
 
     def has(self, operation: str) -> bool:
-        """Whether it may have the operation; a back end is asked by trying."""
+        """Whether it may have the operation; for a back end trying decides."""
         return not self.operations or operation in self.operations
 
     @property
@@ -53,7 +53,7 @@ class Implementation:
 
 
 def torch_collectives(group: dist.ProcessGroup) -> dict[str, Call]:
-    """Everything, as ``torch.distributed`` does it."""
+    """The collectives of ``torch.distributed``."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def send_recv(b: Buffers) -> None:

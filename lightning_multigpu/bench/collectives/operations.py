@@ -1,4 +1,4 @@
-"""The collectives, one row each: what goes in on each rank, and what has to come out.
+"""The collectives of the bench: inputs and expected outputs of each rank.
 
 S is the size that the table shows, as nccl-tests counts it: the whole tensor where ranks hold parts of it. With 3
 ranks, whose tensors are a, b and c, in thirds::
@@ -30,7 +30,7 @@ from lightning_multigpu.communication.metering.traffic import sent_share
 
 Extent = Literal["whole", "part", "none"]
 Piece = tuple[int, int, int | None, int]
-"""Of an output: start, length, whose tensor is expected there (None: the sum), from which element of it on."""
+"""Part of an output: start, length, the rank of the expected tensor (None: the sum), and its first element."""
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,17 @@ class Buffers:
         return iter(tensor.chunk(self.world_size))
 
     def fill(self, pattern: Pattern) -> None:
-        """What goes in; the tensor that comes out is spoilt, so that doing nothing is noticed."""
+        """Fills the input, and spoils the output so that a call that does nothing is noticed."""
         self.output.fill_(-1)
         if not (self.operation.name == "broadcast" and self.rank != 0):
             pattern.fill(self.input, self.rank)
 
     def wrong(self, pattern: Pattern) -> int:
-        """How many elements of the result are not what they have to be."""
+        """The number of wrong elements of the result."""
         pieces = self.operation.expected(self.rank, self.world_size, self.numel)
         return sum(pattern.wrong(self.output[a : a + length], rank, offset) for a, length, rank, offset in pieces)
 
     def clear(self) -> None:
-        """Zeros: what is summed again and again must not overflow."""
+        """Writes zeros, which do not overflow when they are summed again and again."""
         self.input.zero_()
         self.output.zero_()

@@ -1,4 +1,4 @@
-"""Numbers by which a wrong element of a collective's result is seen, whatever was mixed up: rank, position or sum.
+"""Numbers that show a wrong element of a collective's result: a wrong rank, position or sum.
 
 Element i of rank r's tensor is ``(i + 2 r) mod m``. It is a small integer, so that even sums over all ranks are exact
 in every type down to bfloat16, which has the integers to 256. The period m is odd, so that chunks whose sizes are
@@ -40,7 +40,7 @@ class Pattern:
             part.copy_(expected)
 
     def wrong(self, tensor: Tensor, rank: int | None, offset: int = 0) -> int:
-        """How many elements differ from what :meth:`fill` would write."""
+        """The number of elements that differ from what :meth:`fill` would write."""
         return sum(int((part != expected).sum()) for part, expected in self._parts(tensor, rank, offset))
 
     def _parts(self, tensor: Tensor, rank: int | None, offset: int) -> Iterator[tuple[Tensor, Tensor]]:

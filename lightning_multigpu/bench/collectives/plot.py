@@ -1,4 +1,4 @@
-"""Time and bus bandwidth over size, as a picture."""
+"""The picture of a collectives bench: time and bus bandwidth over size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def check_plot(path: Path) -> None:
-    """A picture can be drawn into a file of that name.
+    """Checks that a picture can be drawn into a file of that name.
 
     Raises:
         ValueError: matplotlib is not installed, or the name's ending is none of :data:`FORMATS`.

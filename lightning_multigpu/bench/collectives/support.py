@@ -1,4 +1,4 @@
-"""Which back end offers which operation on which tensors, found by trying each."""
+"""The table of operations that each back end supports on each device, found by trying."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Cell:
 def try_all(
     hosts: Hosts, implementations: Sequence[Implementation], operations: Sequence[Operation], *, timeout_s: float
 ) -> Iterator[Cell]:
-    """Tries each operation on a few KiB of float32, in processes whose end or hanging harms nobody."""
+    """Tries each operation on a few KiB of float32, in processes of their own, which may crash or hang."""
     for implementation in implementations:
         for device_type in DEVICE_TYPES:
             missing = _missing(implementation, device_type)

@@ -1,1 +1,1 @@
-"""Training steps of one model under several strategies, timed in turn."""
+"""Time of the training step of one model under several strategies."""

@@ -1,4 +1,4 @@
-"""Strategies as the command line names them: ``ddp``, ``ring_ddp:bucket_cap_mb=4``, ``package.Class:option=value``."""
+"""Strategies of a bench, given as ``ddp``, ``ring_ddp:bucket_cap_mb=4`` or ``package.Class:option=value``."""
 
 from __future__ import annotations
 

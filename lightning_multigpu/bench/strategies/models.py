@@ -1,4 +1,4 @@
-"""Models to train in a bench, and the data that costs no time: the same batch again and again."""
+"""Models of a bench, and data that takes no time to load: the same batch again and again."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def check_model(cls: type) -> None:
-    """The class is a model that can be benched: a LightningModule without required arguments that brings its data.
+    """Checks that a class can be benched: a LightningModule without required arguments that brings its data.
 
     Raises:
         ValueError: it is not.

@@ -1,4 +1,4 @@
-"""One rank of one strategy: an ordinary ``Trainer.fit`` that stands still between its turns."""
+"""One rank of one strategy: an ordinary ``Trainer.fit`` that waits between its turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_multigpu.report.statistics import quantile
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job trains.
+    """The settings of a job.
 
     Args:
         contender: the strategy.
@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Taken:
-    """A turn of one rank: seconds of each timed step, and what the strategy's meter says of them, if it has one."""
+    """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one."""
 
     seconds: list[float]
     metered: dict[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Strategies in turn: the same steps under each, while the others sleep.
+"""The run of a strategies bench: the same steps under each strategy in turn, while the others sleep.
 
 Each strategy has a job of its own, all started before the first turn. A turn is some steps of one job; in every
 repetition each job gets one, in an order that moves on by one place, so that none of them always follows the same
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured.
+    """The plan of a bench.
 
     Args:
         contenders: the strategies; "no communication" is added.

@@ -1,4 +1,4 @@
-"""The rows of strategies for people and for programs."""
+"""The table of strategies and its JSON."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StrategiesTable:
         return result.step_s.median / self._baseline_s
 
     def _cost_s(self, result: Result) -> float | None:
-        """What the step takes longer than the same step without communication."""
+        """The step's time beyond that of the same step without communication."""
         if result.step_s is None or self._silent_s is None or result.label == NO_COMMUNICATION:
             return None
         return result.step_s.median - self._silent_s

@@ -39,11 +39,11 @@ class CompressedAllReduce:
     Args:
         group: a process group whose back end sends CPU tensors point to point (gloo, mpi); nothing else may use it
             for messages while a call is under way.
-        compressor: what travels in place of the tensors.
+        compressor: encodes what travels in place of the tensors.
         segment_elements: elements that are encoded, sent and decoded at a time.
 
     Attributes:
-        ring: what reduces tensors that are no gradients and are to lose nothing.
+        ring: reduces tensors that are no gradients, without loss.
         step_is_finite: whether all sums of the step under way have been finite so far.
 
     Raises:
@@ -77,7 +77,7 @@ class CompressedAllReduce:
 
         Args:
             tensor: any shape, contiguous, on the CPU, floating-point; the same shape and dtype on every rank.
-            pieces: the parameters of which ``tensor`` holds the gradients, in order; the same on every rank.
+            pieces: the parameters whose gradients ``tensor`` holds, in order; the same on every rank.
             average: divide the sums by the number of ranks.
 
         Raises:
@@ -138,10 +138,10 @@ class CompressedAllReduce:
         )
 
     def share_errors(self, pieces: Sequence[Piece], own: Sequence[Piece], host: dist.ProcessGroup) -> None:
-        """Moves errors to the ranks of a host that go on with them, where each of these reduces a part of a tensor.
+        """Moves errors to the ranks of a host that use them next, where each rank reduces a part of a tensor.
 
-        To be called by all of them, between steps, for each tensor that is composed anew: at first, when a checkpoint
-        was loaded (by one rank of each host, the others load ``{}``), and when parameters were dealt to other tensors.
+        A collective of the host, between steps, for each tensor that is composed anew: the first time, after a
+        checkpoint was loaded (by one rank of each host, the others load ``{}``), and in other buckets.
 
         Args:
             pieces: of the whole tensor.
@@ -158,11 +158,11 @@ class CompressedAllReduce:
         self._errors.give(tuple(own), kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold; the same on all ranks, which must all call it, between steps.
+        """The state for a checkpoint, the same on all ranks; a collective, between steps.
 
-        ``errors`` are averaged over the ranks: the average is what the average of the gradients still lacks. Each
-        rank of a later run, however many there are, starts with this average, so that its average is the same. Ranks
-        of one host that each reduce a part of every tensor have errors of their parts: those of the host are the sum.
+        ``errors`` are averaged over the ranks: the average of the gradients still lacks that average. Each rank of a
+        later run, however many there are, starts with it, so that the average is the same. Ranks of one host that
+        each reduce a part of every tensor have errors of their parts; the host's errors are their sum.
         """
         state: dict[str, Any] = {"step": self.step, "loss_scale": self._loss_scale}
         if self._errors is not None:
@@ -175,7 +175,7 @@ class CompressedAllReduce:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, whatever the world size and the compressor were; what this one lacks is zero."""
+        """Continues from ``state``, whatever the world size and the compressor were; missing errors are zero."""
         self.step = int(state.get("step", 0))
         self._loss_scale = state.get("loss_scale")
         self.step_is_finite = True

@@ -1,4 +1,4 @@
-"""What a compression saved, and what it lost."""
+"""Statistics of a compression: bytes saved and error."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 _LOSSES_COUNTED_EVERY = 16
-"""Steps: to square everything in each would take about a tenth of the time of compressing it."""
+"""Steps; squaring everything in each would take about a tenth of the time of compressing it."""
 
 
 @dataclass
 class CompressionStatistics:
-    """Sums over everything that this rank has sent; of what was lost, over every 16th step, from the first on."""
+    """Sums over everything that this rank has sent; the error is summed in every 16th step, from the first on."""
 
     uncompressed_bytes: int = 0
-    """What a ring would have sent of the tensors as they were."""
+    """Payload that a ring would have sent of the uncompressed tensors."""
     sent_bytes: int = 0
     """Payload that was sent instead."""
     had_square: float = 0.0
@@ -31,22 +31,22 @@ class CompressionStatistics:
 
     @property
     def relative_error(self) -> float:
-        """The L2 norm of what was lost, over that of what there was to send; NaN before anything was sent.
+        """The L2 norm of the error over that of the given values; NaN before anything was sent.
 
-        What there was to send is gradients with the errors that were fed back. Steps that were not finite do not count.
+        The given values are gradients plus the errors that were fed back. Steps that were not finite do not count.
         """
         return math.sqrt(self.lost_square / self.had_square) if self.had_square else math.nan
 
     def square(self, values: Tensor) -> float | None:
-        """The sum of the squares of what there is to send (flat); None in steps whose loss is not counted."""
+        """The sum of squares of the given values (flat); None in steps whose error is not counted."""
         return _square(values) if self.steps % _LOSSES_COUNTED_EVERY == 0 else None
 
     def add_loss(self, had_square: float | None, lost: Tensor) -> None:
         """Counts one encoded run of elements.
 
         Args:
-            had_square: what :meth:`square` has returned of what there was to send.
-            lost: that minus what was sent, flat.
+            had_square: of the given values, from :meth:`square`.
+            lost: the given values minus the sent ones, flat.
         """
         if had_square is None:
             return
@@ -56,7 +56,7 @@ class CompressionStatistics:
             self.lost_square += lost_square
 
     def end_step(self) -> None:
-        """To be told when a step in which something was compressed is over."""
+        """Ends a step in which something was compressed."""
         self.steps += 1
 
 

@@ -17,16 +17,16 @@ _TOPK_SAMPLES = 4096
 
 
 class Compressor(ABC):
-    """How gradients are written on the wire. Objects are settings: they keep nothing, and may be shared."""
+    """A setting of how gradients are written on the wire; objects have no state and may be shared."""
 
     name: ClassVar[str]
-    """How a user writes it."""
+    """The name in a user's setting."""
     has_error_feedback: ClassVar[bool]
-    """Whether what a step could not send is added to the gradients of the next step."""
+    """Whether a step's error is added to the gradients of the next step."""
 
 
 class ElementwiseCompressor(Compressor):
-    """Writes any run of elements by itself, in a number of bytes that depends on their number only.
+    """A compressor that encodes any run of elements by itself; the number of elements alone decides the bytes.
 
     In the methods, ``values`` are flat and float32, and ``wire`` are flat ``uint8`` of :meth:`encoded_bytes`, at an
     address that is a multiple of 8.
@@ -38,18 +38,18 @@ class ElementwiseCompressor(Compressor):
 
     @abstractmethod
     def encode(self, values: Tensor, wire: Tensor) -> None:
-        """Writes ``values`` to ``wire`` and leaves in ``values`` what was lost: theirs minus what was written.
+        """Writes ``values`` to ``wire`` and leaves the error in ``values``: the given minus the written values.
 
-        NaN and infinity must show in ``wire``, as what :meth:`decode` makes of it.
+        NaN and infinity must stay not finite when :meth:`decode` reads ``wire``.
         """
 
     @abstractmethod
     def decode(self, wire: Tensor, values: Tensor) -> None:
-        """Overwrites ``values`` with what ``wire`` holds."""
+        """Overwrites ``values`` with the decoded ``wire``."""
 
     @abstractmethod
     def add_decoded(self, wire: Tensor, values: Tensor) -> None:
-        """Adds to ``values`` what ``wire`` holds."""
+        """Adds the decoded ``wire`` to ``values``."""
 
     @abstractmethod
     def is_finite(self, wire: Tensor, numel: int) -> bool:
@@ -80,7 +80,7 @@ class _Cast(ElementwiseCompressor):
 
 @dataclass(frozen=True)
 class Fp16(_Cast):
-    """IEEE half precision: 11 significant bits; what is beyond 65504 becomes infinite, below 6e-8 zero."""
+    """IEEE half precision: 11 significant bits; values beyond 65504 become infinite, below 6e-8 zero."""
 
     name = "fp16"
     dtype = torch.float16
@@ -102,7 +102,7 @@ class Int8(ElementwiseCompressor):
 
         | scale of chunk 0 | scale of chunk 1 | ... (float32) | element 0 | element 1 | ... (int8) |
 
-    NaN and infinity make the scale of their chunk so: the whole chunk then arrives as not finite.
+    NaN or infinity makes the scale of its chunk not finite, and so the whole chunk.
 
     Args:
         chunk_size: elements that share a scale.
@@ -224,8 +224,8 @@ def _fields(wire: Tensor) -> tuple[Tensor, Tensor]:
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest; NaN is larger than infinity.
 
-    A threshold that is guessed from every few elements leaves few candidates to be sorted; where it leaves too few,
-    all elements are.
+    A threshold guessed from a sample of the elements leaves few candidates to be sorted; where it leaves too few, all
+    elements are sorted.
     """
     stride = magnitudes.numel() // _TOPK_SAMPLES
     if stride < 2:

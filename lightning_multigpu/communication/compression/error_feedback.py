@@ -1,7 +1,7 @@
-"""What could not be sent is kept, and added to the gradients of the next step.
+"""Error feedback: the error of a step's compression is added to the gradients of the next step.
 
-Without it, a gradient that is always too small to be sent would be lost for ever; with it, the sum of what was sent
-follows the sum of what was given.
+Without it, a gradient that is always too small to be sent would be lost for ever; with it, the sum of the sent values
+follows the sum of the given ones.
 
 Sources: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient
 compression schemes", ICML 2019, algorithm 2; H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel
@@ -37,8 +37,8 @@ class _Errors:
 class ErrorFeedback:
     """The errors of one rank, float32, by parameter name.
 
-    They lie in memory as the flat tensors do that come along, so that a step touches them as a whole. When tensors are
-    composed anew (other buckets), the errors follow their parameters.
+    They lie in memory as flat tensors like those of the gradients, so that a step touches them as a whole. When tensors
+    are composed anew (other buckets), the errors follow their parameters.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class ErrorFeedback:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def begin(self, pieces: Pieces) -> tuple[Tensor, Tensor]:
-        """The errors to add to the flat tensor of these pieces, and where those of this step belong, all of them.
+        """The errors to add to the flat tensor of these pieces, and the memory for the errors of this step.
 
-        A tensor that comes twice within a step accepts what its first time has left.
+        A tensor that comes twice within a step accepts the errors of its first time.
         """
         errors = self._tensors.get(pieces)
         if errors is None:
@@ -60,14 +60,14 @@ class ErrorFeedback:
         return errors.before, errors.after
 
     def end_step(self, *, accept: bool) -> None:
-        """Keeps the errors of the step; or forgets them, so that those before it stay as they were."""
+        """Keeps the errors of the step, or forgets them and keeps the earlier ones."""
         for errors in self._tensors.values():
             if accept:
                 errors.accept()
             errors.written = False
 
     def scale(self, factor: float) -> None:
-        """Multiplies all errors, when the unit of the gradients has changed (the scale of the loss, for example)."""
+        """Multiplies all errors, after the unit of the gradients has changed (the scale of the loss, for example)."""
         for tensor in [*self._others.values(), *(errors.before for errors in self._tensors.values())]:
             tensor.mul_(factor)
 

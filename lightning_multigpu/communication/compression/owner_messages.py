@@ -1,6 +1,6 @@
-"""Messages between the ranks of a group, each of which owns a part of what they sum up.
+"""Messages between ranks that each own a part of a sum.
 
-Every rank sends each owner what it has of the owner's part; the owner sums, and sends the sum to all. With N = 3::
+Every rank sends its values of a part to the part's owner; the owner sums, and sends the sum to all. With N = 3::
 
                 rank 0 owns a     rank 1 owns b     rank 2 owns c
     start       a0 b0 c0          a1 b1 c1          a2 b2 c2
@@ -8,7 +8,7 @@ Every rank sends each owner what it has of the owner's part; the owner sums, and
     holds       A                 B                 C
     FROM_OWNER  A -> 1, 2         B -> 0, 2         C -> 0, 1
 
-A rank sends as much as in a ring, 2(N-1)/N of the whole, but what it sends has been encoded twice only, whatever N is.
+A rank sends as much as in a ring, 2(N-1)/N of the whole, but the values are encoded only twice, whatever N is.
 """
 
 from __future__ import annotations

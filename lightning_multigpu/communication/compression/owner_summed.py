@@ -1,15 +1,14 @@
-"""The all-reduce of compressors that write each run of elements by itself.
+"""The all-reduce of compressors that encode each run of elements by itself.
 
 The tensor is cut into a shard a rank, and a shard into segments. A rank encodes its part of each segment for the owner
-of the segment; the owner decodes and sums in float32, encodes the sum once, and every rank, the owner included, goes on
-with what this encoded sum decodes to: so all hold the same bits. While a segment is encoded or decoded, which
-happens within the cache, others are on their way::
+of the segment; the owner decodes and sums in float32 and encodes the sum once. Every rank, the owner included, decodes
+this sum, so that all hold the same bits. While a segment is encoded or decoded in the cache, others are on their way::
 
     encode  s0 s1 s2                   sum, encode  t0 t1 t2      decode  u0 u1 u2
     wire     [- s0 -][- s1 -][- s2 -]                [- t0 -][- t1 -][- t2 -]
 
-With error feedback each rank keeps what encoding lost: of its parts, and of the sums that it owns. Both are added to
-the next step's gradients, so that in the sum over ranks nothing is lost.
+With error feedback each rank keeps the error of encoding its parts and the sums that it owns. Both are added to the
+next step's gradients, so that in the sum over ranks nothing is lost.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ def segments_by_owner(
 
 
 def sent_bytes(segments: list[list[Segment]], rank: int) -> int:
-    """What ``rank`` sends: every other shard once, its own to every other rank."""
+    """Bytes that ``rank`` sends: every other shard once, its own to every other rank."""
     totals = [sum(segment.num_bytes for segment in shard) for shard in segments]
     return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
 
 
 class Buffers:
-    """Encoded shards: those that leave (my parts, my sums) and those that arrive (others' parts, others' sums)."""
+    """Encoded shards that leave (own parts, own sums) and that arrive (others' parts, others' sums)."""
 
     def __init__(self, segments: list[list[Segment]], rank: int) -> None:
         ends = [-(-(s[-1].offset_bytes + s[-1].num_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if s else 0
@@ -160,7 +159,7 @@ class OwnerSummed:
             total.mul_(messages.world_size)  # the error of an average, which this rank's next gradient makes good alone
 
     def _with_error(self, segment: Segment) -> Tensor:
-        """What this rank has of a segment, in memory that may be written to, and keeps the error where there is one."""
+        """This rank's values of a segment plus the error, in memory that may be overwritten."""
         given = self._values[segment.start : segment.stop]
         if self._errors is None:
             return given

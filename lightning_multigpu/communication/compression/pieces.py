@@ -1,4 +1,4 @@
-"""Which parameters a flat tensor of gradients is made of."""
+"""Pieces of a flat tensor of gradients: the parameters that it is made of."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Pieces = tuple[Piece, ...]
 
 
 def offsets(pieces: Iterable[Piece]) -> list[int]:
-    """Where each piece starts in the flat tensor, and where the last one ends."""
+    """The start of each piece in the flat tensor, and the end of the last one."""
     return list(accumulate((piece.numel for piece in pieces), initial=0))
 
 

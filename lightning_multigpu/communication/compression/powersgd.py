@@ -95,20 +95,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who owns which parameter of one flat tensor, and how long the messages about them are, by owner."""
+    """The owner of each parameter of a flat tensor, and the lengths of the messages, by owner."""
 
     parts: tuple[Part, ...]
     first_numel: tuple[int, ...]
     second_numel: tuple[int, ...]
 
     def sent_bytes(self, rank: int) -> int:
-        """What ``rank`` sends: what others own once, what it owns itself to every other rank."""
+        """Bytes that ``rank`` sends: every other owner's part once, its own part to every other rank."""
         totals = [4 * (first + second) for first, second in zip(self.first_numel, self.second_numel, strict=True)]
         return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
 
 
 class Owners:
-    """Deals parameters out to ranks: each to the one that has the least to send so far. Deterministic.
+    """Assigns parameters to ranks, each to the rank with the least to send so far; deterministic.
 
     A tensor keeps its plan; the ranks agree because all see the same tensors in the same order.
     """
@@ -161,13 +161,13 @@ class WarmStarts:
         return factor
 
     def put(self, name: str, factor: Tensor) -> None:
-        """For the next step, if this one is accepted. The length is taken off, which would grow with every step."""
+        """Sets the factor of the next step, normalised, since its length would grow; used if this step is accepted."""
         norm = torch.linalg.vector_norm(factor)
         if norm > 0:
             self._of_this_step[name] = factor / norm
 
     def end_step(self, *, accept: bool) -> None:
-        """Keeps or forgets what was put."""
+        """Keeps or forgets the factors of the step."""
         if accept:
             self._factors.update(self._of_this_step)
         self._of_this_step = {}
@@ -223,7 +223,7 @@ class LowRank:
         self._first.send_parts()
 
     def finish(self) -> bool:
-        """The rest of both rounds; returns whether everything that was sent is finite."""
+        """Ends both rounds; returns whether all sent values are finite."""
         own = self._messages.rank
         total = self._first.sum_parts()
         for part in self._plan.parts:
@@ -246,7 +246,7 @@ class LowRank:
         return self._first.is_finite() and self._second.is_finite()
 
     def _take_away(self, part: Part) -> None:
-        """Makes this rank's Q, and takes what the factors say of its gradients away from them."""
+        """Makes this rank's Q, and subtracts the product of the factors from the gradients."""
         given = self._given[part.start : part.stop]
         if part.size is None:
             given.zero_()
@@ -313,12 +313,12 @@ class _Round:
         wait_all(self._sends)
 
     def is_finite(self) -> bool:
-        """Whether all sums are."""
+        """Whether all sums are finite."""
         return all(bool(numbers.isfinite().all()) for numbers in self.numbers)
 
 
 def first_factor(name: str, rank: int, columns: int) -> Tensor:
-    """What the power iteration of a parameter starts with, (rank, columns): random numbers that depend on its name."""
+    """The start of a parameter's power iteration, (rank, columns): random numbers that depend on its name."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
     return torch.randn(rank, columns, generator=torch.Generator().manual_seed(seed))
 

@@ -1,1 +1,1 @@
-"""The meter: what moved between ranks, when, and how much of that time compute hid."""
+"""Measurement of the traffic between ranks."""

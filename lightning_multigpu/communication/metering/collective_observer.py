@@ -1,4 +1,4 @@
-"""What the meter tells of collectives while they are under way, for others to read when a rank cannot speak."""
+"""The interface of an observer that is told of collectives while they are under way."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Note(Protocol):
         """The calling thread begins to wait for it."""
 
     def ended(self) -> None:
-        """It has come to its end."""
+        """It has ended."""
 
     def broke(self) -> None:
         """It has raised an error."""
 
 
 class CollectiveObserver(Protocol):
-    """Takes down each collective as it begins; the guardian's ``FlightRecorder`` is one."""
+    """An observer that is told of each collective as it begins; the guardian's ``FlightRecorder`` is one."""
 
     def began(
         self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True

@@ -1,4 +1,4 @@
-"""The traffic of an optimizer step, and the arithmetic behind its figures."""
+"""The traffic of an optimizer step, and the arithmetic of its figures."""
 
 from __future__ import annotations
 

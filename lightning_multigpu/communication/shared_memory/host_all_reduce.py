@@ -201,11 +201,11 @@ class SharedMemoryAllReduce:
         return tensor
 
     def abort(self) -> None:
-        """Lets every rank of the group that is in a collective, or calls one later, raise. Any thread may call it."""
+        """Makes every rank raise that is in a collective or calls one later; any thread may call this."""
         self._buffers.abort()
 
     def close(self) -> None:
-        """Gives the memory back. Others that still wait for this rank raise; a second call does nothing."""
+        """Releases the memory; ranks that still wait for this one raise. A second call does nothing."""
         self._in_place.close()
         self._buffers.close()
 

@@ -93,7 +93,7 @@ class SharedSegment:
             self._descriptor = -1
 
     def _create(self, total_bytes: int) -> tuple[int, int, bytes]:
-        """Where the others find it: process, descriptor, and the token by which they know it."""
+        """Makes the file; returns process, descriptor, and the token by which the others know it."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._descriptor = os.memfd_create(_NAME)

@@ -1,1 +1,1 @@
-"""Data parallel training: the reduction of gradients, and how batches are dealt out to the ranks."""
+"""Data parallel training: transport of gradients and distribution of batches."""

@@ -1,6 +1,6 @@
-"""Ranks tell one another, one batch ahead, how many samples they still have.
+"""Agreement of the data ranks, one batch ahead, on how many samples each still has.
 
-What a rank announces for batch k + 1 travels while batch k is trained on, so that nobody waits for it::
+The announcement of batch k + 1 travels while batch k is trained on, so that no rank waits for it::
 
     rank 0     fetch 0, announce | train 0, fetch 1, announce | train 1, fetch 2: end, announce | stop
     rank 1     fetch 0, announce | train 0, fetch 1, announce | train 1, fetch 2,      announce | stop
@@ -36,10 +36,10 @@ _END = object()
 
 @dataclass(frozen=True)
 class Announcement:
-    """What every data rank said of one batch, in rank order.
+    """The announcements of all data ranks for one batch, in rank order.
 
-    ``samples`` are -1 for ranks that have no batch any more; ``weights`` are what each rank's loss counts for;
-    ``flags`` has the bits that any rank has set, of those too that train on the same batch.
+    ``samples`` are -1 for ranks without a further batch; ``weights`` are those of each rank's loss; ``flags`` has the
+    bits that any rank has set, also among ranks that train on the same batch.
     """
 
     samples: tuple[int, ...]
@@ -57,8 +57,8 @@ class Announcer:
     Args:
         group: all ranks, on a back end that moves CPU tensors; used by nothing else meanwhile.
         meter: told of the traffic, as group "control".
-        ranks_a_batch: so many ranks of the group, one after the other, train on the same batch as one data rank. The
-            first of them speaks for all; they have no batch any more as soon as one of them has none.
+        ranks_a_batch: so many neighbouring ranks of the group train on the same batch, as one data rank. The first of
+            them announces for all; they have no further batch as soon as one of them has none.
     """
 
     def __init__(self, group: dist.ProcessGroup, meter: Meter, *, ranks_a_batch: int = 1) -> None:
@@ -70,7 +70,7 @@ class Announcer:
         self._pending: tuple[dist.Work, Tensor, Transfer] | None = None
 
     def announce(self, samples: int, weight: float, *, flags: int) -> None:
-        """Says what the next batch of this rank is; returns at once."""
+        """Announces this rank's next batch; returns at once."""
         self.drop()
         mine = torch.tensor([samples, weight, flags], dtype=torch.float64)
         everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
@@ -85,7 +85,7 @@ class Announcer:
         self._pending = (work, everyone, transfer)
 
     def collect(self) -> Announcement:
-        """What all ranks said; waits for the slowest."""
+        """The announcements of all ranks; waits for the slowest."""
         assert self._pending is not None
         work, everyone, transfer = self._pending
         self._pending = None
@@ -106,7 +106,7 @@ class Announcer:
         )
 
     def drop(self) -> None:
-        """Forgets an announcement that nobody is going to use: the epoch was ended before its data."""
+        """Forgets an announcement that is not used, because the epoch ended before its data."""
         if self._pending is not None:
             self._pending[2].awaited()
             self._pending[0].wait()
@@ -280,7 +280,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduction) -> float:
-    """What this rank's loss is multiplied by, so that the plain average of gradients over ranks is the one wanted.
+    """The factor of this rank's loss with which the plain average of gradients over ranks is the right one.
 
     With weights w, rank r's gradient has to count for w_r / sum(w); the average divides by N, so the factor is
     N w_r / sum(w). For a loss that is a sum over samples, gradients have to be added: the factor is N.

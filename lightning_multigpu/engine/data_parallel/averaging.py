@@ -61,7 +61,7 @@ class ModelAverager:
         return True
 
     def _on_all_ranks(self, moments: list[list[Tensor]], device: torch.device) -> list[Tensor]:
-        """Those of the parameters whose optimizer state exists on every rank."""
+        """The optimizer state of the parameters that have one on every rank."""
         present = torch.tensor([float(bool(of_one)) for of_one in moments])
         self._average(present)
         return [

@@ -1,4 +1,4 @@
-"""Deals each global batch out to the data ranks, so that N ranks together see what one device would see.
+"""Distribution of each global batch over the data ranks, so that N ranks see the samples of one device.
 
 With a batch size of b a rank, global batch k holds positions k N b to (k + 1) N b of the one global order, and each
 rank takes its part of it. Nothing is repeated and nothing is left out; a last batch that N does not divide gives some
@@ -49,8 +49,8 @@ class DealtBatchSampler(Sampler[list[int]]):
         batches: the batch sampler whose batches are yielded.
 
     Attributes:
-        counts: samples of the batches yielded so far and not taken from here yet, oldest first. A loader with workers
-            draws batches ahead of time; whoever receives a batch takes its count from the left.
+        counts: samples of the batches yielded so far whose count has not been taken, oldest first. A loader with
+            workers draws batches ahead of time; the receiver of a batch takes its count from the left.
         skip: batches that the next iteration leaves out without loading them; then 0 again.
     """
 
@@ -61,7 +61,7 @@ class DealtBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> Any:
-        """What receives ``set_epoch``."""
+        """The sampler that receives ``set_epoch``."""
         return getattr(self.batches, "sampler", None)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,9 +154,9 @@ class ShardedBatchSampler(DealtBatchSampler):
 def distribute_batches(
     loader: Any, *, num_replicas: int, rank: int, even: bool
 ) -> tuple[Any, DealtBatchSampler | None]:
-    """A copy of ``loader`` whose batches are counted, and dealt out by global batches where that is left to us.
+    """A copy of ``loader`` whose batches are counted and, where the loader allows it, dealt out by global batches.
 
-    It is left to us where the loader has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's
+    It allows that where it has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's
     own batch sampler. Any other batch sampler keeps its batches. Iterable datasets, loaders without batches,
     loaders that keep their own state and anything that is no DataLoader are returned as they are.
 

@@ -27,7 +27,7 @@ _REPETITIONS = 5
 
 @dataclass(frozen=True)
 class TransferCost:
-    """What the all-reduce of a tensor costs.
+    """The time of an all-reduce as a function of size.
 
     Attributes:
         latency_s: seconds that even the smallest takes.

@@ -29,12 +29,12 @@ from lightning_multigpu.planning.break_even import break_even_bytes_per_s, measu
 
 UNCOMPRESSED = "none"
 CLEARLY = 0.9
-"""What loses more has to take at most this share of the time of what loses less."""
+"""A way that loses more precision must take at most this share of the time of one that loses less."""
 BUDGET_S = 1.0
-"""How long the rounds may take; a link on which three rounds of the least there is take longer has its way."""
+"""Time limit of the rounds; on a very slow link three rounds of the smallest sample may take longer."""
 
-# The one that loses less first. Those that let most of a gradient wait change what training computes, and are for the
-# user to choose; fp16 takes as long as bf16, and cannot hold what is large.
+# The one that loses less first. Compressors that delay most of a gradient change training, and are for the user to
+# choose; fp16 takes as long as bf16, and overflows.
 _CANDIDATES: dict[torch.dtype, tuple[str, ...]] = {
     torch.float32: ("bf16", "int8"),
     torch.bfloat16: ("int8",),
@@ -76,7 +76,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of timing the ways; the same on all ranks.
+    """The measured times of the ways; the same on all ranks.
 
     Attributes:
         seconds: by way, the slowest rank's median.
@@ -88,10 +88,10 @@ class Measured:
 
 
 def candidates(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
-    """The compressions that come into question for gradients of these types, the one that loses least first.
+    """The compressions to try for gradients of these types, the one that loses least first.
 
-    Of bfloat16 and float16 only those that are shorter still. None for float64, whose digits somebody wants, and for
-    types that cannot be compressed.
+    For bfloat16 and float16 only shorter ones. None for float64, chosen for its precision, and for types that cannot be
+    compressed.
     """
     of_each = [_CANDIDATES.get(dtype, ()) for dtype in set(dtypes)]
     if not of_each:
@@ -100,7 +100,7 @@ def candidates(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
 
 
 def choice(seconds: Mapping[str, float]) -> str:
-    """The way to take: what loses more is preferred only where it is clearly faster than what loses less.
+    """The way to take: one that loses more precision only where it is clearly faster than one that loses less.
 
     Args:
         seconds: by way, the one that loses least first.
@@ -141,7 +141,7 @@ def first_bytes(of: Sequence[Bucket], limit_bytes: float) -> list[Bucket]:
 
 
 def sample_bytes(probe: Callable[[int], float], agree: Agree, *, budget_s: float = BUDGET_S) -> float:
-    """How many bytes of gradients there is time to measure with; a collective.
+    """The bytes of gradients that there is time to measure with; a collective.
 
     Args:
         probe: sends so many bytes uncompressed, and returns the seconds that it took.
