@@ -19,15 +19,10 @@ class BackgroundSampler:
 
     Args:
         sample: takes one sample; never called by two threads at once.
-        interval_s: seconds from one sample to the next.
-
-    Raises:
-        ValueError: ``interval_s`` is not above 0.
+        interval_s: seconds from one sample to the next, above 0.
     """
 
     def __init__(self, sample: Callable[[], Sample], *, interval_s: float) -> None:
-        if not interval_s > 0:
-            raise ValueError(f"interval_s={interval_s}: the time between two samples must be above 0 seconds")
         self._sample = sample
         self._interval_s = interval_s
         self._stopping = threading.Event()

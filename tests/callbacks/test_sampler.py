@@ -95,8 +95,3 @@ def test_a_sensor_that_hangs_does_not_hang_the_training(monkeypatch: pytest.Monk
     assert sampler._thread.is_alive()
     released.set()
     sampler._thread.join(30)
-
-
-def test_the_interval_is_above_zero(counter: Counter) -> None:
-    with pytest.raises(ValueError, match=r"interval_s=0: .* above 0 seconds"):
-        BackgroundSampler(counter, interval_s=0)

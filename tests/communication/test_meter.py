@@ -61,8 +61,6 @@ def test_hidden_and_exposed_parts(meter: Meter, clock: Clock) -> None:
     assert (totals.count, totals.size_bytes, totals.sent_bytes) == (2, 160, 164)
     assert (totals.total_s, totals.exposed_s, totals.hidden_s) == (7.0, 2.0, 5.0)
     assert (step.total_s, step.exposed_s, step.hidden_s, step.sent_bytes) == (7.0, 2.0, 5.0, 164)
-    assert totals.algbw_bytes_per_s == pytest.approx(160 / 7)
-    assert totals.busbw_bytes_per_s == pytest.approx(160 / 7)
 
 
 def test_blocking_transfers_are_exposed_as_a_whole(meter: Meter, clock: Clock) -> None:
@@ -113,13 +111,6 @@ def test_discarded_traffic_belongs_to_no_step(meter: Meter, clock: Clock) -> Non
     meter.end_step()
     assert meter.steps[0].operations == ()
     assert meter.steps[0].start_s == 5.0
-
-
-def test_bandwidth_is_absent_where_no_time_was_measured(meter: Meter) -> None:
-    meter.begin("all_reduce", group="data", group_size=2, size_bytes=1).finish()
-    meter.end_step()
-    assert meter.steps[0].operations[0].algbw_bytes_per_s is None
-    assert meter.steps[0].operations[0].busbw_bytes_per_s is None
 
 
 def test_history_is_bounded_and_survives_pickling_as_a_size() -> None:

@@ -63,17 +63,6 @@ class OperationTotals:
     def hidden_s(self) -> float:
         return self.total_s - self.exposed_s
 
-    @property
-    def algbw_bytes_per_s(self) -> float | None:
-        """Size over time; None where no time was measured."""
-        return self.size_bytes / self.total_s if self.total_s > 0 else None
-
-    @property
-    def busbw_bytes_per_s(self) -> float | None:
-        """``algbw`` times the operation's factor: comparable with the speed of the wire whatever the group's size."""
-        algbw = self.algbw_bytes_per_s
-        return None if algbw is None else algbw * sent_share(self.operation, self.group_size)
-
 
 @dataclass(frozen=True)
 class StepTraffic:
