@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, InterfaceCounters
 from lightning_multigpu.emulation.job import HostsJob
@@ -40,9 +41,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: an option is out of its range, or this machine cannot emulate hosts; nothing has been started.
-        SystemExit: for ``--help``, and with code 2 for an unknown option.
+        SystemExit: for ``--help``.
     """
-    options = _parser(name).parse_args(arguments)
+    options = _parser(name).parse(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise UsageError("there is no command to run; it follows after --, as in -- python train.py")
@@ -97,30 +98,16 @@ def _told(counters: InterfaceCounters) -> str:
     return f"sent {counters.sent_bytes / 1e6:.1f} MB, received {counters.received_bytes / 1e6:.1f} MB"
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} {name}",
-        usage=f"{PROGRAM} {name} [options] -- command [arguments]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="hosts (2)")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="devices, that is ranks, on each host (1)")
-    parser.add_argument(
-        "--bandwidth", default="1gbit", metavar="RATE", help="of what a host sends, as 200mbit, or unlimited (1gbit)"
-    )
-    parser.add_argument(
-        "--burst", default="256kb", metavar="SIZE", help="what may pass at once before that limits (256kb)"
-    )
-    parser.add_argument(
-        "--latency-ms",
-        type=int,
-        default=100,
-        metavar="MS",
-        help="how long a packet may wait until it is dropped (100)",
-    )
-    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="bytes in a frame (1500)")
-    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="where rank 0 listens (29500)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run on each host")
+def _parser(name: str) -> OptionParser:
+    usage = f"{PROGRAM} {name} [options] -- command [arguments]"
+    parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION, usage=usage)
+    add = parser.add_argument
+    add("--nodes", type=int, default=2, metavar="N", help="hosts (2)")
+    add("--devices", type=int, default=1, metavar="N", help="devices, that is ranks, on each host (1)")
+    add("--bandwidth", default="1gbit", metavar="RATE", help="of what a host sends, as 200mbit, or unlimited (1gbit)")
+    add("--burst", default="256kb", metavar="SIZE", help="what may pass at once before that limits (256kb)")
+    add("--latency-ms", type=int, default=100, metavar="MS", help="longest wait of a packet, then it is dropped (100)")
+    add("--mtu", type=int, default=1500, metavar="BYTES", help="bytes in a frame (1500)")
+    add("--master-port", type=int, default=29500, metavar="PORT", help="where rank 0 listens (29500)")
+    add("command", nargs=argparse.REMAINDER, help="what to run on each host")
     return parser

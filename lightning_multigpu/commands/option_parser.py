@@ -15,9 +15,10 @@ from lightning_multigpu.commands.usage import UsageError
 class OptionParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that raises :class:`UsageError` in place of printing its usage, and names what is near."""
 
-    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+    def __init__(self, prog: str, description: str, epilog: str | None = None, usage: str | None = None) -> None:
         super().__init__(
             prog=prog,
+            usage=usage,
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -24,7 +24,6 @@ keys do not. ::
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 import lightning_multigpu
+from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM
 from lightning_multigpu.registry import REGIMES, Regime
 
@@ -55,15 +55,16 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the strategies as a table, or as JSON.
 
     Raises:
-        SystemExit: for ``--help``, and with code 2 for an unknown option.
+        UsageError: an option is unknown.
+        SystemExit: for ``--help``.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"{PROGRAM} {name}",
-        description="List every training strategy of this pack: what Trainer(strategy=...) accepts, where computation "
+    parser = OptionParser(
+        f"{PROGRAM} {name}",
+        "List every training strategy of this pack: what Trainer(strategy=...) accepts, where computation "
         "happens, how gradients and the model travel, and how many bytes that is per step.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys instead of a table")
-    if parser.parse_args(arguments).json:
+    if parser.parse(arguments).json:
         print(json.dumps(as_json(REGIMES), indent=2))
     else:
         Console(file=sys.stdout).print(as_table(REGIMES))

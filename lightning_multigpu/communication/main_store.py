@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -17,10 +18,11 @@ from lightning_multigpu.communication.rendezvous import RendezvousError, own_hos
 _POLL_S = 0.2
 _PROBE_S = 2.0
 _HANDSHAKE_S = 10.0
-_LONGEST_PORT = 65_535
+_LARGEST_PORT = 65_535
 _LOOPBACK = "127.0.0.1"
 
 
+@dataclass(frozen=True)
 class MainStore:
     """Opens the store; no wait lasts longer than a few seconds without a check whether the job has failed.
 
@@ -32,28 +34,24 @@ class MainStore:
         deadline_s: when the store has to be open, on the monotonic clock.
         timeout_s: the user's limit, for the message.
         check: called between two tries; raises when the job is known to have failed.
+
+    Raises:
+        ValueError: the port is out of range.
     """
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        *,
-        rank: int,
-        is_kept: bool,
-        connections: Connections,
-        deadline_s: float,
-        timeout_s: float,
-        check: Callable[[], None],
-    ) -> None:
-        if not 0 < port <= _LONGEST_PORT:
-            raise ValueError(f"MASTER_PORT={port} is out of range; a port is a number from 1 to {_LONGEST_PORT}")
-        self._address, self._port = address, port
-        self._rank = rank
-        self._is_kept = is_kept
-        self._connections = connections
-        self._deadline_s, self._timeout_s = deadline_s, timeout_s
-        self._check = check
+    address: str
+    port: int
+    _: KW_ONLY
+    rank: int
+    is_kept: bool
+    connections: Connections
+    deadline_s: float
+    timeout_s: float
+    check: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port <= _LARGEST_PORT:
+            raise ValueError(f"MASTER_PORT={self.port} is out of range; a port is a number from 1 to {_LARGEST_PORT}")
 
     def open(self) -> TCPStore:
         """Rank 0 listens, unless the address is another host's and rank 0 is there; the others connect.
@@ -61,16 +59,16 @@ class MainStore:
         Raises:
             RendezvousError: the port is taken, the address is wrong, or nobody listens there in time.
         """
-        if self._rank != 0 or self._is_kept:
+        if self.rank != 0 or self.is_kept:
             return self._connect()
         if self._is_local():
-            return self._listen(self._address)
+            return self._listen(self.address)
         if self._problem() is None:  # so that both who say that they are rank 0 learn of each other
             return self._connect()
         store = self._listen(_LOOPBACK)
         if (problem := self._problem()) is not None:
             raise RendezvousError(
-                f"MASTER_ADDR={self._address} is no address of {own_host()}, where rank 0 runs, and does not lead here "
+                f"MASTER_ADDR={self.address} is no address of {own_host()}, where rank 0 runs, and does not lead here "
                 f"either ({problem}). Set it on all hosts to an address of {own_host()}, or start rank 0 on the host "
                 "that it names"
             )
@@ -82,31 +80,31 @@ class MainStore:
         except RuntimeError as error:
             if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
                 raise RendezvousError(
-                    f"rank 0 cannot listen at port {self._port} of {own_host()}: another program, or another job, has "
+                    f"rank 0 cannot listen at port {self.port} of {own_host()}: another program, or another job, has "
                     "it. End that, or set MASTER_PORT to a free port on all hosts"
                 ) from None
             what = str(error).partition("\n")[0]
             raise RendezvousError(
-                f"rank 0 cannot listen at port {self._port} of {own_host()}: {what}; set MASTER_PORT to another port "
+                f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}; set MASTER_PORT to another port "
                 "on all hosts"
             ) from error
 
     def _connect(self) -> TCPStore:
         handshakes = 0
         while True:
-            self._check()
+            self.check()
             problem = self._problem()
             if problem is None:
                 try:
-                    return self._tcp_store(self._address, is_master=False)
+                    return self._tcp_store(self.address, is_master=False)
                 except RuntimeError as error:
-                    self._check()
+                    self.check()
                     handshakes += 1
                     problem = f"what listens there is not rank 0 of a job ({str(error).partition(chr(10))[0]})"
-            if handshakes > 1 or time.monotonic() > self._deadline_s:
+            if handshakes > 1 or time.monotonic() > self.deadline_s:
                 raise RendezvousError(
-                    f"rank {self._rank} on {own_host()} cannot reach rank 0 at {self._address} port {self._port}"
-                    f"{'' if handshakes > 1 else f' within {self._timeout_s:g} s (join_timeout_s)'}: {problem}. Check "
+                    f"rank {self.rank} on {own_host()} cannot reach rank 0 at {self.address} port {self.port}"
+                    f"{'' if handshakes > 1 else f' within {self.timeout_s:g} s (join_timeout_s)'}: {problem}. Check "
                     "that MASTER_ADDR and MASTER_PORT are the same on all hosts and name the host of rank 0, that rank "
                     "0 runs, and that the port is open between the hosts"
                 )
@@ -114,11 +112,11 @@ class MainStore:
 
     def _tcp_store(self, address: str, *, is_master: bool) -> TCPStore:
         # Its timeout does not hold for whoever is silent at the other end.
-        patience_s = min(_HANDSHAKE_S, max(1.0, self._deadline_s - time.monotonic()))
-        with self._connections.cut_after(patience_s):
+        patience_s = min(_HANDSHAKE_S, max(1.0, self.deadline_s - time.monotonic()))
+        with self.connections.cut_after(patience_s):
             return TCPStore(
                 address,
-                self._port,
+                self.port,
                 is_master=is_master,
                 timeout=timedelta(seconds=patience_s),
                 wait_for_workers=False,
@@ -129,15 +127,15 @@ class MainStore:
         """Whether the address is one of this host's; waits for names that are not known yet."""
         while True:
             try:
-                candidates = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)
+                candidates = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)
                 break
             except OSError as error:
-                if time.monotonic() > self._deadline_s:
+                if time.monotonic() > self.deadline_s:
                     raise RendezvousError(
-                        f"rank 0 on {own_host()} does not know the host MASTER_ADDR={self._address}: {error}; set it "
+                        f"rank 0 on {own_host()} does not know the host MASTER_ADDR={self.address}: {error}; set it "
                         f"to a name or an address of {own_host()} that all hosts know"
                     ) from None
-            self._check()
+            self.check()
             time.sleep(_POLL_S)
         for family, kind, protocol, _, address in candidates:
             try:
@@ -151,7 +149,7 @@ class MainStore:
     def _problem(self) -> str | None:
         """Why nobody can be reached there, or None if somebody listens."""
         try:
-            with socket.create_connection((self._address, self._port), timeout=_PROBE_S):
+            with socket.create_connection((self.address, self.port), timeout=_PROBE_S):
                 return None
         except OSError as error:
             return str(error) or type(error).__name__

@@ -13,7 +13,7 @@ next step's gradients, so that in the sum over ranks nothing is lost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -80,53 +80,43 @@ class Buffers:
         self.sums_in = {peer: torch.empty(ends[peer], dtype=torch.uint8) for peer in peers}
 
 
+@dataclass
 class OwnerSummed:
     """One all-reduce under way: :meth:`send_parts` has started it, :meth:`finish` ends it.
 
-    Args:
+    Attributes:
         values: flat float32; becomes the sum or the average.
-        errors: with error feedback, flat float32: those to add, and where those of this step go.
+        errors: with error feedback, flat float32: the errors to add, and the memory for the errors of this step.
     """
 
-    def __init__(
-        self,
-        compressor: ElementwiseCompressor,
-        messages: Messages,
-        segments: list[list[Segment]],
-        buffers: Buffers,
-        statistics: CompressionStatistics,
-        values: Tensor,
-        errors: tuple[Tensor, Tensor] | None,
-        average: bool,
-    ) -> None:
-        self._compressor = compressor
-        self._messages = messages
-        self._segments = segments
-        self.buffers = buffers
-        self._statistics = statistics
-        self._values = values
-        self._errors = errors
-        self._average = average
-        self._sends: list[dist.Work] = []
-        self._parts: dict[int, list[dist.Work]] = {}
-        self._sums: dict[int, list[dist.Work]] = {}
+    compressor: ElementwiseCompressor
+    messages: Messages
+    segments: list[list[Segment]]
+    buffers: Buffers
+    statistics: CompressionStatistics
+    values: Tensor
+    errors: tuple[Tensor, Tensor] | None
+    average: bool
+    _sends: list[dist.Work] = field(default_factory=list)
+    _parts: dict[int, list[dist.Work]] = field(default_factory=dict)
+    _sums: dict[int, list[dist.Work]] = field(default_factory=dict)
 
     def send_parts(self) -> None:
         """Encodes what other ranks own and starts to send it."""
-        messages, buffers = self._messages, self.buffers
+        messages, buffers = self.messages, self.buffers
         for peer in messages.peers:
             self._parts[peer] = [
                 messages.receive(segment.encoded(buffers.parts_in[peer]), peer, TO_OWNER)
-                for segment in self._segments[messages.rank]
+                for segment in self.segments[messages.rank]
             ]
             self._sums[peer] = [
                 messages.receive(segment.encoded(buffers.sums_in[peer]), peer, FROM_OWNER)
-                for segment in self._segments[peer]
+                for segment in self.segments[peer]
             ]
-        for index in range(max(map(len, self._segments))):
+        for index in range(max(map(len, self.segments))):
             for peer in messages.peers:
-                if index < len(self._segments[peer]):
-                    segment = self._segments[peer][index]
+                if index < len(self.segments[peer]):
+                    segment = self.segments[peer][index]
                     part = segment.encoded(buffers.parts_out[peer])
                     self._encode(self._with_error(segment), part)
                     self._sends.append(messages.send(part, peer, TO_OWNER))
@@ -134,45 +124,45 @@ class OwnerSummed:
     def finish(self) -> bool:
         """Sums what this rank owns, sends the sums, and decodes all sums; returns whether all of them are finite."""
         all_finite = True
-        for index, segment in enumerate(self._segments[self._messages.rank]):
+        for index, segment in enumerate(self.segments[self.messages.rank]):
             self._sum_and_send(index, segment)
             all_finite &= self._decode(segment, self.buffers.sums_out)
-        for peer in self._messages.peers:
-            for segment, work in zip(self._segments[peer], self._sums[peer], strict=True):
+        for peer in self.messages.peers:
+            for segment, work in zip(self.segments[peer], self._sums[peer], strict=True):
                 work.wait()
                 all_finite &= self._decode(segment, self.buffers.sums_in[peer])
         wait_all(self._sends)
         return all_finite
 
     def _sum_and_send(self, index: int, segment: Segment) -> None:
-        messages, buffers = self._messages, self.buffers
+        messages, buffers = self.messages, self.buffers
         total = self._with_error(segment)
         for peer in sorted(self._parts):  # always in the same order, so that runs repeat
             self._parts[peer][index].wait()
-            self._compressor.add_decoded(segment.encoded(buffers.parts_in[peer]), total)
-        if self._average:
+            self.compressor.add_decoded(segment.encoded(buffers.parts_in[peer]), total)
+        if self.average:
             total.div_(messages.world_size)
         encoded = segment.encoded(buffers.sums_out)
         self._encode(total, encoded)
         self._sends += [messages.send(encoded, peer, FROM_OWNER) for peer in messages.peers]
-        if self._average and self._errors is not None:
+        if self.average and self.errors is not None:
             total.mul_(messages.world_size)  # the error of an average, which this rank's next gradient makes good alone
 
     def _with_error(self, segment: Segment) -> Tensor:
         """This rank's values of a segment plus the error, in memory that may be overwritten."""
-        given = self._values[segment.start : segment.stop]
-        if self._errors is None:
+        given = self.values[segment.start : segment.stop]
+        if self.errors is None:
             return given
-        before, after = (errors[segment.start : segment.stop] for errors in self._errors)
+        before, after = (errors[segment.start : segment.stop] for errors in self.errors)
         return torch.add(given, before, out=after)
 
     def _encode(self, values: Tensor, wire: Tensor) -> None:
-        had_square = self._statistics.square(values)
-        self._compressor.encode(values, wire)
-        self._statistics.add_loss(had_square, values)
+        had_square = self.statistics.square(values)
+        self.compressor.encode(values, wire)
+        self.statistics.add_loss(had_square, values)
 
     def _decode(self, segment: Segment, wire: Tensor) -> bool:
         encoded = segment.encoded(wire)
-        self._compressor.decode(encoded, self._values[segment.start : segment.stop])
+        self.compressor.decode(encoded, self.values[segment.start : segment.stop])
         # Without error feedback nobody asks.
-        return self._errors is None or self._compressor.is_finite(encoded, segment.stop - segment.start)
+        return self.errors is None or self.compressor.is_finite(encoded, segment.stop - segment.start)

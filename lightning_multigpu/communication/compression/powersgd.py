@@ -182,64 +182,58 @@ class WarmStarts:
         self._of_this_step = {}
 
 
+@dataclass
 class LowRank:
     """One all-reduce under way: :meth:`send_parts` has started it, :meth:`finish` ends it.
 
-    Args:
+    Attributes:
         values: flat float32; becomes the sum or the average.
-        errors: flat float32: those to add, and where those of this step go.
+        errors: flat float32: the errors to add, and the memory for the errors of this step.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        plan: Plan,
-        warm_starts: WarmStarts,
-        statistics: CompressionStatistics,
-        values: Tensor,
-        errors: tuple[Tensor, Tensor],
-        average: bool,
-    ) -> None:
-        self._messages = messages
-        self._plan = plan
-        self._warm_starts = warm_starts
-        self._statistics = statistics
-        self._values = values
-        self._given = torch.add(values, errors[0], out=errors[1])  # becomes the error of this step
-        self._average = average
-        self._first = _Round(messages, plan.first_numel, TO_OWNER, FROM_OWNER)
-        self._second = _Round(messages, plan.second_numel, SECOND_TO_OWNER, SECOND_FROM_OWNER)
+    messages: Messages
+    plan: Plan
+    warm_starts: WarmStarts
+    statistics: CompressionStatistics
+    values: Tensor
+    errors: tuple[Tensor, Tensor]
+    average: bool
+
+    def __post_init__(self) -> None:
+        self._given = torch.add(self.values, self.errors[0], out=self.errors[1])  # becomes the error of this step
+        self._first = _Round(self.messages, self.plan.first_numel, TO_OWNER, FROM_OWNER)
+        self._second = _Round(self.messages, self.plan.second_numel, SECOND_TO_OWNER, SECOND_FROM_OWNER)
 
     def send_parts(self) -> None:
         """Makes this rank's factors P and starts to send them."""
-        for part in self._plan.parts:
+        for part in self.plan.parts:
             numbers = self._first.numbers[part.owner][part.first]
             given = self._given[part.start : part.stop]
             if part.size is None:
                 numbers.copy_(given)
             else:
-                start = self._warm_starts.get(part.name, part.size[1])
+                start = self.warm_starts.get(part.name, part.size[1])
                 torch.mm(given.view(part.size), start.t(), out=numbers.view(part.size[0], -1))
         self._first.send_parts()
 
     def finish(self) -> bool:
         """Ends both rounds; returns whether all sent values are finite."""
-        own = self._messages.rank
+        own = self.messages.rank
         total = self._first.sum_parts()
-        for part in self._plan.parts:
+        for part in self.plan.parts:
             if part.owner == own and part.size is not None:
                 orthonormalise(total[part.first].view(part.size[0], -1))
-            elif part.owner == own and self._average:
-                total[part.first].div_(self._messages.world_size)
+            elif part.owner == own and self.average:
+                total[part.first].div_(self.messages.world_size)
         self._first.exchange_sums()
-        for part in self._plan.parts:
+        for part in self.plan.parts:
             self._take_away(part)
         self._second.send_parts()
         total = self._second.sum_parts()
-        if self._average:
-            total.div_(self._messages.world_size)
+        if self.average:
+            total.div_(self.messages.world_size)
         self._second.exchange_sums()
-        for part in self._plan.parts:
+        for part in self.plan.parts:
             self._put_together(part)
         self._first.wait_for_sends()
         self._second.wait_for_sends()
@@ -251,15 +245,15 @@ class LowRank:
         if part.size is None:
             given.zero_()
             return
-        had_square = self._statistics.square(given)
+        had_square = self.statistics.square(given)
         p = self._first.numbers[part.owner][part.first].view(part.size[0], -1)
         q = self._second.numbers[part.owner][part.second].view(-1, part.size[1])
         torch.mm(p.t(), given.view(part.size), out=q)
         add_product(given.view(part.size), p, q, factor=-1.0)
-        self._statistics.add_loss(had_square, given)
+        self.statistics.add_loss(had_square, given)
 
     def _put_together(self, part: Part) -> None:
-        values = self._values[part.start : part.stop]
+        values = self.values[part.start : part.stop]
         first = self._first.numbers[part.owner][part.first]
         if part.size is None:
             values.copy_(first)
@@ -267,7 +261,7 @@ class LowRank:
         q = self._second.numbers[part.owner][part.second].view(-1, part.size[1])
         values.zero_()
         add_product(values.view(part.size), first.view(part.size[0], -1), q)
-        self._warm_starts.put(part.name, q)
+        self.warm_starts.put(part.name, q)
 
 
 class _Round:
