@@ -12,6 +12,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -32,12 +33,20 @@ PACKAGE = ROOT / "lightning_multigpu"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 
-# What a layer may import: of the pack, and of the two libraries that it stands on.
+# Modules of the pack and libraries that each layer may import; libraries that are not watched are free.
+_OURS = "lightning_multigpu"
 LAYERS = {
-    "communication": {"lightning_multigpu.communication", "lightning_multigpu._suggest", "torch"},
-    "engine": {"lightning_multigpu.engine", "lightning_multigpu.communication", "lightning_multigpu.planning", "torch"},
-    "planning": {"lightning_multigpu.planning"},
+    "planning": {f"{_OURS}.planning"},
+    "guardian": {f"{_OURS}.guardian"},
+    "communication": {f"{_OURS}.communication", f"{_OURS}._suggest", "torch"},
+    "engine": {f"{_OURS}.{layer}" for layer in ("engine", "communication", "planning")} | {"torch"},
+    "runtime": {
+        *(f"{_OURS}.{layer}" for layer in ("runtime", "engine", "communication", "guardian", "_lightning_internals")),
+        "lightning",
+        "torch",
+    },
 }
+WATCHED = {_OURS, "lightning", "torch", "torchmetrics"}
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -114,15 +123,26 @@ class TestImports:
 
     @pytest.mark.parametrize("layer", LAYERS)
     def test_layers_import_downwards_only(self, layer: str) -> None:
-        watched = {"lightning_multigpu", "lightning", "torch", "torchmetrics"}
         strays = [
             f"{path.relative_to(ROOT)}: {module}"
             for path in python_files(f"lightning_multigpu/{layer}")
             for module in imported_modules(path)
-            if module.split(".")[0] in watched
+            if module.split(".")[0] in WATCHED
             and not any(f"{module}.".startswith(f"{allowed}.") for allowed in LAYERS[layer])
         ]
         assert not strays
+
+    def test_the_guardian_needs_the_standard_library_alone(self) -> None:
+        """It runs with ``-S``, without site-packages, so that it is small and starts at once."""
+        modules = {
+            module.split(".")[0] for path in python_files(f"{_OURS}/guardian") for module in imported_modules(path)
+        }
+        assert modules - sys.stdlib_module_names <= {_OURS}
+
+    def test_no_two_modules_have_one_name(self) -> None:
+        """A name that is read in a traceback leads to one file."""
+        names = Counter(path.stem for path in python_files(_OURS) if not path.stem.startswith("__"))
+        assert not [name for name, count in names.items() if count > 1]
 
     def test_callbacks_and_examples_keep_out_of_a_strategys_inside(self) -> None:
         strays = [
