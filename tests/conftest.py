@@ -8,16 +8,24 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from lightning_multigpu.emulation import EmulatedHosts
+
+from tests import preforked
+from tests.environment import sitecustomize  # noqa: F401 - for this process too
+from tests.hosts import require_hosts
+from tests.leaks import OWN_PROCESSES, ProcessState, abandoned_shared_memory, leaks_since, shared_memory_entries
+from tests.world import World
+
 # One intra-op thread a rank, in this process and in all that tests start: ranks share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from lightning_multigpu.emulation import EmulatedHosts
-from tests.hosts import require_hosts
-from tests.leaks import ProcessState, abandoned_shared_memory, leaks_since, shared_memory_entries
-from tests.world import World, live_rank_pids
+_ENVIRONMENT = str(Path(__file__).with_name("environment"))
+if _ENVIRONMENT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join([_ENVIRONMENT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,8 +63,17 @@ def world(request: pytest.FixtureRequest) -> World:
 def hosts() -> Iterator[EmulatedHosts]:
     """Two emulated hosts joined by 1 Gbit/s each way, burst 512 KiB, MTU 1500; see also the marker ``hosts``."""
     require_hosts()
+    from lightning_multigpu.emulation import EmulatedHosts
+
     with EmulatedHosts(2, bandwidth="1gbit", burst="512kb", mtu=1500) as found:
         yield found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_processes() -> Iterator[None]:
+    """The server of :mod:`tests.preforked` starts with the first process that is asked for, and ends here."""
+    yield
+    preforked.close()
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +91,9 @@ def _leaves_nothing(_seeds: None) -> Iterator[None]:
     """Fails the test that leaves threads, processes, variables, process groups, shared memory or files behind."""
     segments = shared_memory_entries()
     files = _names_here()
-    before = ProcessState.take(ignored_children=live_rank_pids, with_files=False)
+    before = ProcessState.take(ignored_children=OWN_PROCESSES, with_files=False)
     yield
-    leaks = leaks_since(before, ignored_children=live_rank_pids, with_files=False)
+    leaks = leaks_since(before, ignored_children=OWN_PROCESSES, with_files=False)
     before.restore()
     leaks += [f"shared memory left: /dev/shm/{name}" for name in abandoned_shared_memory(segments)]
     leaks += [f"file left in {Path.cwd()}: {name}" for name in sorted(_names_here() - files)]

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from lightning_multigpu.emulation import HostsUnavailable
-from lightning_multigpu.emulation.namespaces import check_available
-
 
 def require_hosts() -> None:
     """Skips the test where namespaces cannot be made; in CI it fails there instead."""
+    from lightning_multigpu.emulation import HostsUnavailable
+    from lightning_multigpu.emulation.namespaces import check_available
+
     try:
         check_available()
     except HostsUnavailable as reason:

@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 
+# Processes of the tests themselves, with all that they start: ranks of worlds, and the server of preforked.py.
+OWN_PROCESSES: set[int] = set()
+
 # Set by Lightning or by its dependencies on purpose, for child processes and workers that come later.
 _ENVIRONMENT_THAT_MAY_CHANGE = frozenset({
     "KMP_DUPLICATE_LIB_OK",

@@ -1,4 +1,4 @@
-"""A world of ranks that lives as long as the test session, so that Lightning is imported once a rank, not once a test.
+"""A world of ranks that lives as long as the test session, and starts in no time: see :mod:`tests.preforked`.
 
 A test writes a function, and every rank runs it::
 
@@ -36,6 +36,8 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from tests import preforked
+from tests.leaks import OWN_PROCESSES
 from tests.rank import STACKS_SIGNAL, Call, init_group, rank, world_size
 
 __all__ = ["DeadlineError", "LeakError", "RankDiedError", "RankError", "World", "init_group", "rank", "world_size"]
@@ -47,8 +49,6 @@ _START_TIMEOUT_S = 180.0
 _CLEAN_UP_TIMEOUT_S = 20.0
 _CAUSE_TIMEOUT_S = 5.0
 _OUTPUT_SHOWN = 6000  # characters a rank
-
-live_rank_pids: set[int] = set()
 
 
 class RankError(RuntimeError):
@@ -78,7 +78,7 @@ class World:
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: a world has at least 1 rank")
         self.num_ranks = num_ranks
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[preforked.Process] = []
         self._connections: list[Connection] = []
         self._death_watches: list[int] = []
         self._directory = Path()
@@ -167,7 +167,7 @@ class World:
             "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         with theirs, self._output_path(r).open("wb") as output:
-            process = subprocess.Popen(
+            process = preforked.Process(
                 [sys.executable, "-c", f"from tests.rank import main; main({theirs.fileno()})"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -177,7 +177,7 @@ class World:
                 start_new_session=True,
                 cwd=self._directory,
             )
-        live_rank_pids.add(process.pid)
+        OWN_PROCESSES.add(process.pid)
         self.processes.append(process)
         self._connections.append(Connection(ours.detach()))
         self._death_watches.append(os.pidfd_open(process.pid))
@@ -185,7 +185,7 @@ class World:
     def _collect(self) -> None:
         for process in self.processes:
             process.wait()
-            live_rank_pids.discard(process.pid)
+            OWN_PROCESSES.discard(process.pid)
         for connection in self._connections:
             connection.close()
         for watch in self._death_watches:

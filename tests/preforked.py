@@ -1,0 +1,307 @@
+"""Python processes that have imported Lightning before they start: children of the tests, forked from a server.
+
+An import of this package takes seconds of processor time, and the tests start hundreds of processes. The server has
+imported all that they share and does nothing else, so that it has one thread and its forks are like new processes:
+they have the arguments, environment, directory and descriptors that they were asked for, also where others look
+(``/proc/PID/environ``), they are collected by :class:`Process` like any child, and they end as Python ends.
+
+::
+
+    tests  -- command, environment, descriptors -->  server
+      |                                                | forks a helper, which forks the process and exits
+      +------------- waits for, signals -----------> process: its parent is now the tests' process
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.leaks import OWN_PROCESSES
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_MAX_MESSAGE_BYTES = 150_000  # what a local socket takes at once
+_MAX_DESCRIPTORS = 8
+_START_TIMEOUT_S = 180.0
+_ENVIRONMENT_BYTES = 32768  # room in /proc/PID/environ
+_PADDING = "TESTS_ENVIRONMENT_PADDING"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class _Request:
+    command: list[str]
+    environment: dict[str, str]
+    directory: str
+    parent: int
+    new_session: bool
+    own_terminal: bool
+    namespace: str | None
+    descriptors: tuple[int, ...] = field(default=())  # their numbers in the process
+
+
+class Process(subprocess.Popen[Any]):
+    """``Popen`` for a command that starts with ``sys.executable`` and ``-m``, ``-c`` or the path of a script.
+
+    Args:
+        command: program and arguments.
+        own_terminal: standard input, a terminal, becomes that of the new session.
+        namespace: the network namespace to run in, as ``ip netns exec`` would.
+        options: of ``Popen``: streams, ``env``, ``cwd``, ``text``, ``pass_fds``, ``start_new_session``.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, own_terminal: bool = False, namespace: str | None = None, **options: Any
+    ) -> None:
+        assert command[0] == sys.executable, command
+        self._own_terminal = own_terminal
+        self._namespace = namespace
+        self._new_session: bool = options.pop("start_new_session", False)
+        super().__init__(command, **options)
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, *rest: Any,
+    ) -> None:  # fmt: skip
+        assert preexec_fn is None, "the process is not forked from this one"
+        streams = [number if given == -1 else given for number, given in enumerate((p2cread, c2pwrite, errwrite))]
+        request = _Request(
+            command=[str(argument) for argument in args],
+            environment={**(os.environ if env is None else env)},
+            directory=str(cwd or Path.cwd()),
+            parent=os.getpid(),
+            new_session=self._new_session,
+            own_terminal=self._own_terminal,
+            namespace=self._namespace,
+            descriptors=(0, 1, 2, *pass_fds),
+        )
+        self.pid = _server().fork(request, [*streams, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def run(
+    command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with captured text; the process is killed when it has not ended after ``timeout`` seconds."""
+    pipe = subprocess.PIPE
+    with Process(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class _Server:
+    """The process that others are forked from; it ends with this one."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", _PADDING: "x" * _ENVIRONMENT_BYTES}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd=REPOSITORY,
+            )
+        OWN_PROCESSES.add(self._process.pid)
+        self._socket = ours
+        self._socket.settimeout(_START_TIMEOUT_S)
+        self._lock = threading.Lock()
+        self._set_subreaper = ctypes.CDLL(None, use_errno=True).prctl
+
+    def fork(self, request: _Request, descriptors: list[int]) -> int:
+        with self._lock:
+            # The process becomes a child of this one, not of init, when the helper between them has gone.
+            self._set_subreaper(_PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._socket, [pickle.dumps(request)], descriptors)
+                return int(self._socket.recv(64))
+            finally:
+                self._set_subreaper(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+        OWN_PROCESSES.discard(self._process.pid)
+
+
+_running: list[_Server] = []
+
+
+def _server() -> _Server:
+    if not _running:
+        _running.append(_Server())
+    return _running[0]
+
+
+def close() -> None:
+    """Ends the server."""
+    while _running:
+        _running.pop().close()
+
+
+def _serve(channel: socket.socket) -> tuple[_Request, list[int]]:
+    """Answers requests until the tests end. Returns in each forked process."""
+    while True:
+        message, descriptors, *_ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
+        if not message:
+            sys.exit()
+        request: _Request = pickle.loads(message)
+        helper = os.fork()
+        if helper == 0:
+            process = os.fork()
+            if process:
+                os._exit(0)
+            _await_parent(request.parent)
+            channel.send(str(os.getpid()).encode())
+            channel.close()
+            return request, descriptors
+        os.waitpid(helper, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _await_parent(parent: int) -> None:
+    deadline = time.monotonic() + 10
+    while os.getppid() != parent:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.0002)
+
+
+def _become(request: _Request, descriptors: list[int]) -> None:
+    """Makes this fork what an interpreter is that has just been started with the request's command."""
+    if request.new_session:
+        os.setsid()
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 500) for descriptor in descriptors]
+    for source, target in zip(moved, request.descriptors, strict=True):
+        os.dup2(source, target)
+    for descriptor in {*descriptors, *moved} - set(request.descriptors):
+        os.close(descriptor)
+    if request.own_terminal:
+        os.close(os.open(os.ttyname(0), os.O_RDWR))
+    if request.namespace is not None:
+        _enter(request.namespace)
+    os.chdir(request.directory)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    _set_environment(request.environment)
+    unbuffered = "PYTHONUNBUFFERED" in request.environment
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.reconfigure(line_buffering=unbuffered or number == 2 or os.isatty(number))
+    own = request.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, own), *(path for path in sys.path[1:] if path not in inherited)]
+    sys.orig_argv = list(request.command)
+    _reset_modules()
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    """Also in the memory that the kernel shows as ``/proc/PID/environ``, which finds a job's processes by a mark."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    os.environ.clear()  # nobody reads the old strings any more
+    os.environ.update(environment)
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    assert len(block) < end - start, f"an environment of {len(block)} bytes has no room"
+    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+
+
+def _reset_modules() -> None:
+    """What modules have made of the server's environment, or of its random state, when they were imported."""
+    import tempfile
+
+    import numpy as np
+    from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
+    from torchmetrics.utilities import prints
+
+    tempfile.tempdir = None
+    np.random.seed()
+    rank_zero_only.rank = _get_rank() or 0
+    prints.rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _enter(namespace: str) -> None:
+    """What ``ip netns exec`` does, and the hosts file that the package gives to emulated hosts."""
+    from lightning_multigpu.emulation.namespaces import _FILES
+
+    new_network, new_mounts, slave_all, bind, detach = 0x40000000, 0x20000, 0x84000, 0x1000, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: object) -> None:
+        if getattr(libc, name)(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    call("setns", descriptor, new_network)
+    os.close(descriptor)
+    call("unshare", new_mounts)
+    call("mount", b"", b"/", b"none", ctypes.c_ulong(slave_all), None)
+    call("umount2", b"/sys", detach)
+    call("mount", namespace.encode(), b"/sys", b"sysfs", ctypes.c_ulong(0), None)
+    hosts_file = _FILES / namespace
+    if hosts_file.exists():
+        call("mount", os.fsencode(hosts_file), b"/etc/hosts", b"", ctypes.c_ulong(bind), None)
+
+
+def _run_main(command: Sequence[str]) -> None:
+    """Runs the command as this process's ``__main__``."""
+    _, *arguments = command
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = arguments[1:]
+        runpy._run_module_as_main(arguments[1])
+        return
+    if arguments[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[2:]]
+        text, name = arguments[1], "<string>"
+    else:
+        assert not arguments[0].startswith("-"), arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        sys.argv = arguments
+        text, name = Path(arguments[0]).read_text(), arguments[0]
+        main.__file__ = name
+    exec(compile(text, name, "exec"), main.__dict__)
+
+
+_SHARED = (
+    # Nothing that reads its environment at import: that would be the server's.
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning_multigpu",
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+)
+
+if __name__ == "__main__":
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    for name in _SHARED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # what is imported now is not garbage, and is shared by all forks
+    request, descriptors = _serve(channel)
+    _become(request, descriptors)
+    _run_main(request.command)
