@@ -1,4 +1,4 @@
-"""The regimes of the pack, one row each: what ``Trainer(strategy=...)`` accepts and what it will do."""
+"""Registry of the strategies: one row for each name that ``Trainer(strategy=...)`` accepts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """One registered training regime.
+    """A registered strategy: a name, its class and options, and a description.
 
     Args:
-        name: what the user passes to ``Trainer(strategy=...)``.
+        name: the name that ``Trainer(strategy=...)`` accepts.
         strategy: the class behind the name.
-        options: arguments that the name fixes.
-        summary: the regime in one line.
+        options: arguments of the class that the name fixes.
+        summary: description in one line.
         compute: where the computation happens.
         gradients: how gradients travel.
         model: how the model travels.
-        bytes_per_step: bytes that travel per optimizer step, as a formula in S (bytes of the gradients, which are those
-            of the model), N (workers), n (nodes), K (servers), P (devices of a pipeline), v
-            (stages of each of them), M (micro-batches) and A (bytes of the
-            activations of a batch at a cut between stages).
-        synchronous: whether the regime computes what one device computes at the same global batch.
+        bytes_per_step: bytes that travel per optimizer step, as a formula in S (bytes of the gradients, equal to the
+            bytes of the model), N (ranks), n (nodes), K (servers), P (devices of a pipeline), v (stages of each
+            device), M (micro-batches) and A (bytes of a batch's activations at a cut between stages).
+        synchronous: True if the strategy computes what one device computes at the same global batch.
     """
 
     name: str
@@ -44,16 +43,16 @@ class Regime:
 
 
 _RING_DDP: dict[str, Any] = {
-    "compute": "all workers, each on its share of the batch",
-    "gradients": "within a host through shared memory, between hosts to ring neighbours (reduce-scatter, then "
-    "all-gather), while backward still runs",
-    "model": "broadcast once at the start; every worker applies the same update",
-    "bytes_per_step": "2(n-1)/n x S sent per node; within a node S written to its memory per worker",
+    "compute": "all ranks, each on its share of the batch",
+    "gradients": "inside a host through shared memory, between hosts around a ring (reduce-scatter, then all-gather), "
+    "while backward still runs",
+    "model": "broadcast once at the start; every rank applies the same update",
+    "bytes_per_step": "2(n-1)/n x S sent by each node; S written to shared memory by each rank",
 }
 
 _PIPELINE: dict[str, Any] = {
-    "gradients": "of the activations, from each stage to the one before it; those of the weights stay",
-    "model": "broadcast once at the start; each stage then keeps its own layers only",
+    "gradients": "gradients of activations go from each stage to the stage before; gradients of weights stay",
+    "model": "broadcast once at the start; each stage then keeps only its own layers",
     "bytes_per_step": "A sent forward and A back at each of the P-1 cuts",
 }
 
@@ -77,7 +76,7 @@ REGIMES: tuple[Regime, ...] = (
         name="model_parallel",
         strategy=PipelineStrategy,
         options={"schedule": "gpipe", "num_micro_batches": 1},
-        summary="layers on different devices, which work one after the other",
+        summary="layers on different devices, which compute one after the other",
         compute="one stage at a time: each device is idle for (P-1)/P of a step",
         **_PIPELINE,
     ),
@@ -93,7 +92,7 @@ REGIMES: tuple[Regime, ...] = (
         name="pipeline_1f1b",
         strategy=PipelineStrategy,
         options={"schedule": "1f1b"},
-        summary="gpipe with backward as soon as possible, so that P micro-batches at most are in memory, not M",
+        summary="gpipe with backward as soon as possible: at most P micro-batches are in memory, not M",
         compute="all stages at once, one forward and one backward in turn; idle as under gpipe",
         **_PIPELINE,
     ),
@@ -101,7 +100,7 @@ REGIMES: tuple[Regime, ...] = (
         name="pipeline_interleaved",
         strategy=PipelineStrategy,
         options={"schedule": "interleaved"},
-        summary="pipeline_1f1b with v = 2 stages on each device, which shortens the time in which devices are idle",
+        summary="pipeline_1f1b with v = 2 stages on each device, which shortens idle time",
         compute="all devices at once; each is idle for (P-1)/(vM+P-1) of a step",
         **_LOOPED_PIPELINE,
     ),
@@ -109,15 +108,15 @@ REGIMES: tuple[Regime, ...] = (
         name="pipeline_zero_bubble",
         strategy=PipelineStrategy,
         options={"schedule": "zero_bubble"},
-        summary="pipeline_interleaved with the gradients of the weights computed where a device would be idle",
-        compute="all devices at once, which hardly ever wait; more micro-batches are in memory",
+        summary="pipeline_interleaved that computes the gradients of the weights where a device would be idle",
+        compute="all devices at once, with little idle time; more micro-batches are in memory",
         **_LOOPED_PIPELINE,
     ),
 )
 
 
 def register_all() -> None:
-    """Makes every regime known to ``lightning.pytorch.Trainer`` by its name; calling it again changes nothing."""
+    """Register every strategy with Lightning under its name; calling it again changes nothing."""
     for regime in REGIMES:
         if regime.name not in StrategyRegistry:
             StrategyRegistry.register(

@@ -40,14 +40,14 @@ from lightning_multigpu.registry import REGIMES, Regime
 
 SCHEMA_VERSION = 1
 SYMBOLS = {
-    "S": "bytes of the gradients, which are those of the model",
-    "N": "workers",
+    "S": "bytes of the gradients, equal to the bytes of the model",
+    "N": "ranks",
     "n": "nodes",
     "K": "servers",
     "P": "devices of a pipeline",
-    "v": "stages of each of them",
+    "v": "stages of each device",
     "M": "micro-batches of a batch",
-    "A": "bytes of the activations of a batch between two stages",
+    "A": "bytes of a batch's activations at a cut between two stages",
 }
 
 

@@ -18,27 +18,25 @@ _LARGEST_STATUS = 255
 def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
     """The place and time of a fault; a method of the result plants a fault there.
 
-    ========== ========================================================================================================
-    where      the fault happens
-    ========== ========================================================================================================
-    joining    before the rank joins its process group: the others wait for it. Takes no ``step``
-    data       while a training batch is put together: in a worker of the DataLoader if it has workers, else in the rank
-    training   at the start of a training batch
-    backward   in the backward pass, as the gradient of the module's first parameter has been computed
-    validation at the start of a validation batch, those of the sanity check included
-    saving     while a checkpoint is gathered, which every rank takes part in; nothing of it has been written
-    end of fit after the last batch, before the strategy's teardown
-    ========== ========================================================================================================
+    The values of ``where``:
+
+    - "joining": before the rank joins its process group, while the others wait for it. It takes no ``step``.
+    - "data": while a training batch is put together, in a worker of the DataLoader if it has workers, else in the rank.
+    - "training": at the start of a training batch.
+    - "backward": in the backward pass, when the gradient of the module's first parameter has been computed.
+    - "validation": at the start of a validation batch, those of the sanity check included.
+    - "saving": while all ranks gather a checkpoint, before anything of it has been written.
+    - "end of fit": after the last batch, before the strategy's teardown.
 
     Args:
-        rank: the global rank that it happens on.
-        step: optimizer steps done before; the fault comes at the first occasion from then on, and only once. With
-            ``"data"`` the steps count that are done when the batch is trained on; it may be put together earlier.
-        where: see above.
+        rank: the global rank with the fault.
+        step: number of optimizer steps before the fault, which comes once, at the first occasion from then on. For
+            "data" it is the number of steps before the batch is trained on: batches may be put together earlier.
+        where: the place of the fault.
 
     Raises:
-        ValueError: a value is out of its range. A rank that the job does not have raises when the run starts; at its
-            end a warning tells of a fault that never happened.
+        ValueError: a value is out of its range. A rank that the job does not have raises when the run starts; at the
+            end of a run, a warning names a fault that never came.
     """
     _check_whole("rank", rank, "0 is the first rank")
     _check_whole("step", step, "0 is the first occasion")

@@ -53,7 +53,7 @@ class MultiGPUStrategy(MeshStrategy):
         checkpoint_io: the plugin that reads and writes checkpoints; usually left to the Trainer.
         precision_plugin: the plugin behind the Trainer's ``precision``; usually left to the Trainer.
         process_group_backend: "nccl", "gloo" or another back end of torch; by default NCCL on GPUs and Gloo on CPUs.
-        timeout: longest time that a collective may wait.
+        timeout: longest time that a collective may wait, by default 30 minutes.
         start_method: how this host's processes start: "popen" runs the script again; "spawn", "fork" and
             "forkserver" start them from the running interpreter.
         uneven_inputs: what happens when one data rank runs out of batches: "stop" ends the epoch for all ranks;
