@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test clean
+.PHONY: help install demo check docs test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,14 +32,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install ## train and test on real handwritten digits with ring_ddp, two processes
 	$(BIN)/python examples/digits.py --strategy ring_ddp --devices 2 $(DEMO_ARGS)
 
-check: install ## style, formatting and types
+check: install docs ## style, formatting, types and documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install ## the documentation pages in site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: check ## check, and the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 clean: ## removes .venv, builds and caches; results in runs/ stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import lightning_multigpu
-from lightning_multigpu import REGIMES, PipelineStrategy, RingDDPStrategy
+from lightning_multigpu import REGIMES, MultiGPUStrategy, PipelineStrategy, Regime, RingDDPStrategy
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_multigpu"
@@ -296,23 +296,58 @@ def run(command: list[str], cwd: Path | None = None) -> str:
 
 class TestDocuments:
     README = (ROOT / "README.md").read_text()
+    PAGES = tuple(sorted((ROOT / "docs").rglob("*.md")))
 
-    def test_readme_has_every_regime_and_its_formula(self) -> None:
-        for regime in REGIMES:
-            [row] = [line for line in self.README.splitlines() if line.startswith(f"| `{regime.name}` |")]
-            for text in (regime.compute, regime.gradients, regime.model, regime.bytes_per_step):
+    def test_readme_is_short(self) -> None:
+        assert len(self.README.splitlines()) <= 200
+
+    @pytest.mark.parametrize("regime", REGIMES, ids=lambda regime: regime.name)
+    def test_tables_have_every_strategy(self, regime: Regime) -> None:
+        for document, texts in (
+            (self.README, (regime.summary, regime.bytes_per_step)),
+            (
+                (ROOT / "docs/choosing.md").read_text(),
+                (regime.compute, regime.gradients, regime.model, regime.bytes_per_step),
+            ),
+        ):
+            [row] = [line for line in document.splitlines() if line.startswith(f"| `{regime.name}` |")]
+            for text in texts:
                 assert text in row
 
-    def test_readme_has_every_option_and_its_default(self) -> None:
-        for name, default in {**options(RingDDPStrategy), **options(PipelineStrategy)}.items():
-            [row] = [line for line in self.README.splitlines() if line.startswith(f"| `{name}` |")]
-            shown = row.split("|")[2].strip().strip("`")
-            if name != "timeout":  # a timedelta, which is shown in words
-                assert shown in (str(default), f'"{default}"')
+    @pytest.mark.parametrize("strategy", [MultiGPUStrategy, RingDDPStrategy, PipelineStrategy])
+    def test_docstring_has_every_option(self, strategy: type) -> None:
+        """The pages take their tables of options from there."""
+        section = inspect.cleandoc(strategy.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        own = [
+            name
+            for name, parameter in inspect.signature(vars(strategy)["__init__"]).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        ]
+        assert sorted(set(re.findall(r"^    (\w+): ", section, re.MULTILINE)) - {"options"}) == sorted(own)
 
-    def test_readme_links_lead_somewhere(self) -> None:
-        for target in re.findall(r"\]\(([^)#]+)\)", self.README):
-            assert "://" in target or (ROOT / target).exists(), target
+    def test_no_table_of_options_is_written_by_hand(self) -> None:
+        names = {*options(RingDDPStrategy), *options(PipelineStrategy)}
+        for path in (ROOT / "README.md", *self.PAGES):
+            rows = re.findall(r"^\| `(\w+)` \|", path.read_text(), re.MULTILINE)
+            assert not names.intersection(rows), path
+
+    def test_links_lead_somewhere(self) -> None:
+        documents = [ROOT / "README.md", ROOT / "CHANGELOG.md", *self.PAGES, *ROOT.glob("*/README.md")]
+        for document in documents:
+            for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+                assert "://" in target or (document.parent / target).exists(), f"{document}: {target}"
+
+    def test_pages_load_nothing_from_other_hosts(self, tmp_path: Path) -> None:
+        """They can be read without a network, and tell nobody who reads them."""
+        run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)], cwd=ROOT)
+        resource = re.compile(
+            r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//[^>]+>|<link[^>]+href=["']?http[^>]+>"""
+        )
+        imported = re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//[^)]+""")
+        for path in tmp_path.rglob("*"):
+            if path.suffix in {".html", ".css", ".svg"}:
+                text = path.read_text()
+                assert not resource.findall(text) + imported.findall(text), path
 
     @pytest.mark.parametrize("name", ["ring_ddp", "gpipe"])
     def test_configuration_shows_the_defaults(self, name: str) -> None:
