@@ -5,7 +5,7 @@
     python examples/digits.py                     two processes, gradients averaged around a ring
     python examples/digits.py --strategy auto --devices 1 --batch-size 64
                                                   one device, the same global batch
-    python examples/digits.py --num-nodes 2       on each of two machines, see the README
+    python examples/digits.py --num-nodes 2       on each of two machines, see docs/machines.md
 
 ``DigitsCNN`` and ``DigitsData`` are ordinary Lightning classes: nothing in them knows how many processes there are.
 """
