@@ -21,12 +21,12 @@ WAITING = ("send", "receive")
 
 @dataclass(frozen=True)
 class Interval:
-    """What a rank did from ``start_s`` to ``end_s``; for what is none of these it has no interval, and is idle.
+    """An activity of a rank from ``start_s`` to ``end_s``; between its intervals a rank is idle.
 
-    ``kind`` is "forward", "backward" or, where the gradients of the weights are computed apart, "weight": passes of a
-    stage over a micro-batch. It is "send" while a message is handed over to the back end, or the back end waited for
-    to have sent it, and "receive" while the rank waits for what a pass needs. Such a wait cuts a forward pass in two
-    where the step computes something before it comes to the stage's layers.
+    ``kind`` is "forward", "backward" or, where the gradients of the weights are computed separately, "weight": a pass
+    of a stage over a micro-batch. "send": the rank hands a message over to the back end, or waits until the back end
+    has sent it. "receive": the rank waits for a message that a pass needs. Such a wait cuts a forward pass in two if
+    the step computes something before the stage's layers.
     """
 
     kind: str
@@ -46,7 +46,7 @@ Timeline = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A rank's timeline of a step; ``number`` is the same on all ranks of the pipeline."""
+    """Timeline of a rank in one step; ``number`` is the same on all ranks of the pipeline."""
 
     number: int
     num_micro_batches: int
@@ -68,16 +68,16 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """What one rank of a pipeline did and holds.
+    """Newest steps and memory of one rank of a pipeline.
 
     Attributes:
-        pipeline: which of the pipelines side by side.
-        position: of the rank in it: it has the stages position, position + num_ranks...
-        num_ranks: P.
-        stages_per_rank: v.
-        schedule: its name.
-        steps: the newest that were timed, in order.
-        memory: what it holds.
+        pipeline: number of the pipeline, of several side by side.
+        position: position of the rank in it: the rank has the stages position, position + num_ranks...
+        num_ranks: ranks of the pipeline, P.
+        stages_per_rank: stages of each rank, v.
+        schedule: name of the schedule.
+        steps: the newest timed steps, in order.
+        memory: bytes that the rank holds.
     """
 
     pipeline: int

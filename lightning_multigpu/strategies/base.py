@@ -135,31 +135,30 @@ class MultiGPUStrategy(MeshStrategy):
 
     @property
     def owns_batch(self) -> bool:
-        """False where this rank's present batch is a copy of another rank's, or only fills a gap: it does not count."""
+        """False if this rank's present batch does not count: a copy of another rank's, or one that only fills a gap."""
         return self.feed.counts and self.global_rank % self._model_parallel_size == 0
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of this rank's batch is multiplied by, so that the mean over ranks is that of one device."""
+        """Factor of the loss of this rank's batch, with which the mean over ranks is the loss of one device."""
         return self.feed.loss_scale
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether this rank has the values of a parameter of the module, and of its gradient."""
+        """True if this rank has the values of a parameter of the module, and of its gradient."""
         return True
 
     def record_stages(self, *, count_activations: bool = True) -> None:
-        """Notes from now on, in every fit, what this rank's stages of a pipeline do, for :meth:`stage_record`.
+        """Record the passes and the memory of this rank's stages of a pipeline in every following fit.
 
         Args:
-            count_activations: also counts, in one step, what autograd keeps for backward. That takes saved-tensor
-                hooks, with which ``torch.func.grad`` and its kin raise an error.
+            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
+                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error.
         """
 
     def stage_record(self) -> StageRecord | None:
-        """What this rank's stages of a pipeline did in the newest steps, and hold; None where there is no pipeline.
+        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
 
-        It belongs to the fit that runs, and is gone when that has been torn down: callbacks can have it up to their
-        ``on_train_end``.
+        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
         """
         return None
 
