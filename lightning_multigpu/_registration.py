@@ -10,12 +10,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _LIGHTNING = "lightning.pytorch"
 _OTHER_ROOT = "pytorch_lightning"
+# Modules that the registry imports, and that import Lightning: they cannot be registered in the middle of their import.
+_ADAPTERS = tuple(
+    f"lightning_multigpu.{name}" for name in ("_lightning_internals", "registry", "runtime", "strategies")
+)
 
 
 def register_with_lightning() -> None:
@@ -46,12 +51,15 @@ def _warn_of_other_root() -> None:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Acts at the first import of Lightning, under either of its names."""
+    """Acts at the first import of Lightning, under either of its names, or of a module that the registry imports."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in (_LIGHTNING, _OTHER_ROOT):
+        if fullname in _ADAPTERS:
+            sys.meta_path.remove(self)
+            import_module(_LIGHTNING)
+        elif fullname not in (_LIGHTNING, _OTHER_ROOT):
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -64,7 +72,8 @@ class _ImportWatch(MetaPathFinder):
             if _LIGHTNING not in sys.modules:
                 _warn_of_other_root()
             return
-        sys.meta_path.remove(self)
+        if name == _LIGHTNING:
+            sys.meta_path.remove(self)
         _register()
 
 

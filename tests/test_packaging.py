@@ -209,6 +209,19 @@ class TestImport:
         )
         assert output.splitlines()[-2:] == ["True RingDDPStrategy", "SourceFileLoader"]
 
+    @pytest.mark.parametrize(
+        "first", ["from lightning_multigpu import RingDDPStrategy", "import lightning_multigpu.runtime.joining"]
+    )
+    def test_registers_when_a_part_of_the_package_imports_lightning(self, first: str) -> None:
+        output = self.run(
+            "import warnings; warnings.simplefilter('default')",
+            first,
+            "from lightning.pytorch.strategies import StrategyRegistry",
+            "from lightning_multigpu.strategies import RingDDPStrategy",
+            "print(StrategyRegistry['ring_ddp']['strategy'] is RingDDPStrategy)",
+        )
+        assert output.splitlines()[-1] == "True"
+
     @pytest.mark.parametrize("first", ["pytorch_lightning", "lightning_multigpu"])
     def test_the_other_root_is_told_how_to_change_over(self, first: str, tmp_path: Path) -> None:
         """With ``pytorch_lightning`` the names are unknown, and its Trainer says no more than that."""
