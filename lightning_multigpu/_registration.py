@@ -34,9 +34,10 @@ def register_with_lightning() -> None:
 
 
 def _register() -> None:
-    from lightning_multigpu.registry import register_all
-
-    register_all()
+    registry = import_module("lightning_multigpu.registry")
+    # Where its own import has brought Lightning in, the registry is half-imported now, and registers at its end.
+    if hasattr(registry, "register_all"):
+        registry.register_all()
 
 
 def _warn_of_other_root() -> None:

@@ -122,3 +122,6 @@ def register_all() -> None:
             StrategyRegistry.register(
                 regime.name, regime.strategy, description=regime.summary, override=False, **regime.options
             )
+
+
+register_all()

@@ -244,6 +244,12 @@ class TestImport:
         )
         assert output == "registered\n"
 
+    @pytest.mark.parametrize("module", ["registry", "runtime.loader_workers"])
+    def test_any_module_may_be_the_first(self, module: str) -> None:
+        """A spawned worker of a loader imports the module that its rank names, and nothing before it."""
+        registered = "from lightning.pytorch.strategies import StrategyRegistry; print('ring_ddp' in StrategyRegistry)"
+        assert self.run(f"import lightning_multigpu.{module}", registered) == "True\n"
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:

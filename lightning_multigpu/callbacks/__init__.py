@@ -3,6 +3,8 @@
 They read the strategy's meter, Lightning's hooks and the devices, never a strategy's inside.
 """
 
+import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
+
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.keys import KEYS

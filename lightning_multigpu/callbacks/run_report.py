@@ -24,7 +24,7 @@ from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.report import document, run_table, schedule_picture
 from lightning_multigpu.report.pipeline_section import PipelineReport
-from lightning_multigpu.strategies import MultiGPUStrategy
+from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _Object = TypeVar("_Object")
 _Monitor = TypeVar("_Monitor", bound=Monitor)
@@ -85,7 +85,7 @@ class RunReport(Callback):
         )
         self._own = [monitor for monitor in self._monitors if monitor not in _callbacks(trainer)]
         self._stages = None
-        if isinstance(trainer.strategy, MultiGPUStrategy):
+        if isinstance(trainer.strategy, ObservedStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
         for monitor in self._own:
             monitor.on_fit_start(trainer, pl_module)
@@ -102,7 +102,7 @@ class RunReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for monitor in self._own:
             monitor.on_train_end(trainer, pl_module)
-        if isinstance(trainer.strategy, MultiGPUStrategy):
+        if isinstance(trainer.strategy, ObservedStrategy):
             self._stages = trainer.strategy.stage_record()
 
     @override

@@ -9,6 +9,8 @@ The callbacks go into every rank's Trainer, as all callbacks do, and act on the 
 strategy and launcher; ``rank`` is the global rank. A run that is resumed with the callback meets the fault again.
 """
 
+import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
+
 from lightning_multigpu.faults.callback import PlantedFault
 from lightning_multigpu.faults.fault import PLACES, Fault, Where
 from lightning_multigpu.faults.spot import Spot, at

@@ -9,7 +9,7 @@ import sys
 import time
 
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.hang.last_waits import shortened
+from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank

@@ -13,9 +13,8 @@ from typing import Any
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports
-from lightning_multigpu.guardian.hang.hang_watch import HangWatch
-from lightning_multigpu.guardian.hang.last_waits import last_waits
 from lightning_multigpu.guardian.hang.stacks import StackSignal
+from lightning_multigpu.guardian.hang.waits import HangWatch, last_waits
 from lightning_multigpu.guardian.interrupts import Interrupts
 from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves

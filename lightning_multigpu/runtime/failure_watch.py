@@ -28,7 +28,7 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient, RankFailedError
 from lightning_multigpu.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.guardian.hang.last_waits import shortened
+from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.run_signals import RunSignals

@@ -1,5 +1,7 @@
 """The regimes as Lightning strategies: thin adapters between Lightning's hooks and an engine."""
 
+import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
+
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy

@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
-from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.runtime.batch_feed import BatchFeed
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
@@ -30,6 +29,7 @@ from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
 from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.mesh import MeshStrategy
+from lightning_multigpu.strategies.observed import ObservedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,7 +39,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MultiGPUStrategy(MeshStrategy):
+class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     """Base class of every strategy of this pack.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
@@ -127,40 +127,19 @@ class MultiGPUStrategy(MeshStrategy):
         return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
-        """Options that this strategy runs with, for reports."""
         return {"uneven_inputs": self.feed.uneven_inputs, "loss_reduction": self.feed.loss_reduction}
 
-    # What callbacks ask
-
     @property
+    @override
     def owns_batch(self) -> bool:
-        """False if this rank's present batch does not count: a copy of another rank's, or one that only fills a gap."""
         return self.feed.counts and self.global_rank % self._model_parallel_size == 0
 
     @property
+    @override
     def loss_scale(self) -> float:
-        """Factor of the loss of this rank's batch, with which the mean over ranks is the loss of one device."""
         return self.feed.loss_scale
-
-    def holds(self, parameter: Tensor) -> bool:
-        """True if this rank has the values of a parameter of the module, and of its gradient."""
-        return True
-
-    def record_stages(self, *, count_activations: bool = True) -> None:
-        """Record the passes and the memory of this rank's stages of a pipeline in every following fit.
-
-        Args:
-            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
-                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error.
-        """
-
-    def stage_record(self) -> StageRecord | None:
-        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
-
-        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
-        """
-        return None
 
     # Starting and ending
 

@@ -11,8 +11,7 @@ import pytest
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.link import host_links as hosts_module
-from lightning_multigpu.guardian.link.host_links import Hosts
-from lightning_multigpu.guardian.link.peer import ASKING
+from lightning_multigpu.guardian.link.host_links import ASKING, Hosts
 from lightning_multigpu.guardian.link.protocol import Connection, encode, proof
 
 SECRET = b"of the job"

@@ -12,8 +12,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_multigpu.guardian.hang.stack_frames import Frame, collective_call, place
-from lightning_multigpu.guardian.hang.stacks import Question, Stacks, StackSignal, answer_stack_signal, parse
+from lightning_multigpu.guardian.hang.stacks import (
+    Frame,
+    Question,
+    Stacks,
+    StackSignal,
+    answer_stack_signal,
+    collective_call,
+    parse,
+    place,
+)
 from lightning_multigpu.guardian.proc import STOPPED, WatchedProcess
 from tests.guardian.job import DEADLINE_S, REPOSITORY, eventually, is_alive
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, ENDED, UNDER_WAY, Entry, parse_ranks
-from lightning_multigpu.guardian.hang.hang_text import full_stacks, hang_report
-from lightning_multigpu.guardian.hang.stack_frames import Frame
-from lightning_multigpu.guardian.hang.stacks import Stacks
+from lightning_multigpu.guardian.hang.hang_reports import full_stacks, hang_report
+from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.guardian.hang.waiting_graph import View, calls, verdict
 from lightning_multigpu.guardian.link.protocol import decode, encode
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_multigpu.guardian.hang.stack_frames import place_of_frame
+from lightning_multigpu.guardian.hang.stacks import place_of_frame
 
 PAGE_BYTES = 4096
 _ROWS_FROM, _ROW_BYTES = 256, 256

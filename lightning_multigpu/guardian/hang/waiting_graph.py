@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, UNDER_WAY, Entry, parse_ranks
-from lightning_multigpu.guardian.hang.stack_frames import Frame
-from lightning_multigpu.guardian.hang.stacks import Stacks
+from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 
 _MAX_FRAMES = 40
 _MAX_STACKS_CHARS = 6_000

@@ -1,0 +1,58 @@
+"""The questions that callbacks ask a strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_multigpu.communication.metering.meter import Meter
+    from lightning_multigpu.planning.timeline import StageRecord
+
+
+class ObservedStrategy:
+    """The part of a strategy that callbacks see, with the answers of a strategy whose ranks all do the same.
+
+    Callbacks ask nothing else of a strategy of this pack beyond Lightning's own interface. A family overrides what it
+    answers differently, and adds here what callbacks ask it alone.
+
+    Attributes:
+        meter: the meter of all bytes between ranks.
+    """
+
+    meter: Meter
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that this strategy runs with, for reports."""
+        return {}
+
+    @property
+    def owns_batch(self) -> bool:
+        """False if this rank's present batch does not count: a copy of another rank's, or one that only fills a gap."""
+        return True
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss of this rank's batch, with which the mean over ranks is the loss of one device."""
+        return 1.0
+
+    def holds(self, parameter: Tensor) -> bool:
+        """True if this rank has the values of a parameter of the module, and of its gradient."""
+        return True
+
+    def record_stages(self, *, count_activations: bool = True) -> None:
+        """Record the passes and the memory of this rank's stages of a pipeline in every following fit.
+
+        Args:
+            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
+                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error.
+        """
+
+    def stage_record(self) -> StageRecord | None:
+        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
+
+        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
+        """
+        return None
