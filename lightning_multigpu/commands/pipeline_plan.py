@@ -48,7 +48,7 @@ from lightning_multigpu.engine.pipeline.stages.runner import SCHEDULES
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
 from lightning_multigpu.planning.stage_costs import LinkCost
 from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
-from lightning_multigpu.strategies.pipeline.measured_plan import PipelinePlanner, PlanError
+from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

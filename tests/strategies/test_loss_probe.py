@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies.pipeline import stage_steps
-from lightning_multigpu.strategies.pipeline.loss_probe import LossProbe
+from lightning_multigpu.strategies.pipeline import running_pipeline
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 
@@ -77,16 +76,16 @@ def trace(probes: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    probe = stage_steps.LossProbe
+    check = running_pipeline.check_losses
     if not probes:
-        stage_steps.LossProbe = lambda *args: None  # type: ignore[assignment,misc]
+        running_pipeline.check_losses = lambda *args, **options: None
     try:
         trainer = make_trainer(
             case, PipelineStrategy(num_micro_batches=2), 2, logger=logger, num_sanity_val_steps=0, log_every_n_steps=1
         )
         trainer.fit(module, train_loader(case, 1))
     finally:
-        stage_steps.LossProbe = probe  # type: ignore[misc]
+        running_pipeline.check_losses = check
     return {
         "state": {name: value.tolist() for name, value in module.state_dict().items()},
         "steps": module.steps,
@@ -146,22 +145,25 @@ def leftovers(noise: float) -> tuple[list[int], list[int]]:
     """Messages of this rank that nobody has waited for, after each pass and after the whole check."""
     passes: list[int] = []
     checks: list[int] = []
-    losses, check = LossProbe._losses, LossProbe.check
+    check = running_pipeline.check_losses
 
-    def noted_losses(self: LossProbe, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        found = losses(self, runner, *args, **kwargs)
-        passes.append(len(runner.line._pending))
-        return found
+    def noted(model: Any, *args: Any, **options: Any) -> None:
+        from_last = model.group.from_last
 
-    def noted_check(self: LossProbe, runner: Any, *args: Any, **kwargs: Any) -> None:
-        check(self, runner, *args, **kwargs)
-        checks.append(len(runner.line._pending))
+        def noted_from_last(obj: Any) -> Any:  # the first that follows a pass
+            passes.append(len(model.group._pending))
+            return from_last(obj)
 
-    LossProbe._losses, LossProbe.check = noted_losses, noted_check  # type: ignore[method-assign]
+        model.group.from_last = noted_from_last
+        check(model, *args, **options)
+        del model.group.from_last
+        checks.append(len(model.group._pending))
+
+    running_pipeline.check_losses = noted
     try:
         count(2, noise)
     finally:
-        LossProbe._losses, LossProbe.check = losses, check  # type: ignore[method-assign]
+        running_pipeline.check_losses = check
     return passes, checks
 
 

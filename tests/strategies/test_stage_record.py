@@ -18,7 +18,7 @@ from lightning_multigpu.planning.stage_costs import LinkCost
 from lightning_multigpu.planning.timeline import StageMemory, StageRecord
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_NAME
-from lightning_multigpu.strategies.pipeline.measured_plan import PipelinePlanner
+from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner
 from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
 from tests.world import World, rank
 

@@ -1,4 +1,4 @@
-"""Steps of the user's that are run to find something out, and that nobody is to notice."""
+"""Dry runs of the user's steps: runs that measure or check something and leave no trace."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def without_trace(module: pl.LightningModule) -> Iterator[None]:
-    """Puts back at the end of the block what steps change: random states, the module's buffers and attributes, and what
-    they have asked of the Trainer.
+    """Restores at the end of the block random states, the module's buffers and attributes, and ``should_stop``.
 
-    Loggers of the Trainer do nothing meanwhile, and nothing is warned of: a step that is trained on warns by itself.
-    What steps do to other objects stays.
+    Within the block the Trainer's loggers do nothing, and warnings are silenced: the step that is trained on repeats
+    them. Changes of other objects stay.
     """
     trainer = module.trainer
     stops, loggers = trainer.should_stop, trainer.loggers
@@ -39,7 +38,7 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
 
 
 def unlogged_loss(plugin: Precision, logs: StageLogs, call: Callable[[], Any]) -> Any:
-    """The loss that a training step returns, run by ``call`` in the Trainer's precision; what it logs is dropped."""
+    """The loss that ``call``, which runs a training step, returns; the precision is the Trainer's, logs are dropped."""
     with plugin.train_step_context(), logs.recording(pass_on=False):
         output = call()
     return output.get("loss") if isinstance(output, Mapping) else output

@@ -1,109 +1,79 @@
-"""What the stages of a pipeline decide together although Lightning asks each of them alone."""
+"""Values that the user's steps return or keep on the last stage, copied to the other stages for their hooks.
+
+::
+
+    def validation_step(self, batch, batch_idx):
+        ...
+        self.losses.append(loss)  # reached on the last stage only
+
+    def on_validation_epoch_end(self):  # called on every stage
+        self.log("mean", torch.stack(self.losses).mean())
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins import Precision
-from torch.nn import Module
-from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
-from torchmetrics import Metric
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
-from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
+from lightning_multigpu.engine.pipeline.splitting.placeholder import first_placeholder
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.strategies.hook_detection import has_hook
 
-
-class StageAgreement:
-    """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
-
-    The precision plugin's and its gradient scaler's own methods are covered for the time of the run. So is Lightning's
-    advice to log with ``sync_dist=True``: the stages of a pipeline have the same values anyway.
-
-    Args:
-        plugin: the Trainer's precision plugin.
-        ownership: which stage counts for which parameter.
-        sums: over the stages.
-        gradients: of other stages, which hooks before the optimizer's step see.
-    """
-
-    def __init__(self, plugin: Precision, ownership: Ownership, sums: StageSums, gradients: RemoteGradients) -> None:
-        self._plugin = plugin
-        self._scaler: Any = getattr(plugin, "scaler", None)
-        self._ownership = ownership
-        self._sums = sums
-        self._gradients = gradients
-        self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
-        vars(plugin)[HOOKS_BEFORE_STEP] = self._run_hooks_with_gradients
-        vars(plugin)["clip_grad_by_norm"] = self._clip
-        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-        self._filter: Any = warnings.filters[0]
-        if self._scaler is not None:
-            self._unscale = self._scaler.unscale_
-            vars(self._scaler)["unscale_"] = self._unscale_together
-
-    def end(self) -> None:
-        """Gives the plugin its own methods back."""
-        for covered in (HOOKS_BEFORE_STEP, "clip_grad_by_norm"):
-            vars(self._plugin).pop(covered, None)
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        if self._scaler is not None:
-            vars(self._scaler).pop("unscale_", None)
-
-    def _run_hooks_with_gradients(self, model: pl.LightningModule, optimizer: Any) -> None:
-        looked_at = any(has_hook(hook, model) for hook in ("on_before_optimizer_step", "configure_gradient_clipping"))
-        with self._gradients.shown() if looked_at else nullcontext():
-            self._run_hooks(model, optimizer)
-
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        norm = self._sums.norm([p for p in self._ownership.counted() if id(p) in own])
-        held = [p for p in self._ownership.held() if id(p) in own and p.grad is not None]
-        dtype = held[0].grad.dtype if held and held[0].grad is not None else norm.dtype
-        clip_grads_with_norm_(held, clip_val, norm.to(dtype))
-
-    def _unscale_together(self, optimizer: Optimizer) -> None:
-        self._unscale(optimizer)
-        found = self._scaler._found_inf_per_device(optimizer)
-        if not found:  # this stage has no gradient, and the scaler insists on an answer
-            found[torch.device("cpu")] = torch.zeros(1)
-        for flag in found.values():
-            self._sums.any(flag)
+_DEPTH = 3
+_LARGEST = 16  # entries of a container whose own containers are compared: it is done twice a micro-batch
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class LastStageOutputs(Callback):
-    """Shows hooks on every stage what the last one has come to; it stands before all other callbacks.
+    """Shows the hooks of every stage what steps returned and kept in the module on the last stage.
 
-    After a batch that is the loss, and whatever else the step returned, in the place of what Lightning was given: it
-    wants the loss before a pipeline has computed it. At the end of an epoch it is what steps have kept in the module.
+    As the first of the Trainer's callbacks it replaces, after a training batch, the loss that Lightning was given by
+    the loss and the further outputs that the pipeline has computed since. At the end of an epoch it copies attributes
+    of the module that steps have changed. An attribute counts as changed when it is assigned, when a tensor in it is
+    changed in place, or when a list, dictionary, set or deque gets another length, also up to three levels within
+    containers of at most 16 entries. Other objects are compared by identity. Attributes of submodules are not copied.
 
     Args:
-        share_storage: gives all stages what steps have kept on the last one.
+        module: the user's module.
+        group: the ranks of the pipeline.
+        is_last: this rank has the last stage.
+
+    Attributes:
+        of_batch: the outputs of the newest training batch.
     """
 
-    def __init__(self, share_storage: Callable[[], None]) -> None:
-        self.outputs: dict[str, Any] = {}
-        self._share_storage = share_storage
+    def __init__(self, module: pl.LightningModule, group: PipelineGroup, *, is_last: bool) -> None:
+        self.of_batch: dict[str, Any] = {}
+        self._module = module
+        self._group = group
+        self._is_last = is_last
+        # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
+        self._lightnings = {*vars(pl.LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"}
+        self._changed: dict[str, None] = {}
 
-    def stand_first(self, trainer: pl.Trainer) -> None:
-        """Puts it before the other callbacks; a Tuner has a list of its own for a while."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    # Among the callbacks
+
+    def stand_first(self) -> None:
+        """Adds this callback before the others, if it is not among them; a Tuner has its own list for a while."""
+        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         if self not in callbacks:
             callbacks.insert(0, self)
 
-    def leave(self, trainer: pl.Trainer) -> None:
-        """Takes it out of the Trainer's callbacks."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    def leave(self) -> None:
+        """Removes this callback from the Trainer's."""
+        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
 
@@ -112,29 +82,119 @@ class LastStageOutputs(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if isinstance(outputs, dict) and "loss" in outputs:
-            outputs.update(self.outputs)
-        self.outputs = {}
+            outputs.update(self.of_batch)
+        self.of_batch = {}
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._share_storage()
+        self.share()
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._share_storage()
+        self.share()
 
     @override
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._share_storage()
+        self.share()
 
     @override
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._share_storage()
+        self.share()
+
+    # Outputs of a step
+
+    def packed(self, output: Any, hook: str) -> bytes | None:
+        """The output of a step for the other stages; None where the user's code has no ``hook`` to show it to."""
+        wanted = output is not None and has_hook(hook, self._module)
+        return packed(output, f"what {hook} is given") if wanted else None
+
+    def unpacked(self, package: bytes | None, own: Any) -> Any:
+        """The output that the last stage has packed; ``own`` on the last stage, and where nothing was packed."""
+        return own if package is None or self._is_last else unpacked(package, self._module.device)
+
+    # Attributes of the module
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes which attributes change within the block."""
+        before = self._marks()
+        try:
+            yield
+        finally:
+            for name, mark in self._marks().items():
+                if name not in before or before[name] != mark:
+                    self._changed[name] = None
+
+    def share(self) -> None:
+        """Gives all stages the attributes that have changed on the last one since the last call. A collective.
+
+        Lists, dictionaries, sets and deques stay the same objects on every stage, with new contents. An attribute that
+        cannot be pickled, or was computed from values of other stages, is not copied; a warning says so.
+        """
+        found: dict[str, bytes | None] = {}
+        if self._is_last:
+            attributes = vars(self._module)
+            found = {n: packed(attributes[n], f"self.{n}") for n in self._changed if n in attributes}
+        packages = {name: package for name, package in found.items() if package is not None}
+        given = self._group.from_last(packages)
+        self._changed.clear()
+        if not self._is_last:
+            for name, package in given.items():
+                self._set(name, unpacked(package, self._module.device))
+        self._group.finish()
+
+    def _set(self, name: str, value: Any) -> None:
+        old = vars(self._module).get(name)
+        if type(old) is not type(value) or not isinstance(old, list | dict | set | deque):
+            setattr(self._module, name, value)
+        else:
+            old.clear()
+            fill: Any = old.extend if isinstance(old, list | deque) else old.update
+            fill(value)
+
+    def _marks(self) -> dict[str, Any]:
+        return {name: _mark(value) for name, value in vars(self._module).items() if name not in self._lightnings}
 
 
-def gather_metrics_by(module: Module, gather: Any) -> list[Metric]:
-    """Makes the module's metrics exchange their states by ``gather``; returns those that it was done for."""
-    found = [part for part in module.modules() if isinstance(part, Metric) and part.dist_sync_fn is None]
-    for metric in found:
-        metric.dist_sync_fn = gather
-    return found
+def _mark(value: Any, depth: int = _DEPTH) -> Any:
+    """A value that differs after a change, and is quick to make."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, list | tuple | dict | set | frozenset | deque):
+        entries: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
+        within = [_mark(entry, depth - 1) for entry in entries] if depth and len(value) <= _LARGEST else []
+        return id(value), len(value), within
+    return id(value)
+
+
+@dataclass
+class _OnDevice:
+    """A tensor of the sender's device, in host memory."""
+
+    tensor: Tensor
+
+
+def packed(value: Any, name: str) -> bytes | None:
+    """The value as bytes, for :func:`unpacked`; None, with a warning that calls the value ``name``, if impossible."""
+    lost = first_placeholder(value)
+    if lost is not None:
+        rank_zero_warn(f"{name} stays on the last stage: it has been computed from {lost.source}")
+        return None
+    try:
+        return pickle.dumps(tree_map_only(Tensor, _on_host, value))
+    except Exception as error:  # any class may come from an object's own method
+        rank_zero_warn(f"{name} stays on the last stage, because it cannot be pickled: {error}")
+        return None
+
+
+def unpacked(data: bytes, device: torch.device) -> Any:
+    """The value again; tensors that were not in host memory are on ``device``."""
+    return tree_map_only(_OnDevice, lambda moved: moved.tensor.to(device), pickle.loads(data))
+
+
+def _on_host(tensor: Tensor) -> Tensor | _OnDevice:
+    # A copy: pickle takes all memory that a view is a part of.
+    copy = tensor.detach().to("cpu", copy=True)
+    return copy if tensor.device.type == "cpu" else _OnDevice(copy)

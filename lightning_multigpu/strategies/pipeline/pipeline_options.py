@@ -1,9 +1,9 @@
-"""The options of a pipeline, checked, and what follows from them."""
+"""Options of a pipeline, their checks, and the split that they ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,20 +15,14 @@ from lightning_multigpu.engine.pipeline.stages.runner import LOOPED_SCHEDULES, S
 from lightning_multigpu.planning.balance import balanced_cuts, cuts_of_counts, stage_bounds
 from lightning_multigpu.planning.stage_costs import MeasuredBalance
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.pipeline.pipeline_checks import (
-    check_activation_checkpointing,
-    check_num_split_points,
-    check_split_points,
-    check_stages_per_rank,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """As in :class:`~lightning_multigpu.strategies.pipeline.strategy.PipelineStrategy`.
+    """Options as in :class:`~lightning_multigpu.strategies.pipeline.strategy.PipelineStrategy`.
 
     Raises:
-        ValueError: one is out of its range, or two do not go together.
+        ValueError: an option is out of its range, or two options exclude each other.
     """
 
     module: str
@@ -45,21 +39,71 @@ class PipelineOptions:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)
         if self.num_micro_batches != "auto":
             option_checks.check_positive("num_micro_batches", self.num_micro_batches, whole=True)
-        if self.stages_per_rank is not None:
-            option_checks.check_positive("stages_per_rank", self.stages_per_rank, whole=True)
-        check_stages_per_rank(self.schedule, self.stages_per_rank)
+        for name in ("stages_per_rank", "pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) is not None:
+                option_checks.check_positive(name, getattr(self, name), whole=True)
         if isinstance(self.balance, str):
             option_checks.check_choice("balance", self.balance, ("parameters", "time", "memory"))
-        if self.pipeline_parallel_size is not None:
-            option_checks.check_positive("pipeline_parallel_size", self.pipeline_parallel_size, whole=True)
-        if self.data_parallel_size is not None:
-            option_checks.check_positive("data_parallel_size", self.data_parallel_size, whole=True)
-        check_activation_checkpointing(self.activation_checkpointing, self.schedule)
-        check_split_points(self.split_points, self.balance, self.activation_checkpointing)
+        self._check_stages_per_rank()
+        self._check_activation_checkpointing()
+        if self.split_points is not None:
+            self._check_split_points(self.split_points)
+
+    def _check_stages_per_rank(self) -> None:
+        looped = self.schedule in LOOPED_SCHEDULES
+        if self.stages_per_rank is None or (self.stages_per_rank > 1) == looped:
+            return
+        fix = "pass 2 or more" if looped else f"leave it out, or use one of the schedules {', '.join(LOOPED_SCHEDULES)}"
+        raise ValueError(f"stages_per_rank={self.stages_per_rank} under schedule={self.schedule!r}; {fix}")
+
+    def _check_activation_checkpointing(self) -> None:
+        choice: object = self.activation_checkpointing
+        given = f"activation_checkpointing={choice!r}"
+        if not isinstance(choice, bool):
+            if isinstance(choice, str) or not isinstance(choice, Sequence):
+                raise ValueError(
+                    f"{given} is neither a bool nor a list; pass True for all layers, or a list of their classes or "
+                    "names, such as ['Block']"
+                )
+            if not all(isinstance(entry, str | type) for entry in choice):
+                raise ValueError(f"{given}: pass classes, names of classes, or names of layers only")
+        if choice and self.schedule == "zero_bubble":
+            raise ValueError(
+                "activation_checkpointing under schedule='zero_bubble', whose backward comes in two parts: layers "
+                "would be computed again for each group of their parameters; use schedule='interleaved', or leave it "
+                "out"
+            )
+
+    def _check_split_points(self, points: object) -> None:
+        if isinstance(points, str) or not isinstance(points, Sequence):
+            raise ValueError(f"split_points={points!r} is no list; pass names of submodules, such as ['net.decoder']")
+        names = list(points)
+        if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+            raise ValueError(
+                f"split_points={names!r}: pass one or more different names of submodules, such as ['net.decoder']"
+            )
+        if self.balance != "parameters":
+            raise ValueError(
+                f"balance={self.balance!r} and split_points={names!r} both split the module; leave one out"
+            )
+        if not isinstance(self.activation_checkpointing, bool):
+            raise ValueError(
+                f"activation_checkpointing={self.activation_checkpointing!r}: between split_points there are no layers "
+                "to name; pass True for all"
+            )
+
+    def with_schedule(self, schedule: ScheduleName) -> PipelineOptions:
+        """The same options under another schedule; ``stages_per_rank`` is kept where that schedule takes it.
+
+        Raises:
+            ValueError: the schedule excludes another option.
+        """
+        same_kind = (schedule in LOOPED_SCHEDULES) == (self.schedule in LOOPED_SCHEDULES)
+        return replace(self, schedule=schedule, stages_per_rank=self.stages_per_rank if same_kind else None)
 
     @property
     def measured_balance(self) -> MeasuredBalance | None:
-        """What the layers are split by once they have been measured; None if they need not be."""
+        """The cost by which the layers are split after it has been measured; None for a split without measurement."""
         return self.balance if self.balance == "time" or self.balance == "memory" else None
 
     @property
@@ -68,18 +112,18 @@ class PipelineOptions:
         return self.stages_per_rank or (2 if self.schedule in LOOPED_SCHEDULES else 1)
 
     def num_parts(self, num_ranks: int) -> int:
-        """Micro-batches that a batch is cut into in a pipeline of so many ranks, if it has that many samples."""
+        """Micro-batches of a batch that has at least as many samples, in a pipeline of ``num_ranks`` ranks."""
         return 4 * num_ranks if self.num_micro_batches == "auto" else self.num_micro_batches
 
     def num_ranks_of_pipeline(self, num_ranks: int) -> int:
-        """Ranks of each pipeline, of so many in all."""
+        """Ranks of each pipeline, given the number of ranks in all."""
         return self.pipeline_parallel_size or max(1, num_ranks // (self.data_parallel_size or 1))
 
     def check_num_ranks(self, num_ranks: int) -> None:
-        """So many ranks can be dealt out to pipelines, and there are as many stages as points make, if there are any.
+        """Checks that ``num_ranks`` ranks can form the pipelines, and that the split points make as many stages.
 
         Raises:
-            ValueError: they cannot, or there are not.
+            ValueError: they cannot, or the split points do not.
         """
         size, pipelines = self.num_ranks_of_pipeline(num_ranks), self.data_parallel_size
         if pipelines is not None and size * pipelines != num_ranks:
@@ -87,30 +131,40 @@ class PipelineOptions:
             if self.pipeline_parallel_size is not None:
                 given = f"pipeline_parallel_size={size} times {given}"
             raise ValueError(f"{given} does not make the {num_ranks} ranks that there are; leave one out, or change it")
-        if self.split_points is not None:
-            check_num_split_points(self.split_points, size, self.num_stages_of_rank)
+        self._check_num_split_points(size)
 
-    def chain(self, module: Module, num_stages: int, device: torch.device) -> Chain:
-        """What is split of the module.
+    def _check_num_split_points(self, num_ranks: int) -> None:
+        per_rank, points = self.num_stages_of_rank, self.split_points
+        num_stages = num_ranks * per_rank
+        if points is not None and len(points) + 1 != num_stages:
+            raise ValueError(
+                f"split_points={list(points)!r} makes {len(points) + 1} stages, and {num_ranks} ranks with {per_rank} "
+                f"each have {num_stages}; name {num_stages - 1} submodules, or change devices"
+            )
+
+    def chain(self, module: Module, num_ranks: int, device: torch.device) -> Chain:
+        """The part of the module that is split.
 
         Args:
-            module: the whole.
-            num_stages: of the pipeline.
-            device: where this rank computes.
+            module: the whole module.
+            num_ranks: ranks of the pipeline.
+            device: the device of this rank.
 
         Raises:
-            ValueError: there is nothing of that name, or it has too few layers.
+            ValueError: the module has no part of that name, or the part has too few layers.
         """
         if self.split_points is not None:
+            self._check_num_split_points(num_ranks)
             return TracedChain(module, self.module, self.split_points, device)
-        return find_chain(module, self.module, num_stages)
+        return find_chain(module, self.module, num_ranks * self.num_stages_of_rank)
 
-    def bounds(self, chain: Chain, num_stages: int) -> list[tuple[int, int]]:
-        """The layers ``[start, stop)`` of each stage; those of "parameters" where layers have to be measured first.
+    def bounds(self, chain: Chain, num_ranks: int) -> list[tuple[int, int]]:
+        """The layers ``[start, stop)`` of each stage; before a measurement those of ``balance="parameters"``.
 
         Raises:
-            ValueError: a list as ``balance`` counts other layers or stages than there are.
+            ValueError: ``balance`` is a list for another number of layers or stages.
         """
+        num_stages = num_ranks * self.num_stages_of_rank
         if isinstance(self.balance, str):
             return stage_bounds(balanced_cuts(chain.parameter_bytes(), num_stages), len(chain))
         return stage_bounds(cuts_of_counts(self.balance, len(chain), num_stages), len(chain))

@@ -1,123 +1,133 @@
-"""A pipeline from the setup of a run to its teardown: the split model, its steps, and what its ranks do together."""
+"""A pipeline during a run: training of micro-batches and evaluation of whole batches on the stages of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
-from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, RemoteGradients, StageSums
-from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, num_micro_batches_of
+from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
+from lightning_multigpu.engine.pipeline.stages.micro_batches import (
+    checksum_of,
+    combined_loss,
+    first_part,
+    num_micro_batches_of,
+    signature_of,
+    split_batch,
+    weights_of,
+)
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of
-from lightning_multigpu.planning.stage_costs import MeasuredBalance, StageCosts
+from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.hook_detection import has_hook
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import StageAgreement, gather_metrics_by
-from lightning_multigpu.strategies.pipeline.pipeline_checks import describe_split
+from lightning_multigpu.strategies.pipeline.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
+from lightning_multigpu.strategies.pipeline.loss_probe import check_losses
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.stage_balance import announce, measured_costs
-from lightning_multigpu.strategies.pipeline.stage_steps import StageSteps
+from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
 
 _SEED_BITS = 2**62 - 1
 
 
 class RunningPipeline:
-    """One rank's part of a pipeline that runs. It covers methods of other objects until :meth:`end`.
+    """One rank's part of a pipeline during a run. Its methods are collectives of the pipeline unless they say more.
 
     Args:
-        model: split, with its values on this rank's device.
+        model: the split model, with its values on this rank's device.
         options: of the strategy.
-        balance: what the layers are split by as soon as they have been measured, on the first batch; None if they are
-            not.
-        loss_reduction: what the losses of micro-batches count for.
+        outputs: notes and packs values of the last stage.
+        loss_reduction: how the losses of micro-batches make that of their batch.
         plugin: the Trainer's precision plugin.
-        number: of this pipeline among those side by side.
-        data_axis: to the ranks with the same stages in the other pipelines; None if there are none.
-        group_of: the ranks of a process group, of the data axis for None; None where there is nobody to talk to.
+        number: the index of this pipeline among those side by side.
+        data_axis: communication with the ranks that hold the same stages in other pipelines; None if there are none.
+        world: all ranks of all pipelines.
+
+    Attributes:
+        in_step: a step of the user's is running, so that other stages are at another place in the program.
 
     Raises:
-        ValueError: there is no layer of a name or class in ``activation_checkpointing``.
+        ValueError: no layer has a name or class that is listed in ``activation_checkpointing``.
     """
 
     def __init__(
         self,
         model: SplitModel,
         options: PipelineOptions,
+        outputs: LastStageOutputs,
         *,
-        balance: MeasuredBalance | None,
         loss_reduction: LossReduction,
         plugin: Precision,
         number: int,
         data_axis: DataAxis | None,
-        group_of: Callable[[Any], MeteredGroup | None],
+        world: MeteredGroup,
     ) -> None:
-        self.model = model
+        self.in_step = False
+        self._model = model
         self._options = options
-        self._num_micro_batches = options.num_parts(model.line.num_ranks)
-        self._balance_due = balance
+        self._outputs = outputs
         self._loss_reduction = loss_reduction
+        self._plugin = plugin
         self._number = number
         self._data_axis = data_axis
-        self._group_of = group_of
-        self._buffers_due = True
+        self._world = world
+        self._num_micro_batches = options.num_parts(model.group.num_ranks)
+        self._recompute = layers_of(model.chain, options.activation_checkpointing)
+        self._recorder = Recorder(model.meter, model.device, model.ownership.held, model.ownership.buffers)
+        self._runner = self._new_runner()
+        seed = model.stages.broadcast_object(torch.initial_seed() & _SEED_BITS, model.group.ranks[0])
+        self._seed = seed_of(seed, number)
+        self._sums = StageSums(model.group, model.meter)
+        self._logs = StageLogs(model.module)
+        self._metrics = [part for part in model.module.modules() if isinstance(part, Metric)]
+        self._num_evaluated = 0
         self._will_train = model.module.trainer.state.fn == TrainerFn.FITTING
-        self._sums = StageSums(model.line, model.meter)
-        runner = self._new_runner()
-        seed = model.stages.broadcast_object(torch.initial_seed() & _SEED_BITS, model.line.ranks[0])
-        self.steps = StageSteps(model.module, runner, plugin, seed_of(seed, number), model.ownership.parameters)
-        self._metrics = gather_metrics_by(model.module, self._gather_metric)
-        self._models = ModelsInStages(model.module)
-        self._gradients = RemoteGradients(model.ownership, self._sums)
-        self._agreement = StageAgreement(plugin, model.ownership, self._sums, self._gradients)
+        # What is still to be done with the first batch.
+        self._balance_due = options.measured_balance if self._will_train else None
+        self._losses_unchecked = True
+        self._buffers_due = True
+        if self._balance_due is None and not model.is_untraced:
+            rank_zero_info(model.describe())
 
     def _new_runner(self) -> PipelineRunner:
-        model = self.model
+        model = self._model
         return PipelineRunner(
             model.chain,
             model.bounds,
-            model.line,
+            model.group,
             model.device,
             model.meter,
             schedule=self._options.schedule,
             parameters=model.ownership.held,
-            recompute=layers_of(model.chain, self._options.activation_checkpointing),
-            recorder=Recorder(model.meter, model.device, model.ownership.held, model.ownership.buffers),
+            recompute=self._recompute,
+            recorder=self._recorder,
         )
-
-    def end(self) -> None:
-        """Puts back what it has covered; no collective."""
-        self._agreement.end()
-        for metric in self._metrics:
-            metric.dist_sync_fn = None
-        self._models.end()
-        if self._data_axis is not None:
-            self._data_axis.close()
 
     # Training
 
-    def has_same_batch(self, batch: Any) -> bool:
-        """Whether all stages have loaded the same batch; a collective of the pipeline."""
-        return self.model.line.same_everywhere(checksum_of(batch))
+    def same_batch(self, batch: Any) -> tuple[bool, Any]:
+        """The batch for all stages, and whether it is the one that this rank has loaded.
 
-    def batch_of_last(self, batch: Any) -> Any:
-        """The batch that the last stage has loaded, on every stage; a collective of the pipeline."""
-        return self.model.stages.broadcast_object(batch, self.model.line.ranks[-1])
+        Where stages have loaded different batches, all get that of the last stage.
+        """
+        model = self._model
+        if model.group.same_everywhere(checksum_of(batch)):
+            return True, batch
+        return False, model.stages.broadcast_object(batch, model.group.ranks[-1])
 
     def train(
         self,
@@ -128,48 +138,73 @@ class RunningPipeline:
         accumulating: bool,
         optimizers: Sequence[Optimizer],
     ) -> dict[str, Any]:
-        """Forward and backward of a batch; a collective of the world.
+        """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
 
         Args:
             batch: the same on every stage.
             others: further arguments of ``training_step``.
-            multiplier: of the loss, before its backward.
+            multiplier: the loss is multiplied by it before its backward.
             accumulating: more batches follow before the optimizer's step, and gradients stay with their ranks.
-            optimizers: whose states move where the first batch decides how the layers are split.
+            optimizers: their states move where the first batch decides how the layers are split.
 
         Returns:
-            What :meth:`.StageSteps.train` returns.
+            The loss of the whole batch and, on the last stage and where a hook looks at them, the step's further
+            outputs.
+
+        Raises:
+            ValueError: the losses of the first batch's micro-batches do not add up to its own.
         """
         if self._buffers_due:
             self.share_buffers()
         self._buffers_due = not accumulating
-        if self.model.is_untraced:
-            with self.steps.dry_run(batch, others, self._num_micro_batches) as step:
-                self._arrange(step, optimizers, will_train=True)
-        if self._balance_due is not None:
-            balance, self._balance_due = self._balance_due, None
-            self._split_by_measure(balance, batch, others, optimizers)
-        outputs = self.steps.train(
-            batch,
-            others,
-            multiplier=multiplier,
-            num_micro_batches=self._num_micro_batches,
-            loss_reduction=self._loss_reduction,
-        )
+        self._decide_split(batch, others, optimizers)
+        parts = split_batch(batch, num_micro_batches_of(batch, self._num_micro_batches))
+        weights = weights_of(parts, self._loss_reduction)
+        if self._losses_unchecked and len(parts) > 1:
+            self._losses_unchecked = False
+            self._check_losses(batch, others, weights)
+        records: list[list[Record]] = [[] for _ in parts]
+        outputs: list[dict[str, Any]] = [{} for _ in parts]
+
+        def step(micro_batch: int) -> Any:
+            with self._plugin.train_step_context(), self._logs.recording(pass_on=False) as records[micro_batch]:
+                output = self._call("training_step", parts[micro_batch], *others)
+            if not isinstance(output, Mapping):
+                return output
+            outputs[micro_batch] = {key: value for key, value in output.items() if key != "loss"}
+            return output.get("loss")
+
+        # Frozen parameters decide whether the tensors that travel have a gradient.
+        trainable = sum(parameter.requires_grad for parameter in self._model.ownership.parameters())
+        kinds = [(signature_of(part), trainable) for part in parts]
+        trainer = self._model.module.trainer
+        seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        losses = self._runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
+        message: Any = None
+        further: dict[str, Any] = {}
+        if self._model.is_last:
+            sizes = weights if callable(self._loss_reduction) else [float(leading_size(part) or 1) for part in parts]
+            further = _merged(outputs)
+            message = (
+                combined(records, sizes, losses, weights),
+                combined_loss(losses, weights),
+                trainer.should_stop,
+                self._outputs.packed(further or None, "on_train_batch_end"),
+            )
+        replayed, loss, stops, package = self._model.group.from_last(message)
+        trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
+        self._logs.replay(replayed, "training_step")
         if not accumulating:
             self._reduce_gradients()
-        return outputs
-
-    def hooks_see_gradients(self, hook: str) -> AbstractContextManager[None]:
-        """Within the block parameters have gradients that other stages hold, if the user's code has such a hook."""
-        return self._gradients.shown() if has_hook(hook, self.model.module) else nullcontext()
+        return {"loss": loss, **self._outputs.unpacked(package, further)}
 
     def _reduce_gradients(self) -> None:
-        """A stage's own gradients first: later stages have them while earlier ones still run backward."""
-        common = self.model.ownership.common()
+        """Averages a stage's own gradients first: later stages have them while earlier ones still run backward."""
+        ownership = self._model.ownership
+        common = ownership.common()
         if self._data_axis is not None:
             of_all = {id(parameter) for parameter in common}
-            self._data_axis.average_gradients([p for p in self.model.ownership.held() if id(p) not in of_all])
+            self._data_axis.average_gradients([p for p in ownership.held() if id(p) not in of_all])
         self._sums.sum_gradients(common)
         if self._data_axis is not None:
             self._data_axis.average_gradients(common)
@@ -177,95 +212,165 @@ class RunningPipeline:
     def share_buffers(self) -> None:
         """Gives all pipelines the buffers of the first; a collective of the data axis."""
         if self._data_axis is not None:
-            self._data_axis.share_buffers(self.model.ownership.buffers())
+            self._data_axis.share_buffers(self._model.ownership.buffers())
 
-    def _split_by_measure(
-        self, balance: MeasuredBalance, batch: Any, others: Sequence[Any], optimizers: Sequence[Optimizer]
+    def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a step of the module."""
+        self.in_step = True
+        try:
+            with self._outputs.noting():
+                return getattr(self._model.module, hook)(*args, **kwargs)
+        finally:
+            self.in_step = False
+            # A metric that was computed within the step was computed on this stage alone: now all have to do so.
+            for metric in self._metrics:
+                metric._computed = None
+
+    # The first batch
+
+    def _decide_split(self, batch: Any, others: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+        """Splits the model by its first batch, if it needs one: to be traced, or to be measured."""
+        if not self._model.is_untraced and self._balance_due is None:
+            return
+        part = first_part(batch, self._num_micro_batches)
+
+        def step() -> Any:
+            return unlogged_loss(self._plugin, self._logs, lambda: self._call("training_step", part, *others))
+
+        if self._model.is_untraced:
+            self._trace(step, optimizers, will_train=True)
+        if self._balance_due is not None:
+            balance, self._balance_due = self._balance_due, None
+            self._split_by_costs(balance, step, optimizers, num_micro_batches_of(batch, self._num_micro_batches))
+
+    def _trace(self, step: Callable[[], Any], optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+        with without_trace(self._model.module):
+            self._model.arrange(step, optimizers, will_train=will_train)
+        rank_zero_info(self._model.describe())
+
+    def _split_by_costs(
+        self,
+        balance: MeasuredBalance,
+        step: Callable[[], Any],
+        optimizers: Sequence[Optimizer],
+        num_micro_batches: int,
     ) -> None:
-        """Measures the layers on the first batch, which is trained on afterwards, and splits them accordingly."""
-        model = self.model
-        costs = self._measured_costs(batch, others, optimizers)
-        before = model.bounds
-        model.split_again(self._broadcast(costs.bounds(balance)), optimizers)
-        recorded = self.steps.runner.recorder
-        self.steps.runner = self._new_runner()
-        self.record(steps=recorded.notes_steps, activations=recorded.counts_activations)
+        """Measures the layers, splits them so that the most expensive rank costs least, and prints the prediction."""
+        model, before = self._model, self._model.bounds
+        costs = self._measured_costs(step, optimizers, num_micro_batches)
+        model.split_again(self._world.broadcast_object(costs.bounds(balance), 0), optimizers)
+        self._runner = self._new_runner()
         model.meter.discard()
-        announce(balance, costs, model.bounds, before, model.chain.name, model.line)
 
-    def _measured_costs(self, batch: Any, others: Sequence[Any], optimizers: Sequence[Optimizer]) -> StageCosts:
-        model = self.model
-        seed = self._broadcast(torch.initial_seed() & _SEED_BITS)
-        again = layers_of(model.chain, self._options.activation_checkpointing)
-        probe = ChainProbe(model.chain, model.bounds, model.ownership, model.line, model.device, seed, again)
-        with self.steps.dry_run(batch, others, self._num_micro_batches) as step:
-            return measured_costs(
-                probe,
-                step,
-                model.stages,
-                model.line,
-                model.chain,
-                optimizers,
-                schedule=self._options.schedule,
-                num_ranks=model.line.num_ranks,
-                stages_per_rank=self._options.num_stages_of_rank,
-                num_micro_batches=num_micro_batches_of(batch, self._num_micro_batches),
+        def predicted(bounds: list[tuple[int, int]]) -> str:
+            return (
+                f"{1e3 * costs.step_s(bounds):.3g} ms, {costs.fullest_bytes(bounds) / 1e6:.3g} MB on the fullest rank"
             )
 
-    def _arrange(self, step: Callable[[], Any], optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
-        model = self.model
-        model.arrange(step, optimizers, will_train=will_train)
-        rank_zero_info(describe_split(model.chain, model.bounds, model.line.ranks))
+        rank_zero_info(
+            f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
+            f"balance={balance!r}; per micro-batch, as measured on the first batch:\n"
+            f"{costs.describe(model.bounds, model.group.ranks)}\n"
+            f"  predicted for a batch of {num_micro_batches} micro-batches, without the optimizer: "
+            f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}"
+        )
+
+    def _measured_costs(
+        self, step: Callable[[], Any], optimizers: Sequence[Optimizer], num_micro_batches: int
+    ) -> StageCosts:
+        """The costs of the layers, the same on all stages."""
+        model = self._model
+        probe = ChainProbe(
+            model.chain, model.bounds, model.ownership, model.group, model.device, self._seed, self._recompute
+        )
+        with without_trace(model.module):
+            measured = model.stages.gather_objects((probe.measure(step), slowest_link(model.group)))
+        parts: dict[int, PartCost] = {}
+        links: list[LinkCost] = []
+        for costs, link in measured:
+            parts.update(costs)
+            links.append(link)
+        return StageCosts(
+            [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
+            layer_bytes(model.chain, optimizers),
+            max(links, key=lambda link: link.seconds(1 << 20)),
+            schedule=self._options.schedule,
+            num_ranks=model.group.num_ranks,
+            stages_per_rank=self._options.num_stages_of_rank,
+            num_micro_batches=num_micro_batches,
+        )
+
+    def _check_losses(self, batch: Any, others: Sequence[Any], weights: Sequence[float]) -> None:
+        def loss_of(part: Any, seed: tuple[int, ...]) -> Any:
+            def step() -> Any:
+                try:
+                    return self._call("training_step", part, *others)
+                except Exception as error:
+                    if not self._runner.is_behind_chain:
+                        raise
+                    return error
+
+            return unlogged_loss(self._plugin, self._logs, lambda: self._runner.evaluate(step, seed)[1])
+
+        check_losses(self._model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
 
     # Evaluation
 
     def evaluate(
         self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any], optimizers: Sequence[Optimizer]
     ) -> Any:
-        """Runs ``validation_step``, ``test_step`` or ``predict_step``; a collective of the pipeline.
+        """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 
         Returns:
-            What :meth:`.StageSteps.evaluate` returns.
+            The output of the step, on the last stage and, except for ``predict_step``, where a hook looks at it; None
+            elsewhere.
         """
-        if self.model.is_untraced:
-            with self.steps.evaluation_dry_run(hook, *args, **kwargs) as step:
-                self._arrange(step, optimizers, will_train=self._will_train)
-        return self.steps.evaluate(hook, *args, **kwargs)
+        if self._model.is_untraced:
 
-    # Messages
+            def dry_step() -> Any:
+                with self._logs.recording(pass_on=False):
+                    return self._call(hook, *args, **kwargs)
 
-    def _broadcast(self, obj: Any) -> Any:
-        """``obj`` of rank 0, on all ranks of all pipelines."""
-        world = self._group_of(dist.group.WORLD)
-        return obj if world is None else world.broadcast_object(obj, 0)
+            self._trace(dry_step, optimizers, will_train=self._will_train)
+        is_last, group = self._model.is_last, self._model.group
+        self._num_evaluated += 1
+        seed = (self._seed, 1, self._model.module.trainer.global_step, self._num_evaluated)
+        with self._logs.recording(pass_on=is_last) as records:
+            _, output = self._runner.evaluate(lambda: self._call(hook, *args, **kwargs), seed)
+        if hook != "predict_step":
+            batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
+            message = (records, self._outputs.packed(output, batch_end)) if is_last else None
+            replayed, package = group.from_last(message)
+            if not is_last:
+                self._logs.replay(replayed, hook)
+            output = self._outputs.unpacked(package, output)
+        group.finish()
+        return output
 
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """The states of a metric on the last stages, where its samples are.
-
-        Within a step only those ask; outside, all ranks do.
-        """
-        asked = self._group_of(dist.group.WORLD)
-        if asked is None:
-            return [tensor]
-        states = asked.gather_objects((self.steps.runner.is_last, tensor.cpu()))
-        return [state.to(tensor.device) for counts, state in states if counts]
-
-    # What it did
+    # Reports
 
     def record(self, *, steps: bool, activations: bool) -> None:
-        """Whether steps are noted from now on and, in one of them, what autograd keeps for backward is counted."""
-        recorder = self.steps.runner.recorder
-        recorder.notes_steps, recorder.counts_activations = steps, activations
+        """Sets whether steps are recorded from now on and, in one of them, what autograd keeps for backward."""
+        self._recorder.notes_steps, self._recorder.counts_activations = steps, activations
 
     def stage_record(self, optimizers: Sequence[Optimizer]) -> StageRecord:
-        """What this rank's stages did in the newest steps, and hold with the optimizers' states."""
-        runner = self.steps.runner
+        """The newest steps of this rank's stages, and the memory that they take with the optimizers' states."""
         return StageRecord(
             pipeline=self._number,
-            position=runner.position,
-            num_ranks=runner.line.num_ranks,
+            position=self._model.ownership.position,
+            num_ranks=self._model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             schedule=self._options.schedule,
-            steps=runner.recorder.steps(),
-            memory=runner.recorder.memory(optimizers),
+            steps=self._recorder.steps(),
+            memory=self._recorder.memory(optimizers),
         )
+
+
+def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The further outputs of the micro-batches as those of one batch: tensors along their samples, else lists."""
+    merged: dict[str, Any] = {}
+    for key in outputs[0]:
+        values = [output[key] for output in outputs]
+        tensors = all(isinstance(value, Tensor) and value.ndim > 0 for value in values)
+        merged[key] = torch.cat(values).detach() if tensors else values
+    return merged

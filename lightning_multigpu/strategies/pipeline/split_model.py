@@ -1,13 +1,16 @@
-"""A model whose layers are spread over the ranks of a pipeline: who holds what, and how it is put together again."""
+"""A model whose layers are spread over the ranks of a pipeline: its construction, checkpoints and reassembly."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -16,37 +19,47 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.runtime.process_groups import metered_group
-from lightning_multigpu.strategies.pipeline.stage_construction import share_values
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+Bounds = list[tuple[int, int]]
+_CPU = torch.device("cpu")
+
 
 class SplitModel:
-    """A module as one rank of a pipeline has it. Except for :meth:`own_optimizer_state`, methods are collectives.
+    """A module of which one rank of a pipeline holds some stages.
 
-    A checkpoint is put together on the last stage, which is the rank that writes, in the host's memory: keys keep their
-    order, and parameters are numbered as on one device.
+    Every method except :meth:`own_optimizer_state` and :meth:`describe` is a collective of the pipeline. A checkpoint
+    is put together on the last stage, whose rank writes it, in host memory: keys keep their order, and parameters are
+    numbered as on one device.
 
     Args:
         module: the whole module.
         chain: its layers.
         bounds: the layers ``[start, stop)`` of each stage.
         group: the ranks of the pipeline, in the order of their positions.
-        meter: told of what travels.
-        device: where this rank computes.
+        meter: told of all messages.
+        device: the device of this rank.
+
+    Attributes:
+        group: point-to-point messages between the ranks of the pipeline.
+        stages: collectives of the same ranks.
+        ownership: which rank holds which parameter and buffer.
+        is_last: this rank has the last stage.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
         chain: Chain,
-        bounds: list[tuple[int, int]],
+        bounds: Bounds,
         group: dist.ProcessGroup,
         meter: Meter,
         device: torch.device,
@@ -57,19 +70,20 @@ class SplitModel:
         self.meter = meter
         self.device = device
         self.stages = metered_group(group, meter, "pipeline", device)
-        self.line = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else torch.device("cpu"))
-        self.ownership = Ownership(module, chain, bounds, self.stages.rank, self.line.num_ranks)
+        self.group = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else _CPU)
+        self.ownership = Ownership(module, chain, bounds, self.stages.rank, self.group.num_ranks)
+        self.is_last = self.ownership.position == self.group.num_ranks - 1
         self._was_whole = True
 
     def share(self, world: MeteredGroup, peers: MeteredGroup) -> None:
-        """Gives all ranks the same values, and leaves each those of its own stages, on its device.
+        """Gives all ranks the same values, and leaves each rank those of its own stages, on its device.
 
         Args:
             world: all ranks, of all pipelines.
-            peers: those that hold the same layers, one of each pipeline.
+            peers: the ranks that hold the same layers, one of each pipeline.
 
         Raises:
-            ValueError: on all ranks, if nobody has values that one of them needs.
+            ValueError: on all ranks, if no rank has values that one of them needs.
         """
         self._was_whole = share_values(self.ownership, world, peers)
         self.ownership.drop()
@@ -81,91 +95,91 @@ class SplitModel:
         return isinstance(self.chain, TracedChain) and not self.chain.is_arranged
 
     def arrange(self, step: Callable[[], Any], optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
-        """Finds that out from a step, and leaves each rank what its stages use.
+        """Traces a step to find out which stage uses which parameters, and leaves each rank those of its stages.
 
         Args:
-            step: the user's, run as far as to what is split.
-            optimizers: those of the run.
-            will_train: what training uses is found out too, where the step is one of evaluation.
+            step: runs the user's step up to the split part.
+            optimizers: the optimizers of the run.
+            will_train: also traces what training uses, where the step is one of evaluation.
 
         Raises:
-            PipelineError: it cannot be traced.
+            PipelineError: the split part cannot be traced.
         """
         assert isinstance(self.chain, TracedChain)
         self.chain.arrange(step, will_train=will_train)
         self.split_again(self.bounds, optimizers)
 
-    def make_whole(self, optimizers: Sequence[Optimizer], *, is_first: bool) -> None:
-        """Gives every rank all values, or rank 0 alone if no other had them; and rank 0 the optimizers' states.
-
-        Args:
-            optimizers: those of the run.
-            is_first: this pipeline is the first of those side by side, so that its last stage is rank 0.
-        """
-        states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers] if is_first else []
-        if self._was_whole:
-            self.ownership.restore(self.stages, self.line.ranks)
-        elif is_first:
-            self.ownership.gather(self.line)
-        if is_first and self.ownership.position == self.line.num_ranks - 1:
-            for optimizer, state in zip(optimizers, states, strict=True):
-                optimizer.load_state_dict(state)
-
-    def split_again(self, bounds: list[tuple[int, int]], optimizers: Sequence[Optimizer]) -> None:
+    def split_again(self, bounds: Bounds, optimizers: Sequence[Optimizer]) -> None:
         """Gives each rank the parameters, buffers and optimizer states of its new stages."""
         states: list[dict[str, Any]] = []
         if any(self.stages.gather_objects(any(bool(optimizer.state) for optimizer in optimizers))):  # it was resumed
             states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers]
-            states = self.stages.broadcast_object(states, self.line.ranks[-1])
-        self.ownership.split_again(bounds, self.stages, self.line.ranks, self.device)
+            states = self.stages.broadcast_object(states, self.group.ranks[-1])
+        self.ownership.split_again(bounds, self.stages, self.group.ranks, self.device)
         self.bounds = bounds
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(self.own_optimizer_state(state, optimizer))
 
-    def whole_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``module.state_dict()`` with all values, on the last stage; elsewhere the stage's own part.
+    def make_whole(self, optimizers: Sequence[Optimizer], *, is_first: bool) -> None:
+        """Gives every rank all values, or rank 0 alone if no other rank had them; and rank 0 the optimizers' states.
 
         Args:
-            state: with stand-ins for what other stages hold.
+            optimizers: the optimizers of the run.
+            is_first: this pipeline is the first of those side by side, so that its last stage is on rank 0.
         """
-        position, last = self.ownership.position, self.line.num_ranks - 1
+        states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers] if is_first else []
+        if self._was_whole:
+            self.ownership.restore(self.stages, self.group.ranks)
+        elif is_first:
+            self.ownership.gather(self.group)
+        if is_first and self.is_last:
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+
+    def whole_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
+
+        Args:
+            state: this rank's, with placeholders for values of other stages.
+        """
+        last = self.group.num_ranks - 1
         holders_of = self.ownership.holders_by_name()
         whole = dict(state)
         for key, value in state.items():
             holders = holders_of.get(key, (last,))
             if last in holders or not isinstance(value, Tensor):
                 continue
-            if position == holders[0]:
-                self.line.send(value, last)
-            elif position == last:
-                whole[key] = self.line.receive(torch.empty(value.shape, dtype=value.dtype), holders[0])
-        self.line.finish()
+            if self.ownership.position == holders[0]:
+                self.group.send(value, last)
+            elif self.is_last:
+                whole[key] = self.group.receive(torch.empty(value.shape, dtype=value.dtype), holders[0])
+        self.group.finish()
         return whole
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of one device, on the last stage; elsewhere the stage's own part.
+        """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
 
         Raises:
             PipelineError: on all stages, if their optimizers do not have the same parameters.
         """
         self._check_groups(optimizer)
         state: dict[str, Any] = optimizer.state_dict()
-        position, last = self.ownership.position, self.line.num_ranks - 1
+        last = self.group.num_ranks - 1
         merged: dict[int, Any] = {}
         for index, holders in enumerate(self._holders(optimizer)):
             own = state["state"].get(index)
             if last not in holders:
-                if position == holders[0]:
-                    self.line.send_object(_on_host(own), last)
-                elif position == last:
-                    own = self.line.receive_object(holders[0])
+                if self.ownership.position == holders[0]:
+                    self.group.send_object(tree_map_only(Tensor, lambda t: t.detach().cpu(), own), last)
+                elif self.is_last:
+                    own = self.group.receive_object(holders[0])
             if own is not None:
                 merged[index] = own
-        self.line.finish()
+        self.group.finish()
         return {**state, "state": merged}
 
     def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Of one device's optimizer state, what belongs to parameters that this rank holds; copies."""
+        """Copies, from one device's optimizer state, the entries of parameters that this rank holds."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         held = {
             number
@@ -173,14 +187,24 @@ class SplitModel:
             if self.ownership.position in holders
         }
         own = {number: value for number, value in state["state"].items() if number in held}
-        # An optimizer keeps what it is given, and with it the file that the values may be mapped from.
+        # An optimizer keeps the tensors that it is given, and with them the file that they may be mapped from.
         return {**state, "state": tree_map_only(Tensor, torch.clone, own)}
+
+    def describe(self) -> str:
+        """The stages as a few lines of text."""
+        sizes, ranks = self.chain.parameter_bytes(), self.group.ranks
+        lines = [f"Pipeline over {self.chain.describe()} in {len(self.bounds)} stages:"]
+        for stage, (start, stop) in enumerate(self.bounds):
+            layers, size_mb = self.chain.describe_layers(start, stop), sum(sizes[start:stop]) / 1e6
+            rank = ranks[stage % len(ranks)]
+            lines.append(f"  stage {stage} on rank {rank}: {layers}, {size_mb:.3g} MB of parameters")
+        return "\n".join(lines)
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Stages number parameters alike, also after a callback has added some in the middle of the run."""
         names = {id(holding.tensor): holding.name for holding in self.ownership.holdings}
         own = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
-        if self.line.same_everywhere(zlib.crc32(repr(own).encode())):
+        if self.group.same_everywhere(zlib.crc32(repr(own).encode())):
             return
         first, *others = self.stages.gather_objects(own)
         other = next(groups for groups in others if groups != first)
@@ -192,18 +216,83 @@ class SplitModel:
         )
 
     def _holders(self, optimizer: Optimizer) -> list[tuple[int, ...]]:
-        """The positions that hold each parameter of the optimizer, in its order; all, for what is not the module's."""
+        """Of each parameter of the optimizer the positions that hold it; all, if it is not the module's."""
         holders_of = {id(holding.tensor): holding.holders for holding in self.ownership.holdings}
-        everywhere = tuple(range(self.line.num_ranks))
+        everywhere = tuple(range(self.group.num_ranks))
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        assert not isinstance(value, Placeholder)
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_host(entry) for entry in value)
-    return value
+def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup) -> bool:
+    """Gives each rank the values that it holds, the same on all ranks; a collective of the world.
+
+    Args:
+        ownership: which rank holds what.
+        world: all ranks.
+        peers: the ranks that hold the same layers, one of each pipeline; their first gives values that rank 0 lacks.
+
+    Returns:
+        Whether every rank had all values.
+
+    Raises:
+        ValueError: on all ranks, if neither a rank nor rank 0 has values that the rank is to hold.
+    """
+    found = world.gather_objects((ownership.is_whole(), ownership.lacking()))
+    if found[0][0]:
+        ownership.share_values(world, 0)
+        return all(is_whole for is_whole, _ in found)
+    for rank, (_, lacking) in enumerate(found):
+        if lacking:
+            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+            raise ValueError(
+                f"rank {rank} has no values of {names}, which it is to hold: configure_model() makes them from values "
+                "of layers on other ranks; make them independently of each other"
+            )
+    ownership.share_held(world, peers)
+    return False
+
+
+@contextmanager
+def built_by_stages(
+    module: pl.LightningModule,
+    precision: Precision,
+    split: Callable[[pl.LightningModule], tuple[Chain, Bounds]],
+    position: int,
+    num_ranks: int,
+    device: torch.device = _CPU,
+) -> Iterator[Bounds]:
+    """Within the block ``module.configure_model()`` keeps only the values that the rank at ``position`` will hold.
+
+    Before the block it is called once, and its changes of the module and of random states are undone.
+
+    Args:
+        module: the user's module.
+        precision: the Trainer's precision plugin, which decides on dtypes.
+        split: finds the layers and cuts them into stages.
+        position: the position of this rank in the pipeline.
+        num_ranks: ranks of the pipeline.
+        device: where the module is built.
+
+    Yields:
+        The layers of each stage.
+
+    Raises:
+        ValueError: the module cannot be built so.
+    """
+    construction = Construction()
+    try:
+        with preserved_state(module), isolate_rng(include_cuda=False), preserved_random_state(device):
+            with precision.module_init_context(), construction.dry_run():
+                module.configure_model()
+            chain, bounds = split(module)
+            holdings = Ownership(module, chain, bounds, position, num_ranks).holdings
+            held = {id(h.tensor): position in h.holders for h in holdings}
+        with construction.building(lambda tensor: held.get(id(tensor), True)):
+            del chain, holdings
+            yield bounds
+    except PipelineError as error:
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}.configure_model() cannot be run stage by stage: {error}. It is called twice, and must make the "
+            f"same tensors each time without looking at the values of layers; else build them in {name}.__init__, "
+            "which needs the host's memory for the whole model on every rank"
+        ) from error

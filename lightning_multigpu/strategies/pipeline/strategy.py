@@ -1,39 +1,47 @@
-"""A model split into stages, one a rank, through which micro-batches flow."""
+"""Pipeline strategy: a model split into stages, one or several a rank, through which micro-batches flow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.runner import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
-from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.stage_construction import built_by_stages, share_random_states
-from lightning_multigpu.strategies.pipeline.staged import StagedStrategy
+from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
+from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+T = TypeVar("T")
 
-class PipelineStrategy(StagedStrategy):
+
+class PipelineStrategy(MultiGPUStrategy):
     """Pipeline training: each rank holds some consecutive layers, the stages, and micro-batches flow through them.
 
     The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` iterates over. Modules
@@ -90,7 +98,7 @@ class PipelineStrategy(StagedStrategy):
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
-        self._options = PipelineOptions(
+        self.pipeline_options = PipelineOptions(
             module=module,
             schedule=schedule,
             num_micro_batches=num_micro_batches,
@@ -103,30 +111,40 @@ class PipelineStrategy(StagedStrategy):
         )
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}
-        self._built_bounds: list[tuple[int, int]] = []
-        self._word = LastStageOutputs(self._share_storage)
+        self._built_bounds: Bounds = []
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
+        # During a run:
+        self._split_model: SplitModel | None = None
+        self._running: RunningPipeline | None = None
+        self._outputs: LastStageOutputs | None = None
+        self._agreement: StageAgreement | None = None
+        self._undo = ExitStack()
 
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {**super().options, **vars(self._options)}
+        return {**super().options, **vars(self.pipeline_options)}
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks of a pipeline."""
-        return self._options.num_ranks_of_pipeline(self.num_nodes * self.num_processes)
+        return self.pipeline_options.num_ranks_of_pipeline(self.num_nodes * self.num_processes)
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages that each rank has."""
-        return self._options.num_stages_of_rank
+        """Stages of each rank."""
+        return self.pipeline_options.num_stages_of_rank
 
     @property
     def num_micro_batches(self) -> int:
-        """Parts that a batch is cut into if it has that many samples."""
-        return self._options.num_parts(self.pipeline_parallel_size)
+        """Parts that a batch with at least as many samples is cut into."""
+        return self.pipeline_options.num_parts(self.pipeline_parallel_size)
+
+    @property
+    def _pipeline(self) -> RunningPipeline:
+        assert self._running is not None
+        return self._running
 
     # Setting up
 
@@ -136,62 +154,7 @@ class PipelineStrategy(StagedStrategy):
         option_checks.check_pipeline(
             self.run_context, self.pipeline_parallel_size, sync_batchnorm=self._layer_sync is not None
         )
-        self._options.check_num_ranks(self.num_nodes * self.num_processes)
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        if trainer.state.fn == TrainerFn.FITTING:
-            pipeline_checks.check_module(self.lightning_module)
-            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-            pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
-        self._word.stand_first(trainer)
-        super().setup(trainer)
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        pipeline_checks.check_optimizers(self.optimizers)
-
-    @override
-    def model_to_device(self) -> None:
-        """Splits the module, whose dtype is the final one by now, and moves this stage's part to its device."""
-        assert self.lightning_module is not None
-        assert self._world is not None
-        assert self._data is not None
-        module = self.lightning_module
-        chain, bounds = self._split(module)
-        group = self.new_group("pipeline", descending=True)
-        model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
-        model.share(self._world, self._data)
-        balance = self._options.measured_balance if module.trainer.state.fn == TrainerFn.FITTING else None
-        self._running = RunningPipeline(
-            model,
-            self._options,
-            balance=balance,
-            loss_reduction=self.feed.loss_reduction,
-            plugin=self.precision_plugin,
-            number=self.data_parallel_rank,
-            data_axis=self._data_axis(),
-            group_of=self._metered_group,
-        )
-        self._running.record(**self._recording)
-        if balance is None and not model.is_untraced:
-            rank_zero_info(pipeline_checks.describe_split(chain, bounds, model.line.ranks))
-
-    def _share_storage(self) -> None:
-        self._pipeline.steps.share_storage()
-
-    def _data_axis(self) -> DataAxis | None:
-        if self.data_parallel_size == 1:
-            return None
-        bookkeeping = self.metered(self.new_group("data"), "control")
-        return DataAxis(self.new_group("data"), bookkeeping, self.meter)
-
-    def _split(self, module: pl.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
-        num_stages = self.pipeline_parallel_size * self.stages_per_rank
-        chain = self._options.chain(module, num_stages, self.root_device)
-        return chain, self._built_bounds or self._options.bounds(chain, num_stages)
+        self.pipeline_options.check_num_ranks(self.num_nodes * self.num_processes)
 
     @override
     @contextmanager
@@ -202,13 +165,99 @@ class PipelineStrategy(StagedStrategy):
             if module is None or not is_overridden("configure_model", module):
                 yield
                 return
-            share_random_states(self.broadcast, self.root_device)
+            self._share_random_states()
             size = self.pipeline_parallel_size
             position = size - 1 - self.global_rank % size
             precision, device = self.precision_plugin, self.root_device
             with built_by_stages(module, precision, self._split, position, size, device) as bounds:
                 yield
             self._built_bounds = bounds
+
+    def _share_random_states(self) -> None:
+        """Gives every rank the random states of rank 0: torch's, Python's, NumPy's, and that of its own GPU."""
+        device = self.root_device
+        on_gpu = device.type == "cuda"
+        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
+        states, gpu_state = self.broadcast(mine)
+        set_rng_states(states)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, device)
+
+    def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
+        size = self.pipeline_parallel_size
+        chain = self.pipeline_options.chain(module, size, self.root_device)
+        return chain, self._built_bounds or self.pipeline_options.bounds(chain, size)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            pipeline_checks.check_module(self.lightning_module)
+            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
+        super().setup(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        pipeline_checks.check_optimizers(self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        """Splits the module, whose dtype is final by now, and moves this rank's stages to its device."""
+        assert self.lightning_module is not None
+        assert self._world is not None
+        assert self._data is not None
+        module = self.lightning_module
+        chain, bounds = self._split(module)
+        group = self.new_group("pipeline", descending=True)
+        self._split_model = model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
+        model.share(self._world, self._data)
+        data_axis = None
+        if self.data_parallel_size > 1:
+            bookkeeping = self.metered(self.new_group("data"), "control")
+            data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
+            self._undo.callback(data_axis.close)
+        self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last)
+        self._running = RunningPipeline(
+            model,
+            self.pipeline_options,
+            self._outputs,
+            loss_reduction=self.feed.loss_reduction,
+            plugin=self.precision_plugin,
+            number=self.data_parallel_rank,
+            data_axis=data_axis,
+            world=self._world,
+        )
+        self._running.record(**self._recording)
+        self._agreement = StageAgreement(self.precision_plugin, model)
+        self._undo.callback(self._agreement.end)
+        self._undo.callback(ModelsInStages(module).end)
+        self._outputs.stand_first()
+        self._undo.callback(self._outputs.leave)
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = self._gather_metric
+                self._undo.callback(setattr, metric, "dist_sync_fn", None)
+
+    @override
+    def teardown(self) -> None:
+        self._undo.close()
+        if self._running is not None and not self.failure_watch.failed:
+            assert self._split_model is not None
+            if self._split_model.module.trainer.state.status == TrainerStatus.RUNNING:
+                self._split_model.make_whole(self.optimizers, is_first=self.data_parallel_rank == 0)
+        self._split_model = self._running = self._outputs = self._agreement = None
+        self._built_bounds = []
+        self._step_args = None
+        super().teardown()
+
+    # What callbacks ask
+
+    @override
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the parameter belongs to this rank's stages, or is on all stages."""
+        return not isinstance(parameter, Placeholder)
 
     @override
     def record_stages(self, *, count_activations: bool = True) -> None:
@@ -220,73 +269,38 @@ class PipelineStrategy(StagedStrategy):
     def stage_record(self) -> StageRecord | None:
         return None if self._running is None else self._running.stage_record(self.optimizers)
 
-    @override
-    def teardown(self) -> None:
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None:
-            self._word.leave(trainer)
-        if self._running is not None:
-            self._running.end()
-            if trainer is not None and trainer.state.status == TrainerStatus.RUNNING and not self.failure_watch.failed:
-                self._running.model.make_whole(self.optimizers, is_first=self.data_parallel_rank == 0)
-        self._running = None
-        self._built_bounds = []
-        self._step_args = None
-        super().teardown()
-
-    # Batches
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch to the device; stages that have loaded different ones all get that of the last stage."""
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self._pipeline.has_same_batch(batch):
-            return batch
-        # Without the module's hooks, which have seen that batch where it was loaded.
-        return move_data_to_device(self._pipeline.batch_of_last(batch), device or self.root_device)
-
     # Training
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the batch to the device; where stages have loaded different batches, all get the last stage's."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        is_own, batch = self._pipeline.same_batch(batch)
+        # Without the module's hooks, which have seen the other batch on the last stage.
+        return batch if is_own else move_data_to_device(batch, device or self.root_device)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.lightning_module is not None
-        self._word.stand_first(self.lightning_module.trainer)
+        assert self._outputs is not None
+        self._outputs.stand_first()
         super().on_train_batch_start(batch, batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the batch for :meth:`backward`, which Lightning calls when gradients have been set to zero.
+        """Keeps the batch for :meth:`backward`, which Lightning calls after it has set gradients to zero.
 
         Returns:
-            A 1, which Lightning divides by the batches that are accumulated and multiplies by the scale of the
-            gradients: what each micro-batch's loss then has to be multiplied by.
+            A 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of the
+            gradients; the loss of each micro-batch is then multiplied by the result.
         """
         self._step_args = (*args, *kwargs.values())
         return torch.ones((), dtype=torch.float64, device=self.root_device)
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        assert self.lightning_module is not None
-        self._word.leave(self.lightning_module.trainer)  # a Tuner expects its own callback to be the first
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._pipeline.share_buffers()
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are only accumulated."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
+        assert self._outputs is not None
+        assert self._agreement is not None
         assert self._step_args is not None
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
@@ -299,30 +313,125 @@ class PipelineStrategy(StagedStrategy):
             accumulating=self._accumulating,
             optimizers=self.optimizers,
         )
-        self._word.outputs = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        with self._pipeline.hooks_see_gradients("on_after_backward"):
+        self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
+        with self._agreement.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         return multiplier
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are only accumulated."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert self._outputs is not None
+        self._outputs.leave()  # a Tuner expects its own callback to be the first
+
     # Evaluation
 
-    def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        return self._pipeline.evaluate(hook, args, kwargs, self.optimizers)
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._pipeline.share_buffers()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *args, **kwargs)
+            return self._pipeline.evaluate("validation_step", args, kwargs, self.optimizers)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *args, **kwargs)
+            return self._pipeline.evaluate("test_step", args, kwargs, self.optimizers)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``predict_step`` returns, on the last stage; an empty list elsewhere."""
+        """The output of the module's ``predict_step``, on the last stage; an empty list elsewhere."""
+        assert self._split_model is not None
         with self.precision_plugin.predict_step_context():
-            output = self._evaluate("predict_step", *args, **kwargs)
-        return output if self._pipeline.steps.runner.is_last else []
+            output = self._pipeline.evaluate("predict_step", args, kwargs, self.optimizers)
+        return output if self._split_model.is_last else []
+
+    # Collectives
+
+    @property
+    def _in_step(self) -> bool:
+        return self._running is not None and self._running.in_step
+
+    @override
+    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
+        """Within a step the data axis in place of the world: other stages are at another place in the program."""
+        if group is dist.group.WORLD and self._in_step:
+            group = None
+        return super()._metered_group(group)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
+
+        The world means the data axis too: ``LightningModule.all_gather`` passes it where it was given no group.
+        """
+        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank ``src``; within a step that of the rank with this rank's stages in ``src``'s pipeline."""
+        if self._in_step:
+            size = self.pipeline_parallel_size
+            src = src // size * size + self.global_rank % size
+        return super().broadcast(obj, src)
+
+    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """The states of a metric on the last stages, which have its samples; within a step only those ask."""
+        assert self._split_model is not None
+        states = self.gather_objects((self._split_model.is_last, tensor.cpu()))
+        return [state.to(tensor.device) for is_last, state in states if is_last] or [tensor]
+
+    # Checkpoints
+
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        return super().state_is_lost or (self._running is not None and self.failure_watch.failed)
+
+    def _gathering_model(self) -> SplitModel | None:
+        """The model whose state all stages of this pipeline gather for a checkpoint; None where nothing is gathered."""
+        gathers = self._running is not None and self.data_parallel_rank == 0 and not self.state_is_lost
+        return self._split_model if gathers else None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._in_step:
+            raise PipelineError(
+                "a checkpoint is saved within a step, where the last stage alone is; save it in on_train_batch_end, or "
+                "by ModelCheckpoint(every_n_train_steps=...)"
+            )
+        state, model = super().lightning_module_state_dict(), self._gathering_model()
+        return state if model is None else model.whole_state_dict(state)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        plain, model = getattr(optimizer, "_optimizer", optimizer), self._gathering_model()
+        return super().optimizer_state(plain) if model is None else model.whole_optimizer_state(plain)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file, so that a stage reads only the values that it holds."""
+        map_files(self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._split_model is not None
+        states = [
+            self._split_model.own_optimizer_state(state, optimizer)
+            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.strategies.pipeline.stage_storage import StageStorage, packed, unpacked
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs, packed, unpacked
 from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
 from tests.world import World
 
@@ -206,15 +206,38 @@ def test_a_checkpoint_within_a_step_is_refused(world2: World) -> None:
 # Without processes
 
 
-def storage(**attributes: Any) -> tuple[L.LightningModule, StageStorage]:
+class _Group:
+    """Stands for the ranks of a pipeline: what the last stage gives is what the other one gets."""
+
+    def __init__(self) -> None:
+        self.given: Any = None
+
+    def from_last(self, obj: Any) -> Any:
+        self.given = obj or self.given or {}
+        return self.given
+
+    def finish(self) -> None:
+        pass
+
+
+def stage(group: Any = None, *, is_last: bool = True, **attributes: Any) -> tuple[L.LightningModule, LastStageOutputs]:
     module = L.LightningModule()
     for name, value in attributes.items():
         setattr(module, name, value)
-    return module, StageStorage(module)
+    return module, LastStageOutputs(module, group or _Group(), is_last=is_last)
+
+
+def shared(outputs: LastStageOutputs, group: Any) -> dict[str, Any]:
+    """Names and values of the attributes that the last stage gives to the others."""
+    group.given = None
+    outputs.share()
+    return {name: unpacked(package, torch.device("cpu")) for name, package in group.given.items()}
 
 
 def test_notes_what_is_changed_and_nothing_else() -> None:
-    module, found = storage(
+    group = _Group()
+    module, outputs = stage(
+        group,
         kept=[1],
         grown=[1],
         deep={"a": {"b": []}},
@@ -223,7 +246,7 @@ def test_notes_what_is_changed_and_nothing_else() -> None:
         replaced=(1,),
         large=list(range(200)),
     )
-    with found.noting():
+    with outputs.noting():
         module.grown.append(2)
         module.deep["a"]["b"].append(torch.zeros(()))
         module.number += 1
@@ -233,60 +256,45 @@ def test_notes_what_is_changed_and_nothing_else() -> None:
         module.new = "new"
         module.save_hyperparameters({"lr": 1})
         module._dtype = torch.float64
-    assert set(found._changed) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
+    assert set(shared(outputs, group)) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
 
 
 def test_what_an_exception_leaves_is_noted() -> None:
-    module, found = storage(items=[])
+    group = _Group()
+    module, outputs = stage(group, items=[])
 
-    with pytest.raises(IndexError), found.noting():
+    with pytest.raises(IndexError), outputs.noting():
         module.items.append(module.items.append(1) or module.items[1])
-    assert set(found._changed) == {"items"}
-
-
-class _Line:
-    """Stands for the line: what the last stage gives is what the other one gets."""
-
-    def __init__(self) -> None:
-        self.given: Any = None
-
-    def from_last(self, obj: Any) -> Any:
-        self.given = self.given if obj is None else obj
-        return self.given
-
-    def finish(self) -> None:
-        pass
+    assert set(shared(outputs, group)) == {"items"}
 
 
 def test_containers_stay_the_same_objects_and_are_sent_once() -> None:
-    line: Any = _Line()
-    last, given = storage(outputs=[], table={}, names=set())
+    group = _Group()
+    last, given = stage(group, outputs=[], table={}, names=set())
     with given.noting():
         last.outputs.append(torch.ones(2))
         last.table["a"] = 1
         last.names.add("a")
-    given.share(line, is_last=True)
-    first, taken = storage(outputs=["old"], table={"old": 0}, names={"old"})
+    given.share()
+    first, taken = stage(group, is_last=False, outputs=["old"], table={"old": 0}, names={"old"})
     before = first.outputs, first.table, first.names
-    taken.share(line, is_last=False)
+    taken.share()
     assert first.outputs[0].tolist() == [1, 1]
     assert (first.table, first.names) == ({"a": 1}, {"a"})
     assert (first.outputs, first.table, first.names) == before, "they are the same objects"
     assert first.outputs is before[0]
-    given.share(line, is_last=True)
-    assert line.given == {}
+    assert shared(given, group) == {}
 
 
 def test_what_cannot_be_sent_stays_with_a_warning() -> None:
-    line: Any = _Line()
-    last, given = storage(lock=None, lost=None, fine=None)
+    group = _Group()
+    last, given = stage(group, lock=None, lost=None, fine=None)
     with given.noting():
         last.lock = threading.Lock()
         last.lost = [Placeholder(torch.ones(2), "parameter layers.0.weight")]
         last.fine = 1
     with pytest.warns(UserWarning, match=r"self\.") as warned:
-        given.share(line, is_last=True)
-    assert set(line.given) == {"fine"}
+        assert set(shared(given, group)) == {"fine"}
     told = [str(warning.message) for warning in warned]
     assert any("self.lock stays on the last stage, because it cannot be pickled" in text for text in told)
     assert any("self.lost stays" in text and "parameter layers.0.weight" in text for text in told)

@@ -1,32 +1,32 @@
-"""Measures the layers of a pipeline on one device and predicts what it will take, without training."""
+"""Prediction of a pipeline's time and memory from layers measured on one device, without training."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes, layer_bytes
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.micro_batches import first_part
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
-from lightning_multigpu.engine.pipeline.stages.runner import LOOPED_SCHEDULES
-from lightning_multigpu.planning.balance import balanced_cuts, cuts_of_counts, stage_bounds
+from lightning_multigpu.engine.pipeline.stages.runner import ScheduleName
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, one_device_s, plan
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.strategies.pipeline.dry_run import unlogged_loss, without_trace
-from lightning_multigpu.strategies.pipeline.first_batch import FirstBatchStrategy, visit_first_batch
-from lightning_multigpu.strategies.pipeline.pipeline_checks import (
-    check_activation_checkpointing,
-    check_callbacks,
-    check_module,
-    check_num_split_points,
-    check_optimizers,
-)
+from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
+from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 
@@ -35,31 +35,65 @@ if TYPE_CHECKING:
 
 USUAL_NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 
+# What a run of the Trainer must not do, or write, to give its first batch.
+_QUIET_SETTINGS: dict[str, Any] = {
+    "devices": 1,
+    "num_nodes": 1,
+    "logger": False,
+    "callbacks": [],
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "fast_dev_run": False,
+    "barebones": False,
+    "profiler": None,
+}
+
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned; nothing has been measured."""
+    """The plan that was asked for is impossible; nothing has been measured."""
+
+
+class FirstBatchStrategy(SingleDeviceStrategy):
+    """One device, on which module, optimizers and precision are set up as for training, and nothing is trained.
+
+    Args:
+        device: the device.
+        visit: called in place of the first ``training_step``, with this strategy, the batch and the further arguments.
+    """
+
+    def __init__(self, device: torch.device, visit: Callable[[FirstBatchStrategy, Any, Sequence[Any]], None]) -> None:
+        super().__init__(device=device)
+        self._visit = visit
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *others = (*args, *kwargs.values())
+        self._visit(self, batch, others)
+        raise EndOfRun
 
 
 class PipelinePlanner:
-    """Predicts what a pipeline takes under several schedules and with several numbers of micro-batches.
+    """Predicts time and memory of a pipeline under several schedules and with several numbers of micro-batches.
 
     Args:
-        trainer: has the pipeline as its strategy; it is read and not run.
-        schedules: their names; by default the strategy's own.
+        trainer: its strategy is the pipeline; the trainer itself is read and not run.
+        schedules: names of schedules; by default the strategy's own.
         num_micro_batches: by default those of 1, 2, 4, 8, 16 and the strategy's own number that the batch has samples
             for.
-        link: what messages between neighbouring ranks cost.
+        link: the cost of messages between neighbouring ranks.
 
     Raises:
-        PlanError: the strategy is no pipeline, a schedule does not go with its options, or a callback does not go with
-            pipelines.
+        PlanError: the strategy is no pipeline, or a schedule or a callback cannot be used with it.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
         *,
-        schedules: Sequence[str] | None,
+        schedules: Sequence[ScheduleName] | None,
         num_micro_batches: Sequence[int] | None,
         link: LinkCost,
     ) -> None:
@@ -69,28 +103,30 @@ class PipelinePlanner:
                 f"strategy={type(strategy).__name__} is no pipeline; pass strategy='pipeline_1f1b', or another that "
                 "'lightning-multigpu strategies' lists as a PipelineStrategy"
             )
-        self._strategy = strategy
-        self._options = strategy.options
-        self._schedules = schedules or [self._options["schedule"]]
-        self._asked = num_micro_batches
-        size = strategy.pipeline_parallel_size
-        num_devices = strategy.num_nodes * len(strategy.parallel_devices or [])
-        self._found = PipelinePlans(size, num_devices // size, self._options["balance"], link)
+        assert strategy.parallel_devices is not None
+        self._device = strategy.parallel_devices[0]
+        self._num_micro_batches = num_micro_batches
+        self._own_num_micro_batches = strategy.num_micro_batches
+        size, options = strategy.pipeline_parallel_size, strategy.pipeline_options
+        num_pipelines = strategy.num_nodes * strategy.num_processes // size
+        self._found = PipelinePlans(size, num_pipelines, options.balance, link)
         try:
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-            for schedule in self._schedules:
-                check_activation_checkpointing(self._options["activation_checkpointing"], schedule)
+            self._options = [options.with_schedule(schedule) for schedule in schedules or [options.schedule]]
         except ValueError as error:
             raise PlanError(str(error)) from error
 
     def run(
         self, module: pl.LightningModule, datamodule: pl.LightningDataModule | None, trainer_settings: Mapping[str, Any]
     ) -> PipelinePlans:
-        """Takes the first training batch, measures the layers on it and predicts. Weights stay what they are.
+        """Takes the first training batch, measures the layers on it and predicts; weights do not change.
+
+        ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without callbacks,
+        loggers and checkpoints.
 
         Args:
-            module, datamodule: what is to be trained.
-            trainer_settings: arguments of the Trainer.
+            module, datamodule: arguments of ``fit``.
+            trainer_settings: arguments of the Trainer; those about devices, logs and output are replaced.
 
         Raises:
             PlanError: the module cannot be split in this way, the batch has too few samples, or there is no batch.
@@ -100,8 +136,9 @@ class PipelinePlanner:
             check_module(module)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        assert self._strategy.parallel_devices is not None
-        visit_first_batch(module, datamodule, trainer_settings, self._strategy.parallel_devices[0], self._visit)
+        strategy = FirstBatchStrategy(self._device, self._visit)
+        with _warnings_only():
+            Trainer(**{**trainer_settings, **_QUIET_SETTINGS, "strategy": strategy}).fit(module, datamodule=datamodule)
         if not self._found.plans:
             raise PlanError(
                 "the training loader has given no batch to measure; see to it that fit would train on one (data, "
@@ -110,7 +147,7 @@ class PipelinePlanner:
         return self._found
 
     def _visit(self, one: FirstBatchStrategy, batch: Any, others: Sequence[Any]) -> None:
-        """Called with the first batch of a whole module on one device."""
+        """Makes the plans, from the first batch of a whole module on one device."""
         assert one.lightning_module is not None
         module, found = one.lightning_module, self._found
         try:
@@ -119,9 +156,9 @@ class PipelinePlanner:
             found.num_samples = leading_size(batch)
             numbers = self._numbers_of_micro_batches(found.num_samples)
             parts = {number: first_part(batch, number) for number in (1, *numbers)}
-            wanted = {schedule: self._chain(module, schedule) for schedule in self._schedules}
-            chains = {chain.name: chain for chain in wanted.values()}
-            again = {name: layers_of(c, self._options["activation_checkpointing"]) for name, c in chains.items()}
+            wanted = [(options, self._chain(options, module)) for options in self._options]
+            chains = {chain.name: chain for _, chain in wanted}
+            again = {name: layers_of(c, self._options[0].activation_checkpointing) for name, c in chains.items()}
         except ValueError as error:
             raise PlanError(str(error)) from error
         costs = {
@@ -132,15 +169,15 @@ class PipelinePlanner:
         name, chain = next(iter(chains.items()))
         known = None if again[name] else costs.get((name, 1))
         found.one_device_s = one_device_s(known or measured_parts(one, chain, parts[1], others))
-        for schedule in wanted:
-            chain = chains[wanted[schedule].name]
+        for options, chain in wanted:
             for number in numbers:
-                predicted = self._plan(one, chain, schedule, number, costs[chain.name, number], found.one_device_s)
-                found.plans.append((chain, predicted))
+                predicted = self._plan(one, chains[chain.name], options, number, costs[chain.name, number])
+                found.plans.append((chains[chain.name], predicted))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
         limit = num_samples or 1
-        wanted = self._asked or [n for n in (*USUAL_NUM_MICRO_BATCHES, self._strategy.num_micro_batches) if n <= limit]
+        usual = [number for number in (*USUAL_NUM_MICRO_BATCHES, self._own_num_micro_batches) if number <= limit]
+        wanted = self._num_micro_batches or usual
         for number in wanted:
             if number > limit:
                 what = "no samples that can be counted" if num_samples is None else f"{num_samples} samples"
@@ -150,77 +187,58 @@ class PipelinePlanner:
                 )
         return sorted(set(wanted))
 
-    def _num_stages(self, schedule: str) -> int:
-        return self._found.num_ranks * self._stages_per_rank(schedule)
-
-    def _stages_per_rank(self, schedule: str) -> int:
-        return (self._options["stages_per_rank"] or 2) if schedule in LOOPED_SCHEDULES else 1
-
-    def _chain(self, module: pl.LightningModule, schedule: str) -> Chain:
+    def _chain(self, options: PipelineOptions, module: pl.LightningModule) -> Chain:
         """The layers that the strategy would split.
 
         Raises:
-            ValueError: there are none, too few, or others than a list as balance= counts.
+            ValueError: there are none, too few, or another number than a list as ``balance`` has.
         """
-        num_stages = self._num_stages(schedule)
-        points = self._options["split_points"]
-        if points is not None:
-            check_num_split_points(points, self._found.num_ranks, self._stages_per_rank(schedule))
-            return TracedChain(module, self._options["module"], points, module.device)
-        chain = find_chain(module, self._options["module"], num_stages)
-        if not isinstance(self._found.balance, str):
-            cuts_of_counts(self._found.balance, len(chain), num_stages)
+        chain = options.chain(module, self._found.num_ranks, module.device)
+        if options.split_points is None:
+            options.bounds(chain, self._found.num_ranks)
         return chain
 
     def _plan(
         self,
         one: FirstBatchStrategy,
         chain: Chain,
-        schedule: str,
+        options: PipelineOptions,
         num_micro_batches: int,
         parts: Sequence[PartCost],
-        alone_s: float,
     ) -> Plan:
         assert one.lightning_module is not None
+        num_ranks = self._found.num_ranks
         costs = StageCosts(
             parts,
             layer_bytes(chain, one.optimizers),
             self._found.link,
-            schedule=schedule,
-            num_ranks=self._found.num_ranks,
-            stages_per_rank=self._stages_per_rank(schedule),
+            schedule=options.schedule,
+            num_ranks=num_ranks,
+            stages_per_rank=options.num_stages_of_rank,
             num_micro_batches=num_micro_batches,
         )
-        bounds = self._bounds(chain, costs)
+        balance = options.measured_balance
+        bounds = options.bounds(chain, num_ranks) if balance is None else costs.bounds(balance)
         holds = (
-            Ownership(one.lightning_module, chain, bounds, position, self._found.num_ranks).held()
-            for position in range(self._found.num_ranks)
+            Ownership(one.lightning_module, chain, bounds, position, num_ranks).held() for position in range(num_ranks)
         )
         return plan(
-            schedule,
+            options.schedule,
             costs,
             bounds,
             parameter_bytes=chain.parameter_bytes(),
             held=[held_bytes(parameters, one.optimizers) for parameters in holds],
-            one_device_s=alone_s,
+            one_device_s=self._found.one_device_s,
         )
-
-    def _bounds(self, chain: Chain, costs: StageCosts) -> list[tuple[int, int]]:
-        balance = self._found.balance
-        if balance in ("time", "memory"):
-            return costs.bounds(balance)
-        if balance == "parameters":
-            return stage_bounds(balanced_cuts(chain.parameter_bytes(), costs.num_stages), len(chain))
-        return stage_bounds(cuts_of_counts(balance, len(chain), costs.num_stages), len(chain))
 
 
 def measured_parts(
     one: FirstBatchStrategy, chain: Chain, micro_batch: Any, others: Sequence[Any], recompute: Collection[int] = ()
 ) -> list[PartCost]:
-    """What each part of ``training_step`` costs on one device that has all layers; see :mod:`.stage_costs`.
+    """The costs of the parts of ``training_step`` on one device that has all layers; see :mod:`.stage_costs`.
 
-    Layers of ``recompute`` run again in backward.
-    Random states, gradients, and the module's buffers and attributes are afterwards what they were.
+    Layers of ``recompute`` run again in backward. Random states, gradients, and the module's buffers and attributes are
+    restored.
     """
     module = one.lightning_module
     assert module is not None
@@ -240,3 +258,15 @@ def measured_parts(
     finally:
         models.end()
     return [found.get(part, PartCost()) for part in range(len(chain) + 2)]
+
+
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """Within the block Lightning logs warnings only: its run is not the user's."""
+    log = logging.getLogger("lightning.pytorch")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -1,0 +1,78 @@
+"""Gradient clipping, skipped steps and gradient hooks that are the same on all stages of a pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
+from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
+from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.pipeline.split_model import SplitModel
+
+
+class StageAgreement:
+    """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
+
+    It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`. Meanwhile it also silences
+    Lightning's advice to log with ``sync_dist=True``: the stages of a pipeline log the same values anyway.
+
+    Args:
+        plugin: the Trainer's precision plugin.
+        model: the split model.
+    """
+
+    def __init__(self, plugin: Precision, model: SplitModel) -> None:
+        self._plugin = plugin
+        self._scaler: Any = getattr(plugin, "scaler", None)
+        self._module = model.module
+        self._ownership = model.ownership
+        self._sums = StageSums(model.group, model.meter)
+        self._gradients = RemoteGradients(model.ownership, self._sums)
+        self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
+        vars(plugin)[HOOKS_BEFORE_STEP] = self._run_hooks_with_gradients
+        vars(plugin)["clip_grad_by_norm"] = self._clip
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        self._filter: Any = warnings.filters[0]
+        if self._scaler is not None:
+            self._unscale = self._scaler.unscale_
+            vars(self._scaler)["unscale_"] = self._unscale_together
+
+    def end(self) -> None:
+        """Gives the plugin and its scaler their own methods back."""
+        for replaced in (HOOKS_BEFORE_STEP, "clip_grad_by_norm"):
+            vars(self._plugin).pop(replaced, None)
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        if self._scaler is not None:
+            vars(self._scaler).pop("unscale_", None)
+
+    def gradients_for(self, *hooks: str) -> AbstractContextManager[None]:
+        """Within the block parameters of other stages have gradients too, if the user's code has one of the hooks."""
+        return self._gradients.shown() if any(has_hook(hook, self._module) for hook in hooks) else nullcontext()
+
+    def _run_hooks_with_gradients(self, model: pl.LightningModule, optimizer: Any) -> None:
+        with self.gradients_for("on_before_optimizer_step", "configure_gradient_clipping"):
+            self._run_hooks(model, optimizer)
+
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        norm = self._sums.norm([p for p in self._ownership.counted() if id(p) in own])
+        held = [p for p in self._ownership.held() if id(p) in own and p.grad is not None]
+        dtype = held[0].grad.dtype if held and held[0].grad is not None else norm.dtype
+        clip_grads_with_norm_(held, clip_val, norm.to(dtype))
+
+    def _unscale_together(self, optimizer: Optimizer) -> None:
+        self._unscale(optimizer)
+        found = self._scaler._found_inf_per_device(optimizer)
+        if not found:  # this stage has no gradient, and the scaler needs a value
+            found[torch.device("cpu")] = torch.zeros(1)
+        for flag in found.values():
+            self._sums.any(flag)
