@@ -1,4 +1,4 @@
-"""Which hooks the user's own code has: what they look at is brought to every stage, and only then."""
+"""Detection of hooks that the user's own code overrides: a pipeline prepares their arguments only if there are any."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LIBRARIES = ("lightning", __name__.partition(".")[0])
 
 
 def has_hook(hook: str, module: pl.LightningModule) -> bool:
-    """Whether the module, or a callback of its Trainer's that is neither Lightning's nor ours, overrides the hook.
+    """Whether the module, or a callback of its Trainer that is neither Lightning's nor ours, overrides the hook.
 
-    Of what a stage lacks, Lightning's callbacks and ours look at the loss alone, which all stages have.
+    Lightning's callbacks and ours need no value that a stage may lack: all stages have the loss.
     """
     if is_overridden(hook, module):
         return True

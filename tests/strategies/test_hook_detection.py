@@ -1,4 +1,4 @@
-"""Whose hooks count."""
+"""Hooks of the user's code are detected, and those of libraries are not."""
 
 from __future__ import annotations
 

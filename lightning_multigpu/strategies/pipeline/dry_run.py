@@ -1,17 +1,25 @@
-"""Dry runs of the user's steps: runs that measure or check something and leave no trace."""
+"""Dry runs of the user's steps: they measure or check something and leave no trace."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
+from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.pipeline.stages.micro_batches import disagreement, relative_tolerance, split_batch
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
+from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 
 if TYPE_CHECKING:
@@ -42,3 +50,97 @@ def unlogged_loss(plugin: Precision, logs: StageLogs, call: Callable[[], Any]) -
     with plugin.train_step_context(), logs.recording(pass_on=False):
         output = call()
     return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def check_losses(
+    model: SplitModel,
+    batch: Any,
+    loss_of: Callable[[Any, tuple[int, ...]], Any],
+    weights: Sequence[float],
+    *,
+    loss_reduction: LossReduction,
+    seed: int,
+) -> None:
+    """Checks that the losses of a batch's micro-batches add up to its own; a collective of the pipeline.
+
+    Both are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for its
+    parts, and BatchNorm's statistics of a part are not those of the whole, which is known and documented. A step may
+    draw further random numbers by itself: if losses that do not add up change with another seed, training goes on.
+
+    The check leaves no trace in the module, in random states, in logs and in the batch; changes that the step makes to
+    other objects stay.
+
+    Args:
+        model: the split model.
+        batch: the same on every stage.
+        loss_of: returns, on the last stage, the loss of the training step for a batch or micro-batch and a seed, or
+            an exception that the step raised after the layers.
+        weights: of the losses of the micro-batches.
+        loss_reduction: the option that the weights come from, for the message.
+        seed: of the run.
+
+    Raises:
+        ValueError: on every stage, if the losses do not add up.
+    """
+
+    def losses_of(attempt: int) -> list[Any]:
+        # Of copies: a step may change its batch.
+        batches = [copy.deepcopy(batch), *split_batch(copy.deepcopy(batch), len(weights))]
+        losses = [loss_of(part, (seed, 2, attempt, number)) for number, part in enumerate(batches)]
+        model.group.finish()
+        return losses
+
+    with without_trace(model.module), torch.no_grad():
+        model.module.eval()
+        losses = losses_of(0)
+        found = None
+        if model.is_last:
+            samples = [leading_size(part) or 1 for part in split_batch(batch, len(weights))]
+            found = _disagreement(model.module, losses, weights, samples, loss_reduction)
+        found = model.group.from_last(found)
+        if found is None:
+            return
+        again = losses_of(1)
+        fatal = model.group.from_last(model.is_last and _all_equal(losses, again))
+        model.group.finish()  # the run may end here
+    if fatal:
+        raise ValueError(found)
+    rank_zero_info(
+        "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws "
+        "random numbers in evaluation mode too, or does not return a loss there."
+    )
+
+
+def _disagreement(
+    module: pl.LightningModule,
+    losses: list[Any],
+    weights: Sequence[float],
+    samples: Sequence[int],
+    loss_reduction: LossReduction,
+) -> str | None:
+    """The message about losses that do not add up; None if they do."""
+    if not all(map(_is_loss, losses)):
+        return "no loss"
+    whole, *rest = (float(loss) for loss in losses)
+    if not torch.isfinite(losses[0]).all():
+        return None
+    dtypes = {loss.dtype for loss in losses} | {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if "16" in module.trainer.precision or "transformer" in module.trainer.precision:
+        dtypes.add(torch.bfloat16)
+    rtol = relative_tolerance(sorted(dtypes, key=str), losses[0].device.type)
+    given = repr(loss_reduction)
+    if callable(loss_reduction):
+        given = getattr(loss_reduction, "__name__", "a function")
+    return disagreement(whole, rest, weights, samples, given=given, rtol=rtol)
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _all_equal(losses: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two runs gave the same losses, to the bit."""
+    return all(
+        _is_loss(a) and _is_loss(b) and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(losses, others, strict=True)
+    )

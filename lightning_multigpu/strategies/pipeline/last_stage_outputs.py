@@ -103,14 +103,20 @@ class LastStageOutputs(Callback):
 
     # Outputs of a step
 
-    def packed(self, output: Any, hook: str) -> bytes | None:
-        """The output of a step for the other stages; None where the user's code has no ``hook`` to show it to."""
-        wanted = output is not None and has_hook(hook, self._module)
-        return packed(output, f"what {hook} is given") if wanted else None
+    def from_last(self, message: Any, output: Any, hook: str) -> tuple[Any, Any]:
+        """The last stage's message and, where the user's code has the ``hook``, its output of a step. A collective.
 
-    def unpacked(self, package: bytes | None, own: Any) -> Any:
-        """The output that the last stage has packed; ``own`` on the last stage, and where nothing was packed."""
-        return own if package is None or self._is_last else unpacked(package, self._module.device)
+        Args:
+            message: picklable; the last stage's counts.
+            output: of this rank, which keeps its own where no hook looks at the last stage's.
+            hook: the name of the hook that gets the output.
+        """
+        package = None
+        if self._is_last and output is not None and has_hook(hook, self._module):
+            package = packed(output, f"what {hook} is given")
+        message, package = self._group.from_last((message, package))
+        own = package is None or self._is_last
+        return message, output if own else unpacked(package, self._module.device)
 
     # Attributes of the module
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,8 +106,8 @@ class PipelinePlanner:
         assert strategy.parallel_devices is not None
         self._device = strategy.parallel_devices[0]
         self._num_micro_batches = num_micro_batches
-        self._own_num_micro_batches = strategy.num_micro_batches
         size, options = strategy.pipeline_parallel_size, strategy.pipeline_options
+        self._own_num_micro_batches = options.num_parts(size)
         num_pipelines = strategy.num_nodes * strategy.num_processes // size
         self._found = PipelinePlans(size, num_pipelines, options.balance, link)
         try:
@@ -251,12 +251,10 @@ def measured_parts(
     def step() -> Any:
         return unlogged_loss(one.precision_plugin, logs, lambda: module.training_step(micro_batch, *others))
 
-    models = ModelsInStages(module)
-    try:
-        with without_trace(module):
-            found = probe.measure(step)
-    finally:
-        models.end()
+    with ExitStack() as undo:
+        undo.callback(ModelsInStages(module).end)
+        undo.enter_context(without_trace(module))
+        found = probe.measure(step)
     return [found.get(part, PartCost()) for part in range(len(chain) + 2)]
 
 

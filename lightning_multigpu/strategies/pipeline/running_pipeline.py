@@ -10,7 +10,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -34,9 +33,8 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.pipeline.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.pipeline.dry_run import check_losses, unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
-from lightning_multigpu.strategies.pipeline.loss_probe import check_losses
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
@@ -136,7 +134,6 @@ class RunningPipeline:
         *,
         multiplier: float,
         accumulating: bool,
-        optimizers: Sequence[Optimizer],
     ) -> dict[str, Any]:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
 
@@ -145,7 +142,6 @@ class RunningPipeline:
             others: further arguments of ``training_step``.
             multiplier: the loss is multiplied by it before its backward.
             accumulating: more batches follow before the optimizer's step, and gradients stay with their ranks.
-            optimizers: their states move where the first batch decides how the layers are split.
 
         Returns:
             The loss of the whole batch and, on the last stage and where a hook looks at them, the step's further
@@ -157,7 +153,7 @@ class RunningPipeline:
         if self._buffers_due:
             self.share_buffers()
         self._buffers_due = not accumulating
-        self._decide_split(batch, others, optimizers)
+        self._decide_split(batch, others)
         parts = split_batch(batch, num_micro_batches_of(batch, self._num_micro_batches))
         weights = weights_of(parts, self._loss_reduction)
         if self._losses_unchecked and len(parts) > 1:
@@ -184,19 +180,14 @@ class RunningPipeline:
         further: dict[str, Any] = {}
         if self._model.is_last:
             sizes = weights if callable(self._loss_reduction) else [float(leading_size(part) or 1) for part in parts]
+            message = combined(records, sizes, losses, weights), combined_loss(losses, weights), trainer.should_stop
             further = _merged(outputs)
-            message = (
-                combined(records, sizes, losses, weights),
-                combined_loss(losses, weights),
-                trainer.should_stop,
-                self._outputs.packed(further or None, "on_train_batch_end"),
-            )
-        replayed, loss, stops, package = self._model.group.from_last(message)
+        (replayed, loss, stops), further = self._outputs.from_last(message, further, "on_train_batch_end")
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
         if not accumulating:
             self._reduce_gradients()
-        return {"loss": loss, **self._outputs.unpacked(package, further)}
+        return {"loss": loss, **further}
 
     def _reduce_gradients(self) -> None:
         """Averages a stage's own gradients first: later stages have them while earlier ones still run backward."""
@@ -228,7 +219,7 @@ class RunningPipeline:
 
     # The first batch
 
-    def _decide_split(self, batch: Any, others: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+    def _decide_split(self, batch: Any, others: Sequence[Any]) -> None:
         """Splits the model by its first batch, if it needs one: to be traced, or to be measured."""
         if not self._model.is_untraced and self._balance_due is None:
             return
@@ -238,27 +229,21 @@ class RunningPipeline:
             return unlogged_loss(self._plugin, self._logs, lambda: self._call("training_step", part, *others))
 
         if self._model.is_untraced:
-            self._trace(step, optimizers, will_train=True)
+            self._trace(step, will_train=True)
         if self._balance_due is not None:
             balance, self._balance_due = self._balance_due, None
-            self._split_by_costs(balance, step, optimizers, num_micro_batches_of(batch, self._num_micro_batches))
+            self._split_by_costs(balance, step, num_micro_batches_of(batch, self._num_micro_batches))
 
-    def _trace(self, step: Callable[[], Any], optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+    def _trace(self, step: Callable[[], Any], *, will_train: bool) -> None:
         with without_trace(self._model.module):
-            self._model.arrange(step, optimizers, will_train=will_train)
+            self._model.arrange(step, will_train=will_train)
         rank_zero_info(self._model.describe())
 
-    def _split_by_costs(
-        self,
-        balance: MeasuredBalance,
-        step: Callable[[], Any],
-        optimizers: Sequence[Optimizer],
-        num_micro_batches: int,
-    ) -> None:
+    def _split_by_costs(self, balance: MeasuredBalance, step: Callable[[], Any], num_micro_batches: int) -> None:
         """Measures the layers, splits them so that the most expensive rank costs least, and prints the prediction."""
         model, before = self._model, self._model.bounds
-        costs = self._measured_costs(step, optimizers, num_micro_batches)
-        model.split_again(self._world.broadcast_object(costs.bounds(balance), 0), optimizers)
+        costs = self._measured_costs(step, num_micro_batches)
+        model.split_again(self._world.broadcast_object(costs.bounds(balance), 0))
         self._runner = self._new_runner()
         model.meter.discard()
 
@@ -275,9 +260,7 @@ class RunningPipeline:
             f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}"
         )
 
-    def _measured_costs(
-        self, step: Callable[[], Any], optimizers: Sequence[Optimizer], num_micro_batches: int
-    ) -> StageCosts:
+    def _measured_costs(self, step: Callable[[], Any], num_micro_batches: int) -> StageCosts:
         """The costs of the layers, the same on all stages."""
         model = self._model
         probe = ChainProbe(
@@ -292,7 +275,7 @@ class RunningPipeline:
             links.append(link)
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
-            layer_bytes(model.chain, optimizers),
+            layer_bytes(model.chain, model.module.trainer.optimizers),
             max(links, key=lambda link: link.seconds(1 << 20)),
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
@@ -316,9 +299,7 @@ class RunningPipeline:
 
     # Evaluation
 
-    def evaluate(
-        self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any], optimizers: Sequence[Optimizer]
-    ) -> Any:
+    def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 
         Returns:
@@ -331,20 +312,18 @@ class RunningPipeline:
                 with self._logs.recording(pass_on=False):
                     return self._call(hook, *args, **kwargs)
 
-            self._trace(dry_step, optimizers, will_train=self._will_train)
-        is_last, group = self._model.is_last, self._model.group
+            self._trace(dry_step, will_train=self._will_train)
+        is_last = self._model.is_last
         self._num_evaluated += 1
         seed = (self._seed, 1, self._model.module.trainer.global_step, self._num_evaluated)
         with self._logs.recording(pass_on=is_last) as records:
             _, output = self._runner.evaluate(lambda: self._call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
-            message = (records, self._outputs.packed(output, batch_end)) if is_last else None
-            replayed, package = group.from_last(message)
+            replayed, output = self._outputs.from_last(records, output, batch_end)
             if not is_last:
                 self._logs.replay(replayed, hook)
-            output = self._outputs.unpacked(package, output)
-        group.finish()
+        self._model.group.finish()
         return output
 
     # Reports
@@ -353,7 +332,7 @@ class RunningPipeline:
         """Sets whether steps are recorded from now on and, in one of them, what autograd keeps for backward."""
         self._recorder.notes_steps, self._recorder.counts_activations = steps, activations
 
-    def stage_record(self, optimizers: Sequence[Optimizer]) -> StageRecord:
+    def stage_record(self) -> StageRecord:
         """The newest steps of this rank's stages, and the memory that they take with the optimizers' states."""
         return StageRecord(
             pipeline=self._number,
@@ -362,7 +341,7 @@ class RunningPipeline:
             stages_per_rank=self._options.num_stages_of_rank,
             schedule=self._options.schedule,
             steps=self._recorder.steps(),
-            memory=self._recorder.memory(optimizers),
+            memory=self._recorder.memory(self._model.module.trainer.optimizers),
         )
 
 

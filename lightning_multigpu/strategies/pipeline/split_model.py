@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +94,11 @@ class SplitModel:
         """Whether a traced chain still has to find out which stage uses which parameters."""
         return isinstance(self.chain, TracedChain) and not self.chain.is_arranged
 
-    def arrange(self, step: Callable[[], Any], optimizers: Sequence[Optimizer], *, will_train: bool) -> None:
+    def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
         """Traces a step to find out which stage uses which parameters, and leaves each rank those of its stages.
 
         Args:
             step: runs the user's step up to the split part.
-            optimizers: the optimizers of the run.
             will_train: also traces what training uses, where the step is one of evaluation.
 
         Raises:
@@ -107,10 +106,11 @@ class SplitModel:
         """
         assert isinstance(self.chain, TracedChain)
         self.chain.arrange(step, will_train=will_train)
-        self.split_again(self.bounds, optimizers)
+        self.split_again(self.bounds)
 
-    def split_again(self, bounds: Bounds, optimizers: Sequence[Optimizer]) -> None:
+    def split_again(self, bounds: Bounds) -> None:
         """Gives each rank the parameters, buffers and optimizer states of its new stages."""
+        optimizers = self.module.trainer.optimizers
         states: list[dict[str, Any]] = []
         if any(self.stages.gather_objects(any(bool(optimizer.state) for optimizer in optimizers))):  # it was resumed
             states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers]
@@ -120,13 +120,13 @@ class SplitModel:
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(self.own_optimizer_state(state, optimizer))
 
-    def make_whole(self, optimizers: Sequence[Optimizer], *, is_first: bool) -> None:
+    def make_whole(self, *, is_first: bool) -> None:
         """Gives every rank all values, or rank 0 alone if no other rank had them; and rank 0 the optimizers' states.
 
         Args:
-            optimizers: the optimizers of the run.
             is_first: this pipeline is the first of those side by side, so that its last stage is on rank 0.
         """
+        optimizers = self.module.trainer.optimizers
         states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers] if is_first else []
         if self._was_whole:
             self.ownership.restore(self.stages, self.group.ranks)
@@ -262,18 +262,8 @@ def built_by_stages(
 ) -> Iterator[Bounds]:
     """Within the block ``module.configure_model()`` keeps only the values that the rank at ``position`` will hold.
 
-    Before the block it is called once, and its changes of the module and of random states are undone.
-
-    Args:
-        module: the user's module.
-        precision: the Trainer's precision plugin, which decides on dtypes.
-        split: finds the layers and cuts them into stages.
-        position: the position of this rank in the pipeline.
-        num_ranks: ranks of the pipeline.
-        device: where the module is built.
-
-    Yields:
-        The layers of each stage.
+    Before the block it is called once for ``split``, which finds the layers and cuts them into stages; its changes of
+    the module and of random states are undone. Yields the layers of each stage.
 
     Raises:
         ValueError: the module cannot be built so.

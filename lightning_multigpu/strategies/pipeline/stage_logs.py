@@ -1,8 +1,8 @@
-"""What a step logs on the last stage, brought to all stages: once for a batch, whatever the number of micro-batches."""
+"""Logs of a step on the last stage, replayed on all stages: once for a batch of several micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,22 +17,14 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_REDUCTIONS: dict[Any, str] = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.max: "max",
-    torch.min: "min",
-    max: "max",
-    min: "min",
-}
-
 
 @dataclass(frozen=True)
 class Record:
     """One call of ``self.log``.
 
-    ``value`` is a number or, for a metric object, its latest batch value; ``metric`` is then the metric's name in the
-    module.
+    Attributes:
+        value: a number; of a metric object its newest batch value.
+        metric: the name of the metric object in the module.
     """
 
     name: str
@@ -42,7 +34,7 @@ class Record:
 
 
 class StageLogs:
-    """Stands in for ``module.log`` while a stage runs its part of a step.
+    """Records what a stage's part of a step logs by ``module.log``.
 
     Args:
         module: the user's module.
@@ -50,11 +42,10 @@ class StageLogs:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._records: list[Record] = []
 
     @contextmanager
     def recording(self, *, pass_on: bool) -> Iterator[list[Record]]:
-        """Within the block ``self.log`` is recorded in the list; with ``pass_on`` it also does what it always does."""
+        """Within the block ``self.log`` adds to the list; with ``pass_on`` it also logs."""
         records: list[Record] = []
         original = self._module.log
 
@@ -70,7 +61,7 @@ class StageLogs:
             object.__delattr__(self._module, "log")
 
     def replay(self, records: Sequence[Record], hook: str) -> None:
-        """Logs the records, on this stage, as if ``hook`` had called ``self.log``."""
+        """Logs the records as if ``hook`` had called ``self.log`` on this stage."""
         with logging_as(self._module, hook):
             for record in records:
                 value = record.value
@@ -99,7 +90,7 @@ class StageLogs:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A record of one micro-batch, what it counts for in a mean, and that micro-batch's loss and its weight."""
+    """A record of one micro-batch, its weight in a mean, and that micro-batch's loss with its factor."""
 
     record: Record
     size: float
@@ -117,62 +108,57 @@ def combined(
 ) -> list[Record]:
     """The records of a batch from those of its micro-batches, in the order in which names first appear.
 
-    What is the loss in every micro-batch is added up as losses are. Other means are weighted by the records'
-    ``batch_size``, else by the micro-batch's size; sums are added, maxima and minima taken.
+    A value that equals the loss in every micro-batch is combined as losses are. Other means are weighted by the
+    records' ``batch_size``, else by the micro-batch's size; sums are added, maxima and minima taken.
 
     Args:
         parts: the records of each micro-batch.
-        sizes: what each micro-batch counts for in a mean.
+        sizes: the weight of each micro-batch in a mean.
         losses: of each micro-batch.
-        loss_weights: what these are multiplied by to add up to the loss of the batch.
+        loss_weights: factors of the losses in the loss of the batch.
 
     Raises:
-        PipelineError: a record is reduced by something else.
+        PipelineError: a record has another reduction.
     """
     by_name: dict[str, list[_Entry]] = {}
     for records, size, loss, weight in zip(parts, sizes, losses, loss_weights, strict=True):
         for record in records:
             by_name.setdefault(record.name, []).append(_Entry(record, size, loss, weight))
-    return [_combine(name, entries, len(parts)) for name, entries in by_name.items()]
+    return [_combined(entries, len(parts)) for entries in by_name.values()]
 
 
-def _combine(name: str, entries: Sequence[_Entry], num_parts: int) -> Record:
+def _combined(entries: Sequence[_Entry], num_parts: int) -> Record:
     last = entries[-1].record
     given = [entry.record.options.get("batch_size") for entry in entries]
     sizes = [entry.size if size is None else size for entry, size in zip(entries, given, strict=True)]
     values = [entry.record.value for entry in entries]
-    kind = last.options.get("reduce_fx", "mean")
-    kind = kind if isinstance(kind, str) else _REDUCTIONS.get(kind, kind)
     options = dict(last.options)
     if options.get("batch_size") is not None:
         options["batch_size"] = sum(sizes)
     if any(value is None for value in values):
         return replace(last, options=options)
+    kind = options.get("reduce_fx", "mean")
     counted = [entry for entry in entries if entry.loss_weight]
-    if kind == "mean" and len(entries) == num_parts and all(entry.is_loss for entry in counted):
+    if kind in ("mean", torch.mean) and len(entries) == num_parts and all(entry.is_loss for entry in counted):
         value = sum(entry.record.value * entry.loss_weight for entry in counted)
+    elif kind in ("mean", torch.mean):
+        value = _mean(values, sizes)
+    elif kind in ("sum", torch.sum):
+        value = sum(values)
+    elif kind in ("max", torch.max, max):
+        value = max(values)
+    elif kind in ("min", torch.min, min):
+        value = min(values)
     else:
-        value = _reduced(name, kind, values, sizes)
+        raise PipelineError(
+            f"self.log({last.name!r}, reduce_fx={kind!r}) over micro-batches: pass 'mean', 'sum', 'max' or 'min'"
+        )
     return replace(last, value=value, options=options)
 
 
 def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
     """Values of size 0 are left out: means over nothing, which are NaN."""
     total = sum(sizes)
-    if not total:
+    if not total or len(values) == 1:
         return sum(values) / len(values)
     return sum(value * size for value, size in zip(values, sizes, strict=True) if size) / total
-
-
-def _reduced(name: str, kind: Any, values: Sequence[Any], sizes: Sequence[float]) -> Any:
-    reductions: dict[str, Callable[[], Any]] = {
-        "mean": lambda: _mean(values, sizes),
-        "sum": lambda: sum(values),
-        "max": lambda: max(values),
-        "min": lambda: min(values),
-    }
-    if kind not in reductions:
-        raise PipelineError(
-            f"self.log({name!r}, reduce_fx={kind!r}) over micro-batches: pass 'mean', 'sum', 'max' or 'min'"
-        )
-    return values[0] if len(values) == 1 else reductions[kind]()

@@ -132,16 +132,6 @@ class PipelineStrategy(MultiGPUStrategy):
         return self.pipeline_options.num_ranks_of_pipeline(self.num_nodes * self.num_processes)
 
     @property
-    def stages_per_rank(self) -> int:
-        """Stages of each rank."""
-        return self.pipeline_options.num_stages_of_rank
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Parts that a batch with at least as many samples is cut into."""
-        return self.pipeline_options.num_parts(self.pipeline_parallel_size)
-
-    @property
     def _pipeline(self) -> RunningPipeline:
         assert self._running is not None
         return self._running
@@ -246,7 +236,7 @@ class PipelineStrategy(MultiGPUStrategy):
         if self._running is not None and not self.failure_watch.failed:
             assert self._split_model is not None
             if self._split_model.module.trainer.state.status == TrainerStatus.RUNNING:
-                self._split_model.make_whole(self.optimizers, is_first=self.data_parallel_rank == 0)
+                self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
         self._split_model = self._running = self._outputs = self._agreement = None
         self._built_bounds = []
         self._step_args = None
@@ -267,7 +257,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def stage_record(self) -> StageRecord | None:
-        return None if self._running is None else self._running.stage_record(self.optimizers)
+        return None if self._running is None else self._running.stage_record()
 
     # Training
 
@@ -311,7 +301,6 @@ class PipelineStrategy(MultiGPUStrategy):
             others,
             multiplier=float(multiplier),
             accumulating=self._accumulating,
-            optimizers=self.optimizers,
         )
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
@@ -344,19 +333,19 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._pipeline.evaluate("validation_step", args, kwargs, self.optimizers)
+            return self._pipeline.evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._pipeline.evaluate("test_step", args, kwargs, self.optimizers)
+            return self._pipeline.evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module's ``predict_step``, on the last stage; an empty list elsewhere."""
         assert self._split_model is not None
         with self.precision_plugin.predict_step_context():
-            output = self._pipeline.evaluate("predict_step", args, kwargs, self.optimizers)
+            output = self._pipeline.evaluate("predict_step", *args, **kwargs)
         return output if self._split_model.is_last else []
 
     # Collectives
