@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,6 +159,15 @@ class RunningPipeline:
         if self._losses_unchecked and len(parts) > 1:
             self._losses_unchecked = False
             self._check_losses(batch, others, weights)
+        outputs = self._train_parts(parts, weights, others, multiplier)
+        if not accumulating:
+            self._reduce_gradients()
+        return outputs
+
+    def _train_parts(
+        self, parts: Sequence[Any], weights: Sequence[float], others: Sequence[Any], multiplier: float
+    ) -> dict[str, Any]:
+        """Runs the micro-batches through the schedule; returns and logs their outputs as those of one batch."""
         records: list[list[Record]] = [[] for _ in parts]
         outputs: list[dict[str, Any]] = [{} for _ in parts]
 
@@ -185,8 +194,6 @@ class RunningPipeline:
         (replayed, loss, stops), further = self._outputs.from_last(message, further, "on_train_batch_end")
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
-        if not accumulating:
-            self._reduce_gradients()
         return {"loss": loss, **further}
 
     def _reduce_gradients(self) -> None:
@@ -221,28 +228,28 @@ class RunningPipeline:
 
     def _decide_split(self, batch: Any, others: Sequence[Any]) -> None:
         """Splits the model by its first batch, if it needs one: to be traced, or to be measured."""
-        if not self._model.is_untraced and self._balance_due is None:
-            return
-        part = first_part(batch, self._num_micro_batches)
+        if self._model.is_untraced:
+            with self._plugin.train_step_context():
+                self._trace("training_step", first_part(batch, self._num_micro_batches), *others, will_train=True)
+        elif self._balance_due is not None:
+            balance, self._balance_due = self._balance_due, None
+            self._split_by_costs(balance, batch, others)
+
+    def _trace(self, hook: str, *args: Any, will_train: bool, **kwargs: Any) -> None:
+        """Traces a step of the module, and leaves each rank the parameters that its stages use."""
 
         def step() -> Any:
-            return unlogged_loss(self._plugin, self._logs, lambda: self._call("training_step", part, *others))
+            with self._logs.recording(pass_on=False):
+                return self._call(hook, *args, **kwargs)
 
-        if self._model.is_untraced:
-            self._trace(step, will_train=True)
-        if self._balance_due is not None:
-            balance, self._balance_due = self._balance_due, None
-            self._split_by_costs(balance, step, num_micro_batches_of(batch, self._num_micro_batches))
-
-    def _trace(self, step: Callable[[], Any], *, will_train: bool) -> None:
         with without_trace(self._model.module):
             self._model.arrange(step, will_train=will_train)
         rank_zero_info(self._model.describe())
 
-    def _split_by_costs(self, balance: MeasuredBalance, step: Callable[[], Any], num_micro_batches: int) -> None:
+    def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
         """Measures the layers, splits them so that the most expensive rank costs least, and prints the prediction."""
         model, before = self._model, self._model.bounds
-        costs = self._measured_costs(step, num_micro_batches)
+        costs = self._measured_costs(batch, others)
         model.split_again(self._world.broadcast_object(costs.bounds(balance), 0))
         self._runner = self._new_runner()
         model.meter.discard()
@@ -256,13 +263,17 @@ class RunningPipeline:
             f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
             f"balance={balance!r}; per micro-batch, as measured on the first batch:\n"
             f"{costs.describe(model.bounds, model.group.ranks)}\n"
-            f"  predicted for a batch of {num_micro_batches} micro-batches, without the optimizer: "
+            f"  predicted for a batch of {costs.num_micro_batches} micro-batches, without the optimizer: "
             f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}"
         )
 
-    def _measured_costs(self, step: Callable[[], Any], num_micro_batches: int) -> StageCosts:
+    def _measured_costs(self, batch: Any, others: Sequence[Any]) -> StageCosts:
         """The costs of the layers, the same on all stages."""
-        model = self._model
+        model, part = self._model, first_part(batch, self._num_micro_batches)
+
+        def step() -> Any:
+            return unlogged_loss(self._plugin, self._logs, lambda: self._call("training_step", part, *others))
+
         probe = ChainProbe(
             model.chain, model.bounds, model.ownership, model.group, model.device, self._seed, self._recompute
         )
@@ -280,7 +291,7 @@ class RunningPipeline:
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=num_micro_batches_of(batch, self._num_micro_batches),
         )
 
     def _check_losses(self, batch: Any, others: Sequence[Any], weights: Sequence[float]) -> None:
@@ -307,12 +318,7 @@ class RunningPipeline:
             elsewhere.
         """
         if self._model.is_untraced:
-
-            def dry_step() -> Any:
-                with self._logs.recording(pass_on=False):
-                    return self._call(hook, *args, **kwargs)
-
-            self._trace(dry_step, will_train=self._will_train)
+            self._trace(hook, *args, will_train=self._will_train, **kwargs)
         is_last = self._model.is_last
         self._num_evaluated += 1
         seed = (self._seed, 1, self._model.module.trainer.global_step, self._num_evaluated)
