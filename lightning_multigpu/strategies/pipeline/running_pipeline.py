@@ -127,14 +127,7 @@ class RunningPipeline:
             return True, batch
         return False, model.stages.broadcast_object(batch, model.group.ranks[-1])
 
-    def train(
-        self,
-        batch: Any,
-        others: Sequence[Any],
-        *,
-        multiplier: float,
-        accumulating: bool,
-    ) -> dict[str, Any]:
+    def train(self, batch: Any, others: Sequence[Any], *, multiplier: float, accumulating: bool) -> dict[str, Any]:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
 
         Args:

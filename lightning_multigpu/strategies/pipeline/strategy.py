@@ -296,12 +296,8 @@ class PipelineStrategy(MultiGPUStrategy):
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
         (batch, *others), self._step_args = self._step_args, None
-        outputs = self._pipeline.train(
-            batch,
-            others,
-            multiplier=float(multiplier),
-            accumulating=self._accumulating,
-        )
+        accumulating = self._accumulating
+        outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
