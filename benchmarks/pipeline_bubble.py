@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from lightning_multigpu.bench.strategies.models import repeated
-from lightning_multigpu.engine.pipeline.stages.schedules import InOrder
+from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder
 from lightning_multigpu.planning.schedule_order import schedule_orders, step_time
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port
@@ -121,7 +121,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.taken: list[Span] = []
-        for cls, name in ((PipelineScheduleSingle, "step"), (PipelineScheduleMulti, "step"), (InOrder, "run")):
+        for cls, name in ((PipelineScheduleSingle, "step"), (PipelineScheduleMulti, "step"), (PassesInOrder, "run")):
             self._watch(cls, name)
 
     def _watch(self, cls: Any, name: str) -> None:

@@ -44,8 +44,8 @@ from lightning_multigpu.commands.option_parser import OptionParser, names_of, nu
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.stages.runner import SCHEDULES
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
+from lightning_multigpu.planning.schedule_order import SCHEDULES
 from lightning_multigpu.planning.stage_costs import LinkCost
 from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError

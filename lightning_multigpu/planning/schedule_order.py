@@ -1,4 +1,4 @@
-"""What every rank of a pipeline does, in order: pure functions, from which times and memory are predicted.
+"""Schedule order: the passes of every rank of a pipeline, in order; times and memory are predicted from them.
 
 ::
 
@@ -6,7 +6,7 @@
     rank 0   F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
     rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
 
-The orders are those of torch's schedules, which run them over NCCL; over Gloo they are run as they stand here. Sources:
+The orders equal those of torch's schedules, which are used over NCCL; over Gloo they are run from here. Sources:
 GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473); ZB1P
 (Qi et al. 2023, arXiv:2401.10241); breadth first (Lamy-Poirier 2022, arXiv:2211.05953).
 """
@@ -18,14 +18,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["forward", "backward", "weight"]
-Regime = Literal["gpipe", "breadth_first", "1f1b", "interleaved", "zero_bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+ExecutedSchedule = Literal["gpipe", "breadth_first", "1f1b", "interleaved", "zero_bubble"]
+
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
+"""The schedules with several stages on each rank."""
 
 
 @dataclass(frozen=True)
 class Work:
     """A stage's pass over a micro-batch.
 
-    "weight" is the part of the backward pass that nobody waits for, where it is done apart.
+    "weight" is the part of the backward pass that no other stage waits for, if it is a pass of its own.
     """
 
     kind: Kind
@@ -33,11 +38,11 @@ class Work:
     micro_batch: int
 
 
-def regime_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Regime:
-    """What is run under a schedule; arguments as for :func:`schedule_orders`.
+def executed_schedule(schedule: str, num_ranks: int, num_micro_batches: int) -> ExecutedSchedule:
+    """The order that is run under a schedule; arguments as for :func:`schedule_orders`.
 
-    Where the micro-batches are too few for the schedule, or no multiple of what it needs, all run forward first and
-    then backward, which computes the same.
+    If there are too few micro-batches for the schedule, or no multiple of the number that it needs, all run forward
+    first and then backward, with equal results.
     """
     rounds = max(1, num_micro_batches // num_ranks)
     if schedule == "interleaved" or schedule == "zero_bubble":
@@ -47,28 +52,28 @@ def regime_of(schedule: str, num_ranks: int, num_micro_batches: int) -> Regime:
 
 
 def schedule_orders(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Work]]:
-    """The work of each rank in the order in which it is done.
+    """The passes of each rank, in order.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; see :func:`regime_of` for what is run under it.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; see :func:`executed_schedule`.
         num_ranks: P; rank p has the stages p, P + p...
         stages_per_rank: v; 1 under "gpipe" and "1f1b".
         num_micro_batches: M.
     """
-    regime = regime_of(schedule, num_ranks, num_micro_batches)
+    executed = executed_schedule(schedule, num_ranks, num_micro_batches)
     ranks = range(num_ranks)
-    if regime == "1f1b":
+    if executed == "1f1b":
         return [_one_forward_one_backward(rank, num_ranks, num_micro_batches) for rank in ranks]
-    if regime == "interleaved" or regime == "zero_bubble":
-        apart = regime == "zero_bubble"
+    if executed == "interleaved" or executed == "zero_bubble":
+        apart = executed == "zero_bubble"
         return [_interleaved(rank, num_ranks, stages_per_rank, num_micro_batches, apart) for rank in ranks]
     return [_all_forward_first(rank, num_ranks, stages_per_rank, num_micro_batches) for rank in ranks]
 
 
 def in_flight(order: Sequence[Work], size_bytes: Mapping[int, int] | None = None) -> dict[int, int]:
-    """Of each stage of a rank, how many micro-batches are in memory when the rank has most of them at once.
+    """For each stage of a rank, the micro-batches in memory at the moment when the rank has most of them.
 
-    With ``size_bytes``, what a micro-batch takes on each stage: when all of them take most.
+    With ``size_bytes``, the bytes of a micro-batch on each stage: at the moment when they take most memory.
     """
     now = {work.stage: 0 for work in order}
     peak = dict(now)
@@ -93,15 +98,15 @@ def work_times(
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
 ) -> dict[Work, tuple[float, float]]:
-    """When all work of a batch begins and ends, in seconds from the beginning of the first.
+    """The beginning and end of every pass of a batch, in seconds from the beginning of the first pass.
 
-    A rank works off its order; each pass begins when what it needs has arrived, and a rank that sends is busy with it.
-    Where the gradients of the weights are computed apart, they are taken for half of the backward pass.
+    Each rank runs its passes in order. A pass begins when its input has arrived, and ends when its output is sent.
+    Weight passes are assumed to take half of the time of the backward pass.
 
     Args:
-        orders: of each rank, see :func:`schedule_orders`.
-        forward_s, backward_s: of each stage, for a micro-batch.
-        transfer_s: of each cut, for a micro-batch one way; one fewer than stages.
+        orders: the passes of each rank, see :func:`schedule_orders`.
+        forward_s, backward_s: seconds of each stage, for a micro-batch.
+        transfer_s: seconds of the messages between two stages, for a micro-batch one way; one fewer than stages.
     """
     last = len(forward_s) - 1
     apart = any(work.kind == "weight" for order in orders for work in order)
@@ -142,7 +147,7 @@ def step_time(
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
 ) -> float:
-    """Seconds that a batch takes forward and backward, without the optimizer; arguments as for :func:`work_times`."""
+    """Seconds of a batch, forward and backward, without the optimizer; arguments as for :func:`work_times`."""
     return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s).values())
 
 
@@ -175,7 +180,7 @@ def _interleaved(
     ahead = min((stages_per_rank - 1) * a_round + hops, total)
 
     def passes(kind: Kind) -> list[Work]:
-        """All of a kind: rounds of micro-batches, through all stages of the rank before the next round."""
+        """All passes of a kind: a round of micro-batches runs through all stages of the rank before the next round."""
         count: dict[int, int] = {}
         found = []
         for number in range(total):

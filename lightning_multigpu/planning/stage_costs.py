@@ -1,8 +1,8 @@
-"""What the stages of a split cost in time and in memory, from what its layers were measured to cost.
+"""Stage costs: predicted time and memory of the stages of a split, from measured costs of its layers.
 
-The parts of a step are numbered as they run: 0 is what comes before the chain, 1 + i layer i, and n + 1 what comes
-behind the last of n layers. Every stage runs part 0 forward, since the step begins on every stage; its gradients are
-wanted on the first stage only. Part n + 1 is run by the last stage.
+The parts of a step are numbered as they run: 0 is the part before the chain, 1 + i layer i, and n + 1 the part after
+the last of n layers. Every stage runs part 0 forward, since the step begins on every stage; only the first stage runs
+it backward. The last stage runs part n + 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from lightning_multigpu.planning.balance import cheapest_cuts, stage_bounds
+from lightning_multigpu.planning.balance import Bounds, cheapest_bounds, layers_text
 from lightning_multigpu.planning.schedule_order import Work, in_flight, schedule_orders, step_time
 
 MeasuredBalance = Literal["time", "memory"]
@@ -20,15 +20,15 @@ MeasuredBalance = Literal["time", "memory"]
 
 @dataclass(frozen=True)
 class PartCost:
-    """What a part of the step costs for one micro-batch.
+    """The cost of a part of the step for one micro-batch.
 
     Attributes:
         forward_s, backward_s: seconds.
-        output_bytes: what it hands on.
-        saved_bytes: what it keeps for backward, besides parameters and what an earlier part keeps already.
-        input_bytes: of its input, among these.
-        recomputed_bytes: what it keeps beyond its input while its own backward pass runs, if it runs again for that;
-            nothing of it counts as saved.
+        output_bytes: of its output.
+        saved_bytes: saved for backward, without parameters and without tensors that an earlier part has saved.
+        input_bytes: the share of ``saved_bytes`` that is its input.
+        recomputed_bytes: saved besides its input while its own backward pass runs, if the part runs again for that; not
+            counted in ``saved_bytes``.
     """
 
     forward_s: float = 0.0
@@ -41,7 +41,7 @@ class PartCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a message between two neighbours costs: ``latency_s``, and ``s_per_byte`` for each byte."""
+    """The cost of a message between two neighbours: ``latency_s``, and ``s_per_byte`` for each byte."""
 
     latency_s: float
     s_per_byte: float
@@ -51,16 +51,16 @@ class LinkCost:
 
 
 class StageCosts:
-    """Predicts what a split costs, and finds the cheapest one.
+    """Predicts the costs of a split, and finds the cheapest split.
 
     Args:
         parts: costs of the n + 2 parts of the step.
-        layer_bytes: of each layer, what its parameters, their gradients and optimizer states take.
+        layer_bytes: bytes of each layer's parameters, gradients and optimizer states.
         link: between neighbouring ranks.
         schedule, num_ranks, stages_per_rank, num_micro_batches: as in training.
 
     Attributes:
-        orders: the work of each rank.
+        orders: the passes of each rank.
 
     Raises:
         ValueError: the lengths do not fit.
@@ -94,40 +94,39 @@ class StageCosts:
         self._held = [0, *accumulate(layer_bytes)]
 
     def forward_s(self, stage: int, start: int, stop: int) -> float:
-        """Of a micro-batch, in a stage with the layers ``[start, stop)``."""
+        """Seconds of a micro-batch's forward pass in a stage with the layers ``[start, stop)``."""
         behind = self.parts[-1].forward_s if stop == self.num_layers else 0.0
         return self.parts[0].forward_s + self._forward[stop] - self._forward[start] + behind
 
     def backward_s(self, stage: int, start: int, stop: int) -> float:
-        """Of a micro-batch, in a stage with the layers ``[start, stop)``."""
-        outside = (self.parts[0].backward_s if start == 0 else 0.0) + (
-            self.parts[-1].backward_s if stop == self.num_layers else 0.0
-        )
-        return self._backward[stop] - self._backward[start] + outside
+        """Seconds of a micro-batch's backward pass in a stage with the layers ``[start, stop)``."""
+        before = self.parts[0].backward_s if start == 0 else 0.0
+        behind = self.parts[-1].backward_s if stop == self.num_layers else 0.0
+        return before + self._backward[stop] - self._backward[start] + behind
 
     def cut_s(self, cut: int) -> float:
-        """Of what a micro-batch sends over a cut, one way; gradients take as long as what they belong to."""
+        """Seconds of the message before layer ``cut``, one way; a gradient takes as long as its activation."""
         return self._link.seconds(self.parts[cut].output_bytes) if 0 < cut < self.num_layers else 0.0
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Of a micro-batch, forward and backward, with the output and the gradient that the stage sends."""
+        """Seconds of a micro-batch, forward and backward, with the output and the gradient that the stage sends."""
         compute = self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Of the stage's layers and of what they keep for backward.
+        """Bytes of the stage's layers and of the tensors that they save for backward.
 
         Parameters outside of the chain are not counted: every stage has them.
         """
-        kept = self.activations_bytes(stage, start, stop) + self.recomputed_bytes(start, stop)
-        return self._held[stop] - self._held[start] + kept
+        saved = self.activations_bytes(stage, start, stop) + self.recomputed_bytes(start, stop)
+        return self._held[stop] - self._held[start] + saved
 
     def activations_bytes(self, stage: int, start: int, stop: int) -> int:
-        """What the stage's layers keep for backward, when its rank has most micro-batches in flight."""
+        """Bytes that the stage's layers save for backward, when its rank has most micro-batches in flight."""
         return self._in_flight[stage] * self._saved_bytes(start, stop)
 
     def _saved_bytes(self, start: int, stop: int) -> int:
-        """What a stage keeps of a micro-batch."""
+        """Bytes that a stage saves of one micro-batch."""
         saved = self._saved[stop] - self._saved[start]
         received_bytes = max(0, self.parts[start].output_bytes - self.parts[1 + start].input_bytes)
         saved += self.parts[0].saved_bytes if start == 0 else received_bytes
@@ -135,65 +134,52 @@ class StageCosts:
         return saved
 
     def recomputed_bytes(self, start: int, stop: int) -> int:
-        """What is kept in addition while the backward pass of one layer, which has run again for it, uses it."""
+        """Bytes saved in addition while one recomputed layer runs backward."""
         return max(part.recomputed_bytes for part in self.parts[1 + start : 1 + stop])
 
-    def bounds(self, balance: MeasuredBalance) -> list[tuple[int, int]]:
-        """The layers ``[start, stop)`` of each stage, so that the most expensive rank costs as little as possible."""
+    def bounds(self, balance: MeasuredBalance) -> Bounds:
+        """The split that minimises the cost of the most expensive rank."""
         cost = self.time_s if balance == "time" else self.memory_bytes
-        return stage_bounds(
-            cheapest_cuts(cost, self.num_layers, self.num_stages, num_ranks=self.num_ranks), self.num_layers
-        )
+        return cheapest_bounds(cost, self.num_layers, self.num_stages, num_ranks=self.num_ranks)
 
-    def step_s(self, bounds: Sequence[tuple[int, int]]) -> float:
-        """Predicted seconds of a batch, forward and backward, without the optimizer."""
+    def pass_times(self, bounds: Bounds) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of each stage forward and backward, and of the messages between stages, for a micro-batch."""
         stages = list(enumerate(bounds))
-        return step_time(
-            self.orders,
+        return (
             [self.forward_s(stage, *bound) for stage, bound in stages],
             [self.backward_s(stage, *bound) for stage, bound in stages],
             [self.cut_s(stop) for _, stop in bounds[:-1]],
         )
 
-    def fullest_bytes(self, bounds: Sequence[tuple[int, int]]) -> int:
-        """What the rank needs that needs most."""
-        needed = [kept + again for kept, again in self.rank_activations_bytes(bounds)]
+    def step_s(self, bounds: Bounds) -> float:
+        """Predicted seconds of a batch, forward and backward, without the optimizer."""
+        return step_time(self.orders, *self.pass_times(bounds))
+
+    def largest_bytes(self, bounds: Bounds) -> int:
+        """The largest per-rank memory."""
+        needed = [saved + recomputed for saved, recomputed in self.rank_activations_bytes(bounds)]
         for stage, (start, stop) in enumerate(bounds):
             needed[stage % self.num_ranks] += self._held[stop] - self._held[start]
         return max(needed)
 
-    def rank_activations_bytes(self, bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Of each rank, by position, what it keeps for backward at most, and what a layer that runs again adds."""
+    def rank_activations_bytes(self, bounds: Bounds) -> list[tuple[int, int]]:
+        """The most bytes that each rank saves for backward, and those that a recomputed layer adds; by position."""
         found = []
         for order in self.orders:
             sizes = {stage: self._saved_bytes(*bounds[stage]) for stage in {work.stage for work in order}}
-            kept = sum(count * sizes[stage] for stage, count in in_flight(order, sizes).items())
-            found.append((kept, max(self.recomputed_bytes(*bounds[stage]) for stage in sizes)))
+            saved = sum(count * sizes[stage] for stage, count in in_flight(order, sizes).items())
+            found.append((saved, max(self.recomputed_bytes(*bounds[stage]) for stage in sizes)))
         return found
 
-    def describe(self, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> str:
-        """The stages and what they are predicted to cost, a line each; ``ranks`` by position."""
+    def describe(self, bounds: Bounds, ranks: Sequence[int]) -> str:
+        """The stages and their predicted costs, a line each; ``ranks`` by position."""
         lines = []
         for stage, (start, stop) in enumerate(bounds):
-            layers = f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
             lines.append(
-                f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, "
+                f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers_text(start, stop)}, "
                 f"forward {1e3 * self.forward_s(stage, start, stop):.3g} ms, "
                 f"backward {1e3 * self.backward_s(stage, start, stop):.3g} ms, "
                 f"transfer {1e3 * (self.cut_s(start) + self.cut_s(stop)):.3g} ms, "
                 f"{self.memory_bytes(stage, start, stop) / 1e6:.3g} MB"
             )
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes of parameters, of their gradients, and of the states that optimizers will keep of them."""
-
-    parameters: int
-    gradients: int
-    optimizers: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizers

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline did in a step, and what they would do in theory: pure functions of intervals.
+"""Timelines of the ranks of a pipeline in a step, as measured, predicted, or in theory.
 
 ::
 
@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from lightning_multigpu.planning.schedule_order import schedule_orders, work_times
+from lightning_multigpu.planning.schedule_order import Work, schedule_orders, work_times
 
 BUSY = ("forward", "backward", "weight")
 WAITING = ("send", "receive")
@@ -41,7 +41,7 @@ class Interval:
 
 
 Timeline = tuple[Interval, ...]
-"""Of one rank in one step, in order."""
+"""The intervals of one rank in one step, in order."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,29 @@ class StepTimeline:
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """Bytes that a rank holds: of its parameters, their gradients and optimizer states, and of what autograd keeps for
-    backward at most at a time; that is None if it was not measured."""
+class HeldBytes:
+    """Bytes of a rank's parameters, of their gradients, and of their optimizer states."""
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class StageMemory(HeldBytes):
+    """Bytes that a rank holds, as measured.
+
+    Attributes:
+        activations_bytes: the most that autograd has saved for backward at a time; None if it was not measured.
+        device_peak_bytes: the most that torch had allocated on the GPU; None on the CPU.
+    """
+
     activations_bytes: int | None
     device_peak_bytes: int | None = None
-    """The most that torch had allocated on the GPU; None on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +104,12 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class Usage:
-    """How a rank spent the time from the pipeline's first pass to its last.
+    """A rank's use of the time from the pipeline's first pass to its last.
 
     Attributes:
         wall_s: that time; the same on all ranks.
         seconds: of each kind of interval, within that time.
-        passes: how many there were of each kind.
+        passes: number of passes of each kind.
     """
 
     wall_s: float
@@ -110,12 +123,12 @@ class Usage:
 
     @property
     def idle_s(self) -> float:
-        """Neither busy, nor sending, nor waiting in a receive."""
+        """Seconds in which the rank is not busy, sends nothing and does not wait in a receive."""
         return self.wall_s - sum(self.seconds.values())
 
 
 def usage(timelines: Sequence[Timeline]) -> list[Usage]:
-    """Of each rank of a pipeline; the timelines are of the same step and on the same clock.
+    """The usage of each rank of a pipeline; the timelines are of the same step and on the same clock.
 
     Raises:
         ValueError: no rank has a pass.
@@ -137,7 +150,7 @@ def usage(timelines: Sequence[Timeline]) -> list[Usage]:
 
 
 def span(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """When the first pass of any rank begins, and when the last one ends.
+    """The beginning of the first pass of any rank, and the end of the last pass.
 
     Raises:
         ValueError: no rank has a pass.
@@ -149,7 +162,7 @@ def span(timelines: Sequence[Timeline]) -> tuple[float, float]:
 
 
 def bubble(timelines: Sequence[Timeline]) -> float:
-    """Of the pipeline: the share of its ranks' time, from the first pass to the last, in which they are not busy."""
+    """The share of the ranks' time, from the first pass to the last, in which they are not busy."""
     return sum(rank.bubble for rank in usage(timelines)) / len(timelines)
 
 
@@ -158,27 +171,48 @@ def theoretical(
 ) -> list[Timeline]:
     """The timelines of equal stages whose messages take no time.
 
-    A forward pass takes one unit and a backward pass two; where the gradients of the weights are computed apart, each
-    of the three parts takes one. With P ranks, v stages on each and M micro-batches the bubble is (P-1)/(M+P-1) under
-    "gpipe" and "1f1b", and (P-1)/(vM+P-1) under "interleaved", as in the papers that :mod:`.schedule_order` names,
-    whatever the ratio of backward to forward.
+    A forward pass takes one unit and a backward pass two; with weight passes each of the three takes one. With P ranks,
+    v stages on each and M micro-batches the bubble is (P-1)/(M+P-1) under "gpipe" and "1f1b", and (P-1)/(vM+P-1) under
+    "interleaved", as in the papers that :mod:`.schedule_order` names, for any ratio of backward to forward.
 
     Args:
-        schedule, num_ranks, stages_per_rank, num_micro_batches: as in :func:`.schedule_orders.schedule_orders`.
+        schedule, num_ranks, stages_per_rank, num_micro_batches: as in :func:`.schedule_order.schedule_orders`.
         unit_s: seconds of a forward pass.
     """
     orders = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
     stages = num_ranks * stages_per_rank
-    times = work_times(orders, [unit_s] * stages, [2 * unit_s] * stages, [0.0] * (stages - 1))
-    return [
-        tuple(Interval(work.kind, work.stage, work.micro_batch, *times[work]) for work in order) for order in orders
-    ]
+    return predicted(orders, [unit_s] * stages, [2 * unit_s] * stages, [0.0] * (stages - 1))
+
+
+def predicted(
+    orders: Sequence[Sequence[Work]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: Sequence[float],
+) -> list[Timeline]:
+    """The timeline of each rank, with a "send" after each pass that sends.
+
+    Arguments as for :func:`.schedule_order.work_times`.
+    """
+    times = work_times(orders, forward_s, backward_s, transfer_s)
+    return [tuple(part for work in order for part in _intervals(work, *times[work], transfer_s)) for order in orders]
+
+
+def _intervals(work: Work, start_s: float, end_s: float, transfer_s: Sequence[float]) -> Iterator[Interval]:
+    sending_s = 0.0
+    if work.kind == "forward" and work.stage < len(transfer_s):
+        sending_s = transfer_s[work.stage]
+    elif work.kind == "backward" and work.stage > 0:
+        sending_s = transfer_s[work.stage - 1]
+    yield Interval(work.kind, work.stage, work.micro_batch, start_s, end_s - sending_s)
+    if sending_s:
+        yield Interval("send", work.stage, work.micro_batch, end_s - sending_s, end_s)
 
 
 def same_work(
     timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
 ) -> list[Timeline]:
-    """:func:`theoretical` in such units that the ranks together are busy for as long as they were in ``timelines``."""
+    """:func:`theoretical` in units that make the ranks together busy for as long as they are in ``timelines``."""
     busy_s = sum(i.seconds for timeline in timelines for i in timeline if i.kind in BUSY)
     num_ranks = len(timelines)
     unit_s = busy_s / (3 * num_ranks * stages_per_rank * num_micro_batches)
@@ -188,14 +222,14 @@ def same_work(
 def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -> list[StepTimeline]:
     """Each rank's timeline of the step of median wall time, on the clock of the first rank.
 
-    Only steps with the most micro-batches count, and of those the ones that all ranks have.
+    Only steps with the most micro-batches count, if all ranks have recorded them.
 
     Args:
         steps: of each rank, in the order of their positions.
-        hosts: a number for each rank, equal for those of the same host, whose clock they share.
+        hosts: a number for each rank, equal for ranks of the same host, which share a clock.
 
     Returns:
-        One step a rank; nothing where the ranks have none in common.
+        One step for each rank; an empty list if the ranks have no step in common.
     """
     by_number = [{step.number: step for step in of_rank} for of_rank in steps]
     common = [number for number in by_number[0] if all(number in of_rank for of_rank in by_number)]
@@ -218,9 +252,9 @@ def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -
 def aligned(timelines: Sequence[Timeline], hosts: Sequence[int]) -> list[Timeline]:
     """The timelines on the clock of the first rank.
 
-    Ranks of one host share a clock. Between hosts, nothing is received before it was sent: an activation bounds the
-    difference of two clocks from above and a gradient from below, and the middle is taken, which is wrong by at most
-    half of the fastest way there and back (Cristian 1989, "Probabilistic clock synchronization", section 4).
+    Ranks of one host share a clock. Between hosts, nothing is received before it is sent: activations bound the
+    difference of two clocks from above and gradients from below. The middle is taken, whose error is at most half of
+    the fastest round trip (Cristian 1989, "Probabilistic clock synchronization", section 4).
     """
     moved = [timelines[0]]
     ahead_s = 0.0
@@ -234,7 +268,7 @@ def aligned(timelines: Sequence[Timeline], hosts: Sequence[int]) -> list[Timelin
 
 
 def _clock_ahead_s(before: Timeline, behind: Timeline) -> float:
-    """By how much the clock of the rank with the stages behind is ahead."""
+    """The seconds by which the clock of the rank with the later stages is ahead."""
     passes = {(i.kind, i.stage, i.micro_batch): i for i in behind}
     at_most = []
     at_least = []

@@ -1,4 +1,4 @@
-"""What a report says about pipelines: how their ranks spent a step, against theory, and what they hold."""
+"""The pipeline section of a report: the ranks' use of a step, compared with theory, and their memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_multigpu.report.schedule_picture import Panel, draw
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """A step of one pipeline, with what it would be in theory; each with a timeline a rank, by position."""
+    """A step of one pipeline, as measured and in theory; each has a timeline for each rank, by position."""
 
     num_micro_batches: int
     measured: Sequence[Timeline]
@@ -31,7 +31,7 @@ class PipelineReport:
     """The pipelines of a run, side by side.
 
     Args:
-        records: of all ranks, each with what its stages did and hold.
+        records: of all ranks, with their stages' steps and memory.
     """
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
@@ -45,7 +45,7 @@ class PipelineReport:
         self.times = [_times(ranks) for ranks in self.pipelines]
 
     def section(self) -> dict[str, Any] | None:
-        """As in :mod:`lightning_multigpu.report.schema`; None where there is no pipeline."""
+        """The section as in :mod:`lightning_multigpu.report.schema`; None without a pipeline."""
         if not self.pipelines:
             return None
         stages = self.pipelines[0][0].stages
@@ -57,7 +57,7 @@ class PipelineReport:
         }
 
     def picture(self) -> str | None:
-        """The schedule of the first pipeline that was timed, in theory and as measured, as an SVG; None without one."""
+        """The schedule of the first timed pipeline, in theory and as measured, as SVG; None if none was timed."""
         timed = [(ranks, times) for ranks, times in zip(self.pipelines, self.times, strict=True) if times is not None]
         if not timed:
             return None

@@ -1,4 +1,4 @@
-"""The pipelines of a report as tables for people: how each rank spent a step, and what it holds."""
+"""The pipelines of a report as tables for people: each rank's use of a step, and its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEMORY = {
 
 
 def show(section: Mapping[str, Any], console: Console) -> None:
-    """Prints two tables a pipeline, a row a rank; the first is left out where no step was timed."""
+    """Prints two tables for each pipeline, with a row for each rank; the first is left out if no step was timed."""
     pipelines = section["pipelines"]
     for index, pipeline in enumerate(pipelines):
         name = section["schedule"] if len(pipelines) == 1 else f"{section['schedule']}, pipeline {index}"

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as a picture: a row a rank, a box for each pass over a micro-batch."""
+"""A pipeline's schedule as a picture: a row for each rank, a box for each pass over a micro-batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DIGIT = 6.5  # the width of one, and of the space around a number
 
 @dataclass(frozen=True)
 class Panel:
-    """The timelines of some ranks in one step, under a title; ``labels`` name the ranks."""
+    """A picture of the timelines of some ranks in one step, under a title; ``labels`` name the ranks."""
 
     title: str
     labels: Sequence[str]
@@ -35,10 +35,10 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """Panels one below the other, on the same scale of time, each from its first pass to its last; as an SVG document.
+    """Draws panels as an SVG document, one below the other on one scale of time, each from its first pass to its last.
 
-    Passes carry the number of their micro-batch where there is room; where ranks have several stages, the later ones
-    are darker. What is white is idle. A pointer that rests on a box shows what it is, and its milliseconds.
+    Boxes have the number of their micro-batch if there is room; later stages of a rank are darker. White is idle. A
+    pointer that rests on a box shows its meaning and its milliseconds.
 
     Raises:
         ValueError: a panel has no pass.

@@ -1,4 +1,4 @@
-"""What a pipeline is predicted to take, against figures worked out by hand."""
+"""Predictions of a pipeline, compared with figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.planning.pipeline_prediction import Plan, one_device_s, plan
-from lightning_multigpu.planning.stage_costs import HeldBytes, LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.timeline import HeldBytes
 
 BOUNDS = [(0, 1), (1, 2)]
 
@@ -27,6 +28,8 @@ def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] 
         schedule,
         costs,
         bounds,
+        module="layers",
+        description="'layers'",
         parameter_bytes=[10 * (1 + layer) for layer in range(len(parts) - 2)],
         held=[HeldBytes(100, 0, 0), HeldBytes(40, 40, 0)],
         one_device_s=30.0,
@@ -92,23 +95,23 @@ def test_stages_are_those_of_training() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 3), ("1f1b", 2)])
-def test_memory_of_the_fullest_rank(schedule: str, in_flight: int) -> None:
+def test_memory_of_the_rank_that_needs_most(schedule: str, in_flight: int) -> None:
     parts = [PartCost(saved_bytes=1), PartCost(0, 0, 5, 60), PartCost(0, 1, 5, 10), PartCost(saved_bytes=2)]
     found = planned(schedule, parts)
     last_rank, rank_zero = found.memory
     assert (last_rank.rank, rank_zero.rank) == (1, 0)
-    assert last_rank.activations == in_flight * 61
-    assert rank_zero.activations == (3 if schedule == "gpipe" else 1) * (5 + 10 + 2)
-    assert found.fullest is last_rank
-    assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations)
+    assert last_rank.activations_bytes == in_flight * 61
+    assert rank_zero.activations_bytes == (3 if schedule == "gpipe" else 1) * (5 + 10 + 2)
+    assert found.largest_memory is last_rank
+    assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations_bytes)
 
 
 def test_one_layer_of_a_rank_runs_again_at_a_time() -> None:
     bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
     parts = [PartCost(), *(PartCost(0, 0, 5, 5, 5, again) for again in (70, 10, 30, 80, 20)), PartCost()]
     last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
-    assert (last_rank.recomputed, rank_zero.recomputed) == (80, 30)
-    assert last_rank.total == 100 + last_rank.activations + 80
+    assert (last_rank.recomputed_bytes, rank_zero.recomputed_bytes) == (80, 30)
+    assert last_rank.total == 100 + last_rank.activations_bytes + 80
 
 
 def test_memory_of_all_stages_of_a_rank() -> None:
@@ -116,5 +119,5 @@ def test_memory_of_all_stages_of_a_rank() -> None:
     bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
     parts = [PartCost(saved_bytes=1), *(PartCost(0, 0, 5, 10) for _ in range(5)), PartCost(saved_bytes=2)]
     last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
-    assert last_rank.activations == 2 * (1 + 10) + 2 * (5 + 10)
-    assert rank_zero.activations == 2 * (5 + 20) + (5 + 10 + 2)
+    assert last_rank.activations_bytes == 2 * (1 + 10) + 2 * (5 + 10)
+    assert rank_zero.activations_bytes == 2 * (5 + 20) + (5 + 10 + 2)

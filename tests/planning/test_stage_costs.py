@@ -1,4 +1,4 @@
-"""What stages cost, and which split that makes the best."""
+"""Costs of stages, and the best split by them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_memory_counts_the_largest_layer_that_runs_again_once() -> None:
     looped = costs(parts, [0, 0, 0, 100], schedule="interleaved", stages_per_rank=2)
     bounds = [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert looped.rank_activations_bytes(bounds) == [(5, 50), (3, 60)]
-    assert looped.fullest_bytes(bounds) == 3 + 60 + 100
+    assert looped.largest_bytes(bounds) == 3 + 60 + 100
     uneven = [PartCost(), *(PartCost(saved_bytes=size) for size in (1, 10, 1, 1)), PartCost()]
     found = costs(uneven, schedule="interleaved", stages_per_rank=2)
     assert found.rank_activations_bytes(bounds)[1] == (30, 0), "not 2 x 10 + 1, with which it has as many in flight"
@@ -103,11 +103,11 @@ def test_layers_that_run_again_make_room() -> None:
     assert costs([PartCost(), *[again] * 3, kept, PartCost()]).bounds("memory") == [(0, 3), (3, 4)]
 
 
-def test_the_fullest_rank_has_all_of_its_stages() -> None:
+def test_a_rank_has_the_memory_of_all_its_stages() -> None:
     parts = [PartCost(), *(PartCost() for _ in range(4)), PartCost()]
     found = costs(parts, [1, 20, 300, 4000], schedule="interleaved", stages_per_rank=2)
     bounds = [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert found.fullest_bytes(bounds) == 4020
+    assert found.largest_bytes(bounds) == 4020
     lines = found.describe(bounds, [1, 0]).splitlines()
     assert [line.split(":")[0] for line in lines] == [f"  stage {stage} on rank {1 - stage % 2}" for stage in range(4)]
 

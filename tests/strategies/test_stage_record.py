@@ -147,7 +147,7 @@ def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     trainer = make_trainer(Case(max_epochs=1, precision="32-true"), strategy, 2)
     planner = PipelinePlanner(trainer, schedules=None, num_micro_batches=[16], link=LinkCost(0.0, 0.0))
     settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
-    [(_, plan)] = planner.run(Loading(), None, settings).plans
+    [plan] = planner.run(Loading(), None, settings).plans
     return list(plan.memory)
 
 
@@ -164,10 +164,10 @@ def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
 def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, tmp_path: Path, world2: World) -> None:
     memory = predicted(schedule, again)
     measured = activations(tmp_path, world2, schedule=schedule, activation_checkpointing=again)
-    assert [rank.activations for rank in memory] == measured
+    assert [rank.activations_bytes for rank in memory] == measured
     inside = 4 * 4 * WIDTH * 4  # what tanh keeps of a micro-batch of 4 samples
     ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
-    assert [rank.recomputed for rank in memory] == [inside * has for has in ranks]
+    assert [rank.recomputed_bytes for rank in memory] == [inside * has for has in ranks]
 
 
 def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:

@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.stages.runner import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
-from lightning_multigpu.planning.balance import balanced_cuts, cuts_of_counts, stage_bounds
+from lightning_multigpu.planning.balance import balanced_bounds, bounds_of_counts
+from lightning_multigpu.planning.schedule_order import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
 from lightning_multigpu.planning.stage_costs import MeasuredBalance
 from lightning_multigpu.strategies import option_checks
 
@@ -166,5 +166,5 @@ class PipelineOptions:
         """
         num_stages = num_ranks * self.num_stages_of_rank
         if isinstance(self.balance, str):
-            return stage_bounds(balanced_cuts(chain.parameter_bytes(), num_stages), len(chain))
-        return stage_bounds(cuts_of_counts(self.balance, len(chain), num_stages), len(chain))
+            return balanced_bounds(chain.parameter_bytes(), num_stages)
+        return bounds_of_counts(self.balance, len(chain), num_stages)

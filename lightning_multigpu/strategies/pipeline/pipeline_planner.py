@@ -14,15 +14,15 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.micro_batches import first_part
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
-from lightning_multigpu.engine.pipeline.stages.runner import ScheduleName
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, one_device_s, plan
+from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.strategies.pipeline.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
@@ -171,8 +171,8 @@ class PipelinePlanner:
         found.one_device_s = one_device_s(known or measured_parts(one, chain, parts[1], others))
         for options, chain in wanted:
             for number in numbers:
-                predicted = self._plan(one, chains[chain.name], options, number, costs[chain.name, number])
-                found.plans.append((chains[chain.name], predicted))
+                parts_costs = costs[chain.name, number]
+                found.plans.append(self._plan(one, chains[chain.name], options, number, parts_costs))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
         limit = num_samples or 1
@@ -226,6 +226,8 @@ class PipelinePlanner:
             options.schedule,
             costs,
             bounds,
+            module=chain.name,
+            description=chain.describe(),
             parameter_bytes=chain.parameter_bytes(),
             held=[held_bytes(parameters, one.optimizers) for parameters in holds],
             one_device_s=self._found.one_device_s,
@@ -243,7 +245,7 @@ def measured_parts(
     module = one.lightning_module
     assert module is not None
     bounds = [(0, len(chain))]
-    probe = ChainProbe(
+    probe = CostProbe(
         chain, bounds, Ownership(module, chain, bounds, 0, 1), None, one.root_device, 0, recompute=recompute
     )
     logs = StageLogs(module)

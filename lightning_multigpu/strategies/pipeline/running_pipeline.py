@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe, slowest_link
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
@@ -89,7 +89,7 @@ class RunningPipeline:
         self._runner = self._new_runner()
         seed = model.stages.broadcast_object(torch.initial_seed() & _SEED_BITS, model.group.ranks[0])
         self._seed = seed_of(seed, number)
-        self._sums = StageSums(model.group, model.meter)
+        self._sums = StageSums(model.group)
         self._logs = StageLogs(model.module)
         self._metrics = [part for part in model.module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
@@ -108,7 +108,6 @@ class RunningPipeline:
             model.bounds,
             model.group,
             model.device,
-            model.meter,
             schedule=self._options.schedule,
             parameters=model.ownership.held,
             recompute=self._recompute,
@@ -248,9 +247,7 @@ class RunningPipeline:
         model.meter.discard()
 
         def predicted(bounds: list[tuple[int, int]]) -> str:
-            return (
-                f"{1e3 * costs.step_s(bounds):.3g} ms, {costs.fullest_bytes(bounds) / 1e6:.3g} MB on the fullest rank"
-            )
+            return f"{1e3 * costs.step_s(bounds):.3g} ms, at most {costs.largest_bytes(bounds) / 1e6:.3g} MB on a rank"
 
         rank_zero_info(
             f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
@@ -267,7 +264,7 @@ class RunningPipeline:
         def step() -> Any:
             return unlogged_loss(self._plugin, self._logs, lambda: self._call("training_step", part, *others))
 
-        probe = ChainProbe(
+        probe = CostProbe(
             model.chain, model.bounds, model.ownership, model.group, model.device, self._seed, self._recompute
         )
         with without_trace(model.module):
@@ -293,7 +290,7 @@ class RunningPipeline:
                 try:
                     return self._call("training_step", part, *others)
                 except Exception as error:
-                    if not self._runner.is_behind_chain:
+                    if not self._runner.is_past_chain:
                         raise
                     return error
 

@@ -34,7 +34,7 @@ class StageAgreement:
         self._scaler: Any = getattr(plugin, "scaler", None)
         self._module = model.module
         self._ownership = model.ownership
-        self._sums = StageSums(model.group, model.meter)
+        self._sums = StageSums(model.group)
         self._gradients = RemoteGradients(model.ownership, self._sums)
         self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
         vars(plugin)[HOOKS_BEFORE_STEP] = self._run_hooks_with_gradients

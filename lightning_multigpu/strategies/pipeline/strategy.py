@@ -23,7 +23,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
-from lightning_multigpu.engine.pipeline.stages.runner import ScheduleName
+from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies import option_checks

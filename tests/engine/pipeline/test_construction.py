@@ -63,9 +63,9 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 def build(builder: Callable[[], nn.Module], is_held: Callable[[str], bool]) -> nn.Module:
     construction = Construction()
     with torch.random.fork_rng(devices=[]), construction.dry_run():
-        rehearsed = builder()
-    assert all(isinstance(parameter, Placeholder) for parameter in rehearsed.parameters())
-    names = {id(tensor): name for name, tensor in (*rehearsed.named_parameters(), *rehearsed.named_buffers())}
+        placeholders = builder()
+    assert all(isinstance(parameter, Placeholder) for parameter in placeholders.parameters())
+    names = {id(tensor): name for name, tensor in (*placeholders.named_parameters(), *placeholders.named_buffers())}
     with construction.building(lambda tensor: id(tensor) not in names or is_held(names[id(tensor)])):
         return builder()
 

@@ -1,4 +1,4 @@
-"""What a probe finds out of the parts of a step, and that it leaves gradients and random numbers alone."""
+"""Measured costs of the parts of a step; gradients and random numbers are left unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import ChainProbe, slowest_link
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
@@ -68,7 +68,7 @@ def probed(bounds: list[tuple[int, int]], recompute: Sequence[int] = ()) -> dict
     init_group()
     module = Model()
     group = dist.new_group([1, 0], sort_ranks=False)
-    line = PipelineGroup(group, Meter(), CPU)
+    pipeline = PipelineGroup(group, Meter(), CPU)
     position = 1 - rank()
     chain = find_chain(module, "layers", 2)
     ownership = Ownership(module, chain, bounds, position, 2)
@@ -76,11 +76,11 @@ def probed(bounds: list[tuple[int, int]], recompute: Sequence[int] = ()) -> dict
     for parameter in ownership.held():
         parameter.grad = torch.full_like(parameter, 7.0)
     before = torch.get_rng_state(), random.getstate()
-    probe = ChainProbe(chain, bounds, ownership, line, CPU, 3, recompute)
+    probe = CostProbe(chain, bounds, ownership, pipeline, CPU, 3, recompute)
     parts = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
     return {
         "parts": parts,
-        "link": slowest_link(line),
+        "link": slowest_link(pipeline),
         "grads": [float(parameter.grad.min()) for parameter in ownership.held()],  # type: ignore[union-attr]
         "same random state": torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1],
         "same noise in every run": len(set(module.noises)) == 1,
@@ -152,10 +152,10 @@ def test_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
 def leaving() -> None:
     init_group()
     module = Model()
-    line = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
+    pipeline = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
     chain, bounds = find_chain(module, "layers", 2), [(0, 3), (3, 6)]
     ownership = Ownership(module, chain, bounds, 1 - rank(), 2)
-    ChainProbe(chain, bounds, ownership, line, CPU, seed=3).measure(lambda: module.before.weight.sum())
+    CostProbe(chain, bounds, ownership, pipeline, CPU, seed=3).measure(lambda: module.before.weight.sum())
 
 
 def test_a_step_without_the_chain_is_refused(world2: World) -> None:
@@ -167,7 +167,7 @@ def test_one_rank_with_all_layers_needs_no_others(world2: World) -> None:
     module = Model()
     chain = find_chain(module, "layers", 2)
     bounds = [(0, len(chain))]
-    probe = ChainProbe(chain, bounds, Ownership(module, chain, bounds, 0, 1), None, CPU, seed=3)
+    probe = CostProbe(chain, bounds, Ownership(module, chain, bounds, 0, 1), None, CPU, seed=3)
     alone = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
     last, first = world2.run(probed, [(0, 2), (2, 6)])
     together = first["parts"] | last["parts"]

@@ -1,4 +1,4 @@
-"""The stages' walks through a chain give together what the module gives; what is no chain is refused."""
+"""Intercepted stages compute together what the module computes; modules that are no chain are refused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
-    Carried,
+    Activations,
     LayerInterception,
     Slot,
     map_only,
     tensors_of,
 )
 
-Forward = Callable[["Walked", Tensor], Any]
+Forward = Callable[["Model", Tensor], Any]
 
 
 class Layer(nn.Module):
@@ -37,7 +37,7 @@ class Layer(nn.Module):
         return y, y.sum()
 
 
-class Walked(nn.Module):
+class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Walked(nn.Module):
         self.head = nn.Linear(4, 1)
 
 
-def plain(module: Walked, x: Tensor) -> Tensor:
+def plain(module: Model, x: Tensor) -> Tensor:
     mask = (x[:, :1] > 0).to(x.dtype)
     x = module.embedding(x)
     for layer in module.layers:
@@ -54,14 +54,14 @@ def plain(module: Walked, x: Tensor) -> Tensor:
     return module.head(x).sum()
 
 
-def residual(module: Walked, x: Tensor) -> Tensor:
+def residual(module: Model, x: Tensor) -> Tensor:
     x = module.embedding(x)
     for layer in module.layers:
         x = x + layer(x, mask=torch.ones(()))[0]
     return module.head(x).sum()
 
 
-def in_place(module: Walked, x: Tensor) -> Tensor:
+def in_place(module: Model, x: Tensor) -> Tensor:
     x = module.embedding(x)
     for layer in module.layers:
         x, _ = layer(x, mask=torch.ones(()))
@@ -69,25 +69,25 @@ def in_place(module: Walked, x: Tensor) -> Tensor:
     return module.head(x).sum()
 
 
-def twice(module: Walked, x: Tensor) -> Tensor:
+def twice(module: Model, x: Tensor) -> Tensor:
     return plain(module, x) + plain(module, x)
 
 
-def skipping(module: Walked, x: Tensor) -> Tensor:
+def skipping(module: Model, x: Tensor) -> Tensor:
     x = module.embedding(x)
     for layer in (module.layers[0], module.layers[2], module.layers[3]):
         x, _ = layer(x, mask=torch.ones(()))
     return module.head(x).sum()
 
 
-def ending_early(module: Walked, x: Tensor) -> Tensor:
+def ending_early(module: Model, x: Tensor) -> Tensor:
     x = module.embedding(x)
     for layer in module.layers[:3]:
         x, _ = layer(x, mask=torch.ones(()))
     return module.head(x).sum()
 
 
-def all_outputs(module: Walked, x: Tensor) -> Tensor:
+def all_outputs(module: Model, x: Tensor) -> Tensor:
     x, outputs = module.embedding(x), []
     for layer in module.layers:
         x, _ = layer(x, mask=torch.ones(()))
@@ -95,7 +95,7 @@ def all_outputs(module: Walked, x: Tensor) -> Tensor:
     return module.head(sum(outputs)).sum()
 
 
-def skip_connection(module: Walked, x: Tensor) -> Tensor:
+def skip_connection(module: Model, x: Tensor) -> Tensor:
     x, first = module.embedding(x), None
     for layer in module.layers:
         x, _ = layer(x, mask=torch.ones(()), further=first)
@@ -103,24 +103,24 @@ def skip_connection(module: Walked, x: Tensor) -> Tensor:
     return module.head(x).sum()
 
 
-def walk(forward: Forward, cuts: tuple[int, ...]) -> Any:
+def by_stages(forward: Forward, cuts: tuple[int, ...]) -> Any:
     """What the stages compute, one after the other."""
-    module = Walked()
+    module = Model()
     chain = find_chain(module, "auto", 2)
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
-    received: Carried | None = None
+    received: Activations | None = None
     for start, stop in zip((0, *cuts), (*cuts, 4), strict=True):
         stage = LayerInterception(chain, start, stop)
         carried = received
         with stage.installed():
             left, result = stage.run(lambda: forward(module, x), None if carried is None else lambda c=carried: c)
         assert left == (stop < 4)
-        received = Carried.of(result) if left else None
+        received = Activations.of(result) if left else None
     return result
 
 
 def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
-    module = Walked()
+    module = Model()
     said: list[str] = []
     chain = find_chain(module, "auto", 2)
     first, second = (
@@ -130,8 +130,8 @@ def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0]])
     with first.installed():
         _, handed_on = first.run(lambda: plain(module, x), None)
-    sent = Carried.of(handed_on)
-    empty = Carried(sent.structure, tuple(torch.full_like(tensor, torch.nan) for tensor in sent.tensors))
+    sent = Activations.of(handed_on)
+    empty = Activations(sent.structure, tuple(torch.full_like(tensor, torch.nan) for tensor in sent.tensors))
 
     def values() -> tuple[Tensor, ...]:
         said.append("values")
@@ -141,13 +141,13 @@ def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
     with second.installed():
         _, result = second.run(lambda: plain(module, x), lambda: empty, values)
     assert said == ["part 0", "layer 1 passed by", "part 3", "values", "part 4", "part 5"]
-    torch.testing.assert_close(result, plain(Walked(), x))
+    torch.testing.assert_close(result, plain(Model(), x))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (1, 2, 3)])
 def test_stages_compute_together_what_the_module_computes(cuts: tuple[int, ...]) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
-    torch.testing.assert_close(walk(plain, cuts), plain(Walked(), x))
+    torch.testing.assert_close(by_stages(plain, cuts), plain(Model(), x))
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2, 3)])
@@ -165,18 +165,18 @@ def test_stages_compute_together_what_the_module_computes(cuts: tuple[int, ...])
 )
 def test_what_is_no_chain_is_refused(forward: Forward, words: str, cuts: tuple[int, ...]) -> None:
     with pytest.raises(PipelineError, match=words):
-        walk(forward, cuts)
+        by_stages(forward, cuts)
 
 
 @pytest.mark.parametrize("forward", [residual, in_place, twice, skipping, ending_early])
 def test_what_is_no_chain_is_refused_within_a_stage_too(forward: Forward) -> None:
     """Else it would depend on the split whether a module can be trained."""
     with pytest.raises(PipelineError):
-        walk(forward, ())
+        by_stages(forward, ())
 
 
 def test_layers_are_as_before_afterwards() -> None:
-    module = Walked()
+    module = Model()
     x = torch.ones(2, 3)
     expected = plain(module, x)
     stage = LayerInterception(find_chain(module, "layers", 2), 0, 2)
@@ -187,11 +187,11 @@ def test_layers_are_as_before_afterwards() -> None:
 
 
 def test_parts_begin_where_random_states_do() -> None:
-    module = Walked()
+    module = Model()
     begun: list[int] = []
     chain = find_chain(module, "layers", 2)
     stage = LayerInterception(chain, 2, 4, begun.append)
-    received = Carried.of((torch.ones(2, 4), torch.ones(())))
+    received = Activations.of((torch.ones(2, 4), torch.ones(())))
     with stage.installed():
         stage.run(lambda: plain(module, torch.ones(2, 3)), lambda: received)
     assert begun == [0, 3, 4, 5]
@@ -221,7 +221,7 @@ class TestFindChain:
     )
     def test_what_cannot_be_found_is_named(self, name: str, stages: int, words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            find_chain(Walked(), name, stages)
+            find_chain(Model(), name, stages)
 
 
 Pair = namedtuple("Pair", "first second")

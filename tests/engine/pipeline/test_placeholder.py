@@ -1,4 +1,4 @@
-"""Stand-ins have no values and never pass for values."""
+"""Placeholders have no values and never pass for values."""
 
 from __future__ import annotations
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.stages import schedules
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
-from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, TorchSchedules
+from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages, Message, PipelineGroup
 from tests.world import World, init_group
 
@@ -64,14 +65,19 @@ class Trial:
         num_ranks = dist.get_world_size()
         self.model = model.double()
         self.batch = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        self.line = PipelineGroup(
+        group = PipelineGroup(
             dist.new_group(list(range(num_ranks))[::-1], sort_ranks=False), Meter(), CPU, in_batches=in_batches
         )
         num_stages = num_ranks * (2 if schedule in ("interleaved", "zero_bubble") else 1)
         size = LAYERS // num_stages
+
+        def parameters() -> list[nn.Parameter]:
+            return list(model.parameters())
+
         self.runner = PipelineRunner(
-            find_chain(model, "layers", num_stages), [(s * size, (s + 1) * size) for s in range(num_stages)], self.line,
-            CPU, Meter(), schedule=schedule, parameters=lambda: list(model.parameters()),  # type: ignore[arg-type]
+            find_chain(model, "layers", num_stages), [(s * size, (s + 1) * size) for s in range(num_stages)], group,
+            CPU, schedule=schedule, parameters=parameters,  # type: ignore[arg-type]
+            recorder=Recorder(Meter(), CPU, parameters),
         )  # fmt: skip
         self.steps = 0
 
@@ -110,7 +116,7 @@ def trained(schedule: str, in_batches: bool, counts: list[int], *, loose: bool =
         for part in (model.embedding, *model.layers[: LAYERS // 2]):
             part.requires_grad_(False)
     trial = Trial(model, schedule, in_batches=in_batches)
-    expected = [type(trial.runner._order) is (TorchSchedules if in_batches else InOrder)]
+    expected = [type(trial.runner._order) is (TorchSchedules if in_batches else PassesInOrder)]
     for count in counts:
         trial.train(count)
     return all(expected), trial.difference()
@@ -268,7 +274,7 @@ class Noting:
 
 def test_the_next_message_is_expected_before_a_pass_runs() -> None:
     said: list[str] = []
-    InOrder([Noting(1, said)], 1, 2, "1f1b").run(2)  # type: ignore[list-item]
+    PassesInOrder([Noting(1, said)], 1, 2, "1f1b").run(2)  # type: ignore[list-item]
     assert said == [
         "expect f0", "ahead b0", "F0", "expect b0", "ahead f1", "B0", "expect f1", "ahead b1", "F1", "expect b1", "B1"
     ]  # fmt: skip
@@ -277,14 +283,13 @@ def test_the_next_message_is_expected_before_a_pass_runs() -> None:
 def test_backward_comes_in_parts_under_zero_bubble_only() -> None:
     for schedule, wanted in [("zero_bubble", {"F", "I", "W"}), ("interleaved", {"F", "B"})]:
         said: list[str] = []
-        InOrder([Noting(0, said), Noting(2, said)], 0, 2, schedule).run(4)  # type: ignore[list-item]
+        PassesInOrder([Noting(0, said), Noting(2, said)], 0, 2, schedule).run(4)  # type: ignore[list-item]
         assert {entry[0] for entry in said if " " not in entry} == wanted
 
 
 def test_no_two_messages_of_a_step_have_the_same_tag() -> None:
     group: Any = None
-    line: Any = type("Line", (), {"group": group, "num_ranks": 2})
-    messages = HostMessages(line, Meter(), 4)
+    messages = HostMessages(group, 4)
     kinds: Any = ("forward", "backward")
     tags = {messages._tag(Message(kind, stage, m)) for kind in kinds for stage in range(4) for m in range(16)}
     assert len(tags) == 2 * 4 * 16

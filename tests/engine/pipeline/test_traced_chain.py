@@ -16,7 +16,7 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
 
 CPU = torch.device("cpu")
 POINTS = ["net.b", "net.c"]
@@ -103,10 +103,10 @@ def test_evaluation_is_traced_by_itself() -> None:
 
 
 def test_each_stage_computes_its_own_piece() -> None:
-    """Stages hand on what later ones need, and have stand-ins for the parameters of others."""
+    """Stages hand on what later ones need, and have placeholders for the parameters of others."""
     reference = Outer().net
     expected = run(reference)
-    carried: Carried | None = None
+    carried: Activations | None = None
     for stage in range(3):
         outer = Outer()
         chain = chain_of(outer)
@@ -118,11 +118,11 @@ def test_each_stage_computes_its_own_piece() -> None:
         own = [{"net.a.bias"}, {"net.b.weight", "net.b.bias", "net.norm.weight", "net.norm.bias"}, {"net.c.bias"}]
         assert lacking == set().union(*(names for other, names in enumerate(own) if other != stage))
         assert isinstance(outer.net.norm.running_mean, Placeholder) == (stage != 1)
-        walk = LayerInterception(chain, *bounds[stage])
-        with walk.installed():
-            left, result = walk.run(lambda net=outer.net: run(net), lambda received=carried: received)
+        stage_layers = LayerInterception(chain, *bounds[stage])
+        with stage_layers.installed():
+            left, result = stage_layers.run(lambda net=outer.net: run(net), lambda received=carried: received)
         assert left == (stage < 2)
-        carried = Carried.of(result) if left else None
+        carried = Activations.of(result) if left else None
     for mine, theirs in zip(result, expected, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -277,14 +277,14 @@ def test_what_arrives_may_be_changed_in_place() -> None:
     chain.arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
     x = torch.randn(3, 4)
     expected = outer.net(x)
-    arrived = Carried((), ())
+    arrived = Activations((), ())
     for stage in range(3):
-        walk = LayerInterception(chain, stage, stage + 1)
-        with walk.installed():
-            left, result = walk.run(lambda: outer.net(x), lambda received=arrived: received)
+        stage_layers = LayerInterception(chain, stage, stage + 1)
+        with stage_layers.installed():
+            left, result = stage_layers.run(lambda: outer.net(x), lambda received=arrived: received)
         if left:
-            leaves = tuple(tensor.detach().requires_grad_() for tensor in Carried.of(result).tensors)
-            arrived = Carried(Carried.of(result).structure, leaves)
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in Activations.of(result).tensors)
+            arrived = Activations(Activations.of(result).structure, leaves)
     assert torch.equal(result, expected)
 
 

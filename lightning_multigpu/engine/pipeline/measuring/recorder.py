@@ -1,11 +1,11 @@
-"""Notes what a rank of a pipeline does, and how much it keeps for backward, while it trains."""
+"""Recorder: the timeline of a pipeline's rank while it trains, and the memory that it holds."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,94 +13,40 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_multigpu.communication.metering.clocks import recorded_event
+from lightning_multigpu.communication.metering.clocks import Clock, HostClock, StreamClock
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline, Timeline
+from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline
 
 KEPT_STEPS = 9
 _GPU_STRIDE = 16
-
-
-class Clock(Protocol):
-    """Readings are cheap to take, and turned into seconds on the meter's clock later."""
-
-    stride: int
-    """One step of so many is timed."""
-
-    def begin(self) -> None:
-        """A step that is timed begins."""
-
-    def read(self) -> Any: ...
-
-    def seconds(self, reading: Any) -> float: ...
-
-
-class HostClock:
-    """The meter's clock, for devices that compute while the host waits."""
-
-    stride = 1
-
-    def __init__(self, meter: Meter) -> None:
-        self.read: Callable[[], Any] = meter.now
-
-    def begin(self) -> None: ...
-
-    def seconds(self, reading: Any) -> float:
-        return float(reading)
-
-
-class StreamClock:
-    """Events on the current CUDA stream, which the host does not wait for.
-
-    The host waits for the device once a step that is timed, as it begins; so it is one step of 16 only.
-    """
-
-    stride = _GPU_STRIDE
-
-    def __init__(self, meter: Meter, device: torch.device) -> None:
-        self._meter = meter
-        self._device = device
-
-    def begin(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._origin = recorded_event()
-        self._origin.synchronize()
-        self._origin_s = self._meter.now()
-
-    def read(self) -> Any:
-        return self._origin, self._origin_s, recorded_event()
-
-    def seconds(self, reading: Any) -> float:
-        origin, origin_s, event = reading
-        event.synchronize()
-        return float(origin_s + origin.elapsed_time(event) / 1e3)
-
+"""On a GPU one step of so many is timed, since the host waits for the device as such a step begins."""
 
 _Mark = tuple[str, int, int, Any]
-"""Kind, stage and micro-batch of what the rank does from a reading of the clock on."""
+"""Kind, stage and micro-batch of the rank's work from a mark of the clock on."""
 
 
 class Recorder:
-    """The newest steps of a rank as marks, each of which says what the rank does from then on::
+    """Records the newest steps of a rank as marks, each of which says what the rank does from then on::
 
         receive   forward       idle send  receive    backward     idle
         |---------|-------------|----|-----|----------|------------|
 
-    Steps count whose micro-batches all run together, which those of the first batch of a shape do not. In the first of
-    them, and in a later one of more micro-batches, what autograd saves is counted instead of the time.
+    Steps whose micro-batches all run together are recorded, which those of the first batch of a shape do not. In the
+    first of them, and in a later one of more micro-batches, saved tensors are counted instead of the time.
 
     Attributes:
-        notes_steps: whether anything is noted at all.
-        counts_activations: whether what autograd saves is counted. That takes saved-tensor hooks, which some transforms
-            of ``torch.func`` refuse to work with.
+        notes_steps: whether anything is recorded.
+        counts_activations: whether saved tensors are counted. That takes saved-tensor hooks, which some transforms of
+            ``torch.func`` refuse to work with.
 
     Args:
         meter: its clock is read.
         device: where the rank computes.
-        parameters: those that the rank holds.
-        buffers: likewise.
+        parameters: returns the parameters that the rank holds.
+        buffers: returns the buffers that the rank holds.
     """
 
     def __init__(
@@ -113,10 +59,12 @@ class Recorder:
         self.notes_steps = False
         self.counts_activations = False
         self._device = device
-        self._clock: Clock = StreamClock(meter, device) if device.type == "cuda" else HostClock(meter)
+        on_gpu = device.type == "cuda"
+        self._clock: Clock = StreamClock(meter.now, device) if on_gpu else HostClock(meter.now)
+        self._stride = _GPU_STRIDE if on_gpu else 1
         self._parameters = parameters
         self._buffers = buffers
-        self._steps: deque[tuple[int, int, list[_Mark]]] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[tuple[int, int, tuple[Any, float], list[_Mark]]] = deque(maxlen=KEPT_STEPS)
         self._marks: list[_Mark] | None = None
         self._number = 0
         self._counted = 0
@@ -125,75 +73,76 @@ class Recorder:
 
     @contextmanager
     def step(self, num_micro_batches: int, *, together: bool) -> Iterator[None]:
-        """Within the block a step is run; ``together``: all its micro-batches in one go. One that fails is left out."""
+        """Records the step within the block; a step that fails is left out.
+
+        With ``together`` all its micro-batches run in one schedule.
+        """
         self._number += 1
         if not (together and self.notes_steps):
             yield
         elif self.counts_activations and num_micro_batches > self._counted:
-            kept = SavedActivations([*self._parameters(), *self._buffers()])
-            with kept.counted():
+            saved = SavedActivations([*self._parameters(), *self._buffers()])
+            with saved.counted():
                 yield
             self._counted = num_micro_batches
-            self._activations_bytes = kept.peak_bytes
+            self._activations_bytes = saved.peak_bytes
             self._gradients_bytes = self._held_gradients_bytes()
-        elif self._number % self._clock.stride == 0:
-            self._clock.begin()
+        elif self._number % self._stride == 0:
+            origin = self._clock.origin()
             self._marks = marks = []
             try:
                 yield
             finally:
                 self._marks = None
-            marks.append(("end", -1, -1, self._clock.read()))
-            self._steps.append((self._number, num_micro_batches, marks))
+            marks.append(("end", -1, -1, self._clock.mark()))
+            self._steps.append((self._number, num_micro_batches, origin, marks))
         else:
             yield
 
     def enter(self, kind: str, stage: int, micro_batch: int, *, received: bool = False) -> None:
-        """The rank begins with something.
+        """Marks the beginning of a piece of work.
 
         Args:
             kind: as of :class:`~lightning_multigpu.planning.timeline.Interval`, or "idle".
             stage: whose work it is.
-            micro_batch: that it is about.
-            received: it needs what was received: since its last mark the rank has waited for that.
+            micro_batch: that is worked on.
+            received: the work needs a received message, and the rank has waited for it since the previous mark.
         """
         marks = self._marks
         if marks is None:
             return
         if received and marks:
             marks[-1] = ("receive", stage, micro_batch, marks[-1][-1])
-        marks.append((kind, stage, micro_batch, self._clock.read()))
+        marks.append((kind, stage, micro_batch, self._clock.mark()))
 
     def steps(self) -> tuple[StepTimeline, ...]:
         """The newest steps that were timed; waits for their events on a GPU."""
-        return tuple(StepTimeline(number, count, self._timeline(marks)) for number, count, marks in self._steps)
+        found = []
+        for number, count, (origin, origin_s), marks in self._steps:
+            self._clock.wait(marks[-1][-1])
+            seconds = [origin_s + self._clock.seconds(origin, at) for *_, at in marks]
+            timeline = tuple(
+                Interval(kind, stage, micro_batch, start_s, end_s)
+                for (kind, stage, micro_batch, _), start_s, end_s in zip(marks, seconds, seconds[1:], strict=False)
+                if kind != "idle"
+            )
+            found.append(StepTimeline(number, count, timeline))
+        return tuple(found)
 
     def memory(self, optimizers: Sequence[Optimizer]) -> StageMemory:
-        """What the rank holds now, and what it held in the step in which that was counted."""
+        """The memory that the rank holds now, and that of saved tensors in the step that counted them."""
         states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
         return StageMemory(
-            parameters_bytes=sum(_size_bytes(parameter) for parameter in self._parameters()),
+            parameters_bytes=sum(_held_bytes(parameter) for parameter in self._parameters()),
             gradients_bytes=max(self._gradients_bytes, self._held_gradients_bytes()),
-            optimizer_bytes=sum(_size_bytes(state) for state in states if isinstance(state, Tensor)),
+            optimizer_bytes=sum(_held_bytes(state) for state in states if isinstance(state, Tensor)),
             activations_bytes=self._activations_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
         )
 
     def _held_gradients_bytes(self) -> int:
-        return sum(_size_bytes(p.grad) for p in self._parameters() if p.grad is not None)
-
-    def _timeline(self, marks: list[_Mark]) -> Timeline:
-        seconds = [self._clock.seconds(at) for *_, at in marks]
-        return tuple(
-            Interval(kind, stage, micro_batch, start_s, end_s)
-            for (kind, stage, micro_batch, _), start_s, end_s in zip(marks, seconds, seconds[1:], strict=False)
-            if kind != "idle"
-        )
+        return sum(_held_bytes(p.grad) for p in self._parameters() if p.grad is not None)
 
 
-def _size_bytes(tensor: Tensor) -> int:
-    if isinstance(tensor, Placeholder):
-        return 0
-    if tensor.is_sparse:
-        return _size_bytes(tensor._indices()) + _size_bytes(tensor._values())
-    return tensor.numel() * tensor.element_size()
+def _held_bytes(tensor: Tensor) -> int:
+    return 0 if isinstance(tensor, Placeholder) else size_bytes(tensor)

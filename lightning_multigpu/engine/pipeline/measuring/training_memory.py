@@ -1,4 +1,4 @@
-"""Bytes that parameters, their gradients and their optimizer states take in training."""
+"""Bytes that training needs for parameters, gradients, optimizer states, and tensors saved for backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 from torch.optim import (
     ASGD,
     SGD,
@@ -26,10 +25,10 @@ from torch.optim import (
 
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.planning.stage_costs import HeldBytes
+from lightning_multigpu.planning.timeline import HeldBytes
 
 UNKNOWN_STATES = 2
-"""Tensors of a parameter's size that an optimizer is taken to keep where it is none of torch's: those of Adam."""
+"""State tensors of a parameter's size that an optimizer from outside of torch is assumed to keep: those of Adam."""
 
 _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
     SGD: lambda group: bool(group["momentum"]),
@@ -46,14 +45,14 @@ _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
 }
 
 
-def held_bytes(parameters: Iterable[Parameter], optimizers: Sequence[Optimizer]) -> HeldBytes:
-    """What a rank that holds the parameters needs for them in training."""
+def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
+    """Bytes that a rank needs in training for the parameters that it holds."""
     states: dict[Tensor, int] = {}
     for optimizer in optimizers:
         count = _STATES.get(type(optimizer))
         for group in optimizer.param_groups:
             states.update(dict.fromkeys(group["params"], UNKNOWN_STATES if count is None else count(group)))
-    sizes = {parameter: parameter.numel() * parameter.element_size() for parameter in parameters}
+    sizes = {parameter: parameter.nbytes for parameter in parameters}
     trained = {parameter: size for parameter, size in sizes.items() if parameter.requires_grad}
     return HeldBytes(
         sum(sizes.values()),
@@ -63,30 +62,24 @@ def held_bytes(parameters: Iterable[Parameter], optimizers: Sequence[Optimizer])
 
 
 def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
-    """Of each layer, the bytes of its parameters, their gradients and the states that the optimizers will keep.
+    """Bytes of each layer's parameters, their gradients and the states that the optimizers will keep.
 
-    A parameter that an earlier layer has too counts for that one.
+    A parameter of several layers counts for the first of them.
     """
-    seen: set[Tensor] = set()
-    sizes = []
-    for layer in chain.layers:
-        own = set(layer.parameters()) - seen
-        seen |= own
-        sizes.append(held_bytes(own, optimizers).total)
-    return sizes
+    return [held_bytes(own, optimizers).total for own in chain.own_parameters()]
 
 
 class SavedTensors:
-    """Counts the bytes that parts of a step keep for backward, each piece of memory once.
+    """Counts the bytes that each part of a step saves for backward; each storage counts once in the whole step.
 
     Args:
         held: parameters and buffers, which do not count; None to count nothing.
 
     Attributes:
-        part: the one that is running.
+        part: the part that is running.
         counts: whether anything is counted.
         size_bytes: of each part, so far.
-        input_bytes: of each part, what is its input among these.
+        input_bytes: the share of ``size_bytes`` that is input of the part.
     """
 
     def __init__(self, held: Sequence[Tensor] | None) -> None:
@@ -94,13 +87,13 @@ class SavedTensors:
         self.size_bytes: dict[int, int] = {}
         self.input_bytes: dict[int, int] = {}
         self.counts = held is not None
-        self._seen = {_place(tensor) for tensor in held or ()}
-        self._kept: list[Tensor] = []  # what is alive has a place of its own
+        self._seen = {_address(tensor) for tensor in held or ()}
+        self._kept: list[Tensor] = []  # kept alive, so that no other tensor gets the same address
         self._copies: dict[int, int] = {}
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Within the block what autograd saves is counted."""
+        """Counts what autograd saves within the block."""
         if not self.counts:
             yield
             return
@@ -109,12 +102,12 @@ class SavedTensors:
         self._kept.clear()
 
     def detached_copy(self, tensor: Tensor) -> Tensor:
-        """The same values without their history; what is kept of the copy counts as kept of the tensor."""
+        """The same values without autograd history; a saved copy counts as the saved tensor."""
         if isinstance(tensor, Placeholder) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()
         if self.counts:
-            self._copies[_place(copy)] = _place(tensor)
+            self._copies[_address(copy)] = _address(tensor)
             self._kept += [copy.detach(), tensor.detach()]
         return copy
 
@@ -122,77 +115,74 @@ class SavedTensors:
         if isinstance(tensor, Placeholder):
             return tensor
         kept = tensor.detach()  # autograd forbids to keep the tensor itself
-        place = _place(tensor)
-        original = self._copies.get(place, place)
+        address = _address(tensor)
+        original = self._copies.get(address, address)
         if original not in self._seen:
             self._seen.add(original)
             self._kept.append(kept)
             size_bytes = tensor.untyped_storage().nbytes()
             self.size_bytes[self.part] = self.size_bytes.get(self.part, 0) + size_bytes
-            if original != place:  # a copy is what a part is given
+            if original != address:  # copies are made of the inputs of a part
                 self.input_bytes[self.part] = self.input_bytes.get(self.part, 0) + size_bytes
         return kept
 
 
 class SavedActivations:
-    """Follows how many bytes autograd keeps for backward at a time: each piece of memory once, until it is freed.
+    """Counts the bytes that autograd holds for backward at a time: each storage once, until it is freed.
 
     Args:
         held: parameters and buffers, which do not count.
 
     Attributes:
-        size_bytes: kept at present.
+        size_bytes: held at present.
         peak_bytes: the most so far.
     """
 
     def __init__(self, held: Sequence[Tensor]) -> None:
         self.size_bytes = 0
         self.peak_bytes = 0
-        self._held = {_place(tensor) for tensor in held}
+        self._held = {_address(tensor) for tensor in held}
         self._users: dict[int, int] = {}
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What autograd saves within the block is counted, also where it frees it later."""
-        with saved_tensors_hooks(self._pack, _Kept.unpack):
+        """Counts what autograd saves within the block, also if it is freed later."""
+        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
-    def _pack(self, tensor: Tensor) -> _Kept:
+    def _pack(self, tensor: Tensor) -> _Saved:
         kept = tensor.detach()  # autograd forbids to keep the tensor itself
         if isinstance(tensor, Placeholder) or not torch._C._has_storage(tensor):
-            return _Kept(kept)
-        place = _place(tensor)
-        if place in self._held:
-            return _Kept(kept)
-        users = self._users.get(place, 0)
-        self._users[place] = users + 1
+            return _Saved(kept)
+        address = _address(tensor)
+        if address in self._held:
+            return _Saved(kept)
+        users = self._users.get(address, 0)
+        self._users[address] = users + 1
         if not users:
             self.size_bytes += kept.untyped_storage().nbytes()
             self.peak_bytes = max(self.peak_bytes, self.size_bytes)
-        return _Kept(kept, self._freed)
+        return _Saved(kept, self._freed)
 
     def _freed(self, tensor: Tensor) -> None:
-        place = _place(tensor)
-        self._users[place] -= 1
-        if not self._users[place]:
-            del self._users[place]
+        address = _address(tensor)
+        self._users[address] -= 1
+        if not self._users[address]:
+            del self._users[address]
             self.size_bytes -= tensor.untyped_storage().nbytes()
 
 
-class _Kept:
-    """A tensor that autograd keeps, and who is to know when it does so no longer."""
+class _Saved:
+    """A tensor saved by autograd; ``freed`` is called with it when autograd drops it."""
 
     def __init__(self, tensor: Tensor, freed: Callable[[Tensor], None] | None = None) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._freed = freed
-
-    def unpack(self) -> Tensor:
-        return self._tensor
 
     def __del__(self) -> None:
         if self._freed is not None:
-            self._freed(self._tensor)
+            self._freed(self.tensor)
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

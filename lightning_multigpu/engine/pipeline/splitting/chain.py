@@ -1,15 +1,17 @@
-"""The part of a module that is split: layers of which each takes the output of the one before."""
+"""The split part of a module: a chain of layers, each of which takes the output of the previous one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, ModuleList, Sequential
+from torch.nn import Module, ModuleList, Parameter, Sequential
 
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import block_lists, models_in
+from lightning_multigpu.planning.balance import layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
 
@@ -33,52 +35,80 @@ class Chain:
         return f"{self.name}.{index}"
 
     def describe(self) -> str:
-        """What is split, for people."""
+        """The split part, for people."""
         return f"{self.name!r}, {len(self)} layers"
 
     def describe_layers(self, start: int, stop: int) -> str:
         """The layers ``[start, stop)``, for people."""
-        return f"layers {start} to {stop - 1}" if stop - start > 1 else f"layer {start}"
+        return layers_text(start, stop)
 
     def modules(self) -> set[Module]:
-        """All modules of which layers are made: what else there is belongs to every stage."""
+        """All modules inside of the layers; every stage has the modules outside."""
         return {part for layer in self.layers for part in layer.modules()}
 
-    def waiting(self) -> Iterable[Tensor]:
-        """Parameters and buffers of which it is not known yet which layers they belong to; all stages hold them."""
+    def unassigned(self) -> Iterable[Tensor]:
+        """Parameters and buffers whose layers are not known yet; all stages hold them."""
         return ()
 
     def entered(self) -> AbstractContextManager[None]:
-        """Within the block the user's code that runs the container calls the layers."""
+        """Makes the user's code call the layers within the block."""
         return nullcontext()
 
+    @contextmanager
+    def intercepted(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Runs ``call(i, forward, args, kwargs)`` in place of layer i's forward within the block."""
+        with patched_forward(self.layers, call), self.entered():
+            yield
+
     def parameter_bytes(self) -> list[int]:
-        """Of each layer; a parameter that an earlier layer has too counts for that one."""
-        seen: set[Tensor] = set()
-        sizes = []
+        """Bytes of each layer's parameters; a parameter of several layers counts for the first of them."""
+        return [sum(parameter.nbytes for parameter in own) for own in self.own_parameters()]
+
+    def own_parameters(self) -> Iterator[set[Parameter]]:
+        """The parameters of each layer that no earlier layer has."""
+        seen: set[Parameter] = set()
         for layer in self.layers:
             own = set(layer.parameters()) - seen
             seen |= own
-            sizes.append(sum(parameter.numel() * parameter.element_size() for parameter in own))
-        return sizes
+            yield own
+
+
+@contextmanager
+def patched_forward(modules: Sequence[Module], call: Callable[..., Any]) -> Iterator[None]:
+    """Runs ``call(i, forward, args, kwargs)`` in place of the forward of module i within the block."""
+    before = [module.__dict__.get("forward") for module in modules]
+
+    def patched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call(index, forward, args, kwargs)
+
+    for index, module in enumerate(modules):
+        module.__dict__["forward"] = patched(index, module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
 
 
 def find_chain(module: Module, name: str, num_stages: int) -> Chain:
-    """The container called ``name``, or for "auto" the one with the most parameters that has a layer for every stage.
+    """The container called ``name``; for "auto" the container with most parameters that has a layer for every stage.
 
-    Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested ones with equally many parameters the outer one
-    is taken. That the layers do form a chain is found out when they run. Where there are Hugging Face models, only
-    their lists of blocks and an ``nn.Sequential`` outside of them are sure to be chains, and "auto" takes no other.
+    Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested containers with equally many parameters the outer
+    one is taken. Whether the layers form a chain is checked when they run. In a module with Hugging Face models "auto"
+    takes only their lists of blocks, or an ``nn.Sequential`` outside of them.
 
     Raises:
-        ValueError: there is no such container, or it has too few layers; the message lists what there is.
+        ValueError: there is no such container, or it has too few layers; the message lists the containers.
     """
     found = {path: child for path, child in module.named_modules() if isinstance(child, _CONTAINERS)}
     if name != "auto":
         return _named(module, name, num_stages, found)
     usable = {
         path: found[path]
-        for path in _likely(module, found)
+        for path in _candidates(module, found)
         if len(found[path]) >= num_stages and _size(found[path]) > 0
     }
     if not usable:
@@ -103,7 +133,7 @@ def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequenti
     return Chain(name, tuple(found[name]))
 
 
-def _likely(module: Module, found: dict[str, Sequential | ModuleList]) -> list[str]:
+def _candidates(module: Module, found: dict[str, Sequential | ModuleList]) -> list[str]:
     """The containers that "auto" may take."""
     blocks = set(block_lists(module))
     if not blocks:

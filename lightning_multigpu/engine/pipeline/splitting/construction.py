@@ -1,14 +1,14 @@
-"""Builds on each rank of a pipeline only what that rank will hold, with the values that one device would give it.
+"""Construction: builds on each rank of a pipeline only the tensors that it will hold, with the values of one device.
 
-The module is built twice. Both times modules register the same tensors in the same order, by which they are followed::
+The module is built twice. Both times modules register the same tensors in the same order, by which they are matched::
 
-    rehearsal    every parameter becomes a stand-in as soon as it is registered: shows which tensors there will be,
+    dry run      every parameter becomes a placeholder as soon as it is registered: shows which tensors there will be,
                  and so where the module will be split
-    building     what this rank will hold stays as it is; of everything else only a stand-in stays. Random numbers
-                 that fill a stand-in are drawn into memory that is free again at once
+    building     tensors that this rank will hold stay; all others become placeholders. Random numbers that would fill
+                 a placeholder are drawn into memory that is freed at once
 
-Since no random number is left out, those that are kept are the ones that one device draws. At no time does a rank have
-more than what it will hold and the one tensor that is being filled.
+No random number is left out, so the remaining values are those that one device draws. A rank never has more memory in
+use than the tensors that it will hold and the one tensor that is being filled.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _Registered = Callable[[Module, str, Tensor | None], None]
 
 
 class Construction:
-    """Follows the tensors of a module while it is built for the first and for the second time."""
+    """Matches the tensors of a module between its dry run and its building."""
 
     def __init__(self) -> None:
-        self._rehearsed: list[tuple[str, Tensor]] = []
+        self._expected: list[tuple[str, Tensor]] = []
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Within the block parameters that modules register lose their values, and nothing random fills them."""
+        """Drops the values of parameters that modules register within the block; draws no random numbers for them."""
 
         def registered(module: Module, name: str, tensor: Tensor | None) -> None:
             if tensor is not None:
-                self._rehearsed.append((_description(module, name, tensor), tensor))
+                self._expected.append((_description(module, name, tensor), tensor))
                 if isinstance(tensor, Parameter):
                     _drop(tensor, name, module)
 
@@ -55,16 +55,16 @@ class Construction:
 
     @contextmanager
     def building(self, is_held: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Within the block tensors that modules register keep their values if ``is_held``.
+        """Keeps the values of tensors that modules register within the block if ``is_held``.
 
         Args:
-            is_held: called with each tensor of the rehearsal, in its place.
+            is_held: called with the tensor of the dry run in the same place.
 
         Raises:
-            PipelineError: other tensors are registered than in the rehearsal.
+            PipelineError: other tensors are registered than in the dry run.
         """
-        expected = [(description, is_held(tensor)) for description, tensor in self._rehearsed]
-        self._rehearsed = []
+        expected = [(description, is_held(tensor)) for description, tensor in self._expected]
+        self._expected = []
         number = 0
 
         def registered(module: Module, name: str, tensor: Tensor | None) -> None:
@@ -87,7 +87,7 @@ class Construction:
 
 @contextmanager
 def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
-    """Within the block ``registered`` is told of every tensor that becomes a parameter or buffer of a module."""
+    """Calls ``registered`` with every tensor that becomes a parameter or buffer of a module within the block."""
     hooks = [
         register_module_parameter_registration_hook(registered),
         register_module_buffer_registration_hook(registered),
@@ -95,11 +95,11 @@ def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
     truncated = init._no_grad_trunc_normal_
 
     def fill_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # How many numbers it draws depends on those that it has drawn, which a stand-in does not show.
+        # How many numbers it draws depends on the drawn values, which a placeholder does not have.
         if not isinstance(tensor, Placeholder):
             return truncated(tensor, *args, **kwargs)
         if draw:
-            truncated(_real(tensor), *args, **kwargs)
+            truncated(_with_memory(tensor), *args, **kwargs)
         return tensor
 
     init._no_grad_trunc_normal_ = fill_truncated
@@ -113,7 +113,7 @@ def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws the random numbers that would have filled stand-ins."""
+    """Draws the random numbers that would have filled placeholders."""
 
     def __init__(self, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,12 +123,12 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if self._draw and is_random and first_placeholder((args, kwargs)) is not None:
-            real_args, real_kwargs = tree_map_only(Placeholder, _real, (args, kwargs))
+            real_args, real_kwargs = tree_map_only(Placeholder, _with_memory, (args, kwargs))
             func(*real_args, **real_kwargs)
         return func(*args, **kwargs)
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _with_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -140,7 +140,7 @@ def _drop(tensor: Tensor, name: str, module: Module) -> None:
     new: Tensor = Placeholder(tensor.data, source)
     if is_parameter:
         new = Parameter(new, requires_grad=tensor.requires_grad)
-    with suppress(RuntimeError):  # something holds on to it; it is dropped when the module is there
+    with suppress(RuntimeError):  # something refers to it; it is dropped when the module is complete
         exchange(tensor, new)
 
 

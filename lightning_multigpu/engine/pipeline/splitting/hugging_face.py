@@ -1,6 +1,6 @@
-"""What a pipeline knows of Hugging Face's models: where their blocks are, and what they cannot do in stages.
+"""Hugging Face models in a pipeline: their lists of blocks, and methods that do not work in stages.
 
-Nothing of ``transformers`` is imported; its models are known by what they say of themselves.
+``transformers`` is not imported; its models are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def models_in(module: Module) -> dict[str, Module]:
 
 
 def block_lists(module: Module) -> list[str]:
-    """Names of the lists of blocks of which Hugging Face models in ``module`` are made.
+    """Names of the lists of blocks of the Hugging Face models in ``module``.
 
-    They are the lists in a model's ``base_model_pp_plan``. Of a model without a plan they are the lists of those
-    classes that it wants to keep in one piece (``_no_split_modules``).
+    These are the lists in a model's ``base_model_pp_plan``; of a model without a plan, the lists of the classes that
+    must not be split (``_no_split_modules``).
     """
     found = []
     for path, model in models_in(module).items():
@@ -42,10 +42,10 @@ def block_lists(module: Module) -> list[str]:
 
 
 class ModelsInStages:
-    """The Hugging Face models in a module for the time of a run: they cache nothing, and refuse to generate.
+    """Makes the Hugging Face models in a module cache nothing and refuse to generate, until :meth:`end`.
 
     A stage would fill the cache of keys and values for its own blocks only, and a block that is computed again in
-    backward would find its first run in there.
+    backward would find the keys and values of its first run.
     """
 
     def __init__(self, module: Module) -> None:

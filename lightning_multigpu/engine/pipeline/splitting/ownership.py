@@ -1,8 +1,8 @@
-"""Which stage holds the values of which parameter and buffer.
+"""Ownership: the ranks of a pipeline that hold the values of each parameter and buffer.
 
-What belongs to the layers of one rank's stages only is held by that rank; the others have stand-ins in its place,
-under the same names and in the same order. What is outside of the chain, or shared between ranks (tied weights), is
-held by all of them, and its gradients are summed over the ranks.
+Tensors that belong only to layers of one rank's stages are held by that rank; the other ranks have placeholders in
+their place, under the same names and in the same order. Tensors outside of the chain, and tensors shared between ranks
+(tied weights), are held by all ranks, and their gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGro
 
 @dataclass
 class Holding:
-    """A parameter or buffer: its first name, the tensor or its stand-in, and the positions that have its values."""
+    """A parameter or buffer: its first name, the tensor or its placeholder, and the positions that have its values."""
 
     name: str
     tensor: Tensor
@@ -62,23 +62,23 @@ class Ownership:
         return [h.tensor for h in self.holdings if isinstance(h.tensor, Parameter)]
 
     def held(self) -> list[Parameter]:
-        """Parameters with values on this stage, in the module's order."""
+        """Parameters with values on this rank, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Parameter)]
 
     def buffers(self) -> list[Tensor]:
-        """Buffers with values on this stage, in the module's order."""
+        """Buffers with values on this rank, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and not h.is_parameter]
 
     def common(self) -> list[Parameter]:
-        """Parameters that more than one stage holds."""
+        """Parameters that more than one rank holds."""
         return [h.tensor for h in self.holdings if len(h.holders) > 1 and isinstance(h.tensor, Parameter)]
 
     def counted(self) -> list[Parameter]:
-        """Parameters that this stage counts for in sums over all stages: each has one stage that does."""
+        """The parameters that this rank counts in sums over all ranks: each parameter is counted by one rank."""
         return [h.tensor for h in self.holdings if h.holders[-1] == self.position and isinstance(h.tensor, Parameter)]
 
     def holders_by_name(self) -> dict[str, tuple[int, ...]]:
-        """The positions that hold each name; a tensor that is registered twice has two names."""
+        """The positions that hold each tensor, by name; a tensor that is registered twice has two names."""
         holders = {id(h.tensor): h.holders for h in self.holdings}
         return {name: holders[id(tensor)] for name, tensor in _named_tensors(self._module)}
 
@@ -87,22 +87,22 @@ class Ownership:
         return not any(isinstance(holding.tensor, Placeholder) for holding in self.holdings)
 
     def lacking(self) -> list[str]:
-        """Names of what this rank is to hold and has no values of."""
+        """Names of tensors that this rank has to hold and has no values of."""
         return [h.name for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Placeholder)]
 
     def share_values(self, group: MeteredGroup, source: int) -> None:
-        """Gives every rank of ``group`` the values that it holds, from the world's rank ``source``, which has all.
+        """Gives every rank of ``group``, at the start of a run, the values that it holds.
 
-        That is the start of a run.
+        They come from the world's rank ``source``, which has all values.
         """
         self._share(self.holdings, group, source)
 
     def share_held(self, everyone: MeteredGroup, peers: MeteredGroup) -> None:
-        """The same where no rank has all values, and each has those that it holds.
+        """Gives all ranks equal values if no rank has all values and each has those that it holds.
 
         Args:
-            everyone: gets from its first rank what all stages hold.
-            peers: the ranks with this position in all pipelines; they get from the first what only they hold.
+            everyone: all ranks; the tensors that all hold come from its first rank.
+            peers: the ranks with this position in all pipelines; the tensors that only they hold come from the first.
         """
         self._share([h for h in self.holdings if len(h.holders) == self.num_ranks], everyone, everyone.first_rank)
         if peers.size > 1:
@@ -117,7 +117,7 @@ class Ownership:
                     self._exchange(holding, value)
 
     def drop(self) -> None:
-        """Replaces what only other stages hold by stand-ins. The parameters stay the same Python objects."""
+        """Replaces tensors that only other ranks hold by placeholders. Parameters stay the same Python objects."""
         self._drop(self.holdings)
 
     def _drop(self, holdings: Sequence[Holding]) -> None:
@@ -131,26 +131,26 @@ class Ownership:
                 self._exchange(holding, Placeholder(holding.tensor.data, source))
 
     def move(self, device: torch.device) -> None:
-        """Moves what this stage holds to its device, but for what may become another stage's."""
-        waiting = {id(tensor) for tensor in self._chain.waiting()}
+        """Moves the tensors that this rank holds to its device, except those that may become another rank's."""
+        unassigned = {id(tensor) for tensor in self._chain.unassigned()}
         for holding in self.holdings:
-            is_held = self.position in holding.holders and id(holding.tensor) not in waiting
+            is_held = self.position in holding.holders and id(holding.tensor) not in unassigned
             if is_held and holding.tensor.device != device:
                 holding.tensor.data = holding.tensor.data.to(device)
 
-    def gather(self, line: PipelineGroup) -> None:
-        """Makes the module whole in the host's memory of the last position only; a collective of the pipeline."""
+    def gather(self, group: PipelineGroup) -> None:
+        """Brings all values into the host's memory of the last position; a collective of the pipeline."""
         last = self.num_ranks - 1
         for holding in self.holdings:
             if self.position == holding.holders[0] and last not in holding.holders:
-                line.send(holding.tensor, last)
+                group.send(holding.tensor, last)
             elif self.position == last and last not in holding.holders:
                 value = torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype)
-                self._exchange(holding, line.receive(value, holding.holders[0]))
-        line.finish()
+                self._exchange(holding, group.receive(value, holding.holders[0]))
+        group.finish()
 
     def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
-        """Makes the module whole again, in the host's memory of every rank of ``group``: the end of a run.
+        """Brings all values into the host's memory of every rank of ``group``, at the end of a run.
 
         Args:
             group: the stages.
@@ -161,9 +161,9 @@ class Ownership:
     def split_again(
         self, bounds: Sequence[tuple[int, int]], group: MeteredGroup, ranks: Sequence[int], device: torch.device
     ) -> None:
-        """Deals the layers out anew; what another rank holds from now on goes there. A collective of ``group``.
+        """Splits the layers anew, and moves tensors to the ranks that hold them from now on. A collective of ``group``.
 
-        The parameters stay the same Python objects. What moves is for a moment in the host's memory of every rank.
+        Parameters stay the same Python objects. Moving tensors are for a moment in the host's memory of every rank.
 
         Args:
             bounds: the layers ``[start, stop)`` of each stage.
@@ -172,7 +172,7 @@ class Ownership:
             device: where this rank computes.
 
         Raises:
-            PipelineError: something refers to a parameter in a way that keeps it from being exchanged.
+            PipelineError: a parameter cannot be exchanged, because something refers to it.
         """
         holders = {
             name: found for name, _, found in _holders_of_tensors(self._module, self._chain, bounds, self.num_ranks)
@@ -210,7 +210,7 @@ class Ownership:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def _exchange(self, holding: Holding, value: Tensor) -> None:
-        """Puts ``value`` in the tensor's place: into the same object, or if that is in use into all modules."""
+        """Puts ``value`` into the tensor's place: into the same object or, if that is in use, into all modules."""
         old = holding.tensor
         new: Tensor = value
         if isinstance(old, Parameter):
@@ -246,12 +246,12 @@ def _holders_of_tensors(
     for name, tensor in _named_tensors(module):
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found = holders.get(id(tensor), everywhere)  # of layers that have not been traced, or not been used
+            found = holders.get(id(tensor), everywhere)  # layers that have not been traced, or are not used
             yield name, tensor, tuple(sorted(found if len(found) == 1 else everywhere))
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """The tensor; if it is a stand-in, memory for its values."""
+    """The tensor; for a placeholder, memory for its values."""
     if isinstance(tensor, Placeholder):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor
@@ -263,12 +263,12 @@ def _named_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _in_parts(holdings: Sequence[Holding], limit_bytes: int = 64 << 20) -> Iterator[list[Holding]]:
-    """Groups of about ``limit_bytes``, so that no second copy of the whole model is made on the way."""
+    """Groups of about ``limit_bytes``, so that no second copy of the whole model is made."""
     part: list[Holding] = []
     size = 0
     for holding in holdings:
         part.append(holding)
-        size += holding.tensor.numel() * holding.tensor.element_size()
+        size += holding.tensor.nbytes
         if size >= limit_bytes:
             yield part
             part, size = [], 0

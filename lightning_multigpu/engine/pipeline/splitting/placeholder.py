@@ -1,14 +1,13 @@
-"""Tensors that take no memory: what a rank has in place of the values that only other stages hold.
+"""Placeholder tensors: they take no memory and stand for values that only other stages hold.
 
-A stand-in has the shape, dtype and device of the real tensor and no values. Whatever is computed from one is a
-stand-in as well and remembers where it came from. So code that only passes values on keeps working, optimizers and
-``state_dict`` see every parameter in its place, and a result that would need the missing values can be told apart
-from a real one. ``torch.equal`` knows a stand-in by itself: it is equal to nothing else.
+A placeholder has the shape, dtype and device of the real tensor and no values. Everything computed from a placeholder
+is a placeholder too, and remembers its source. So code that only passes values on keeps working, optimizers and
+``state_dict`` see every parameter in its place, and a result that needs the missing values differs from a real one.
+``torch.equal`` compares placeholders by identity: a placeholder equals itself only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ class Placeholder(Tensor):
 
     Args:
         like: the tensor whose shape, dtype, strides and device it has.
-        source: what it stands for, for messages: "parameter layers.3.weight".
+        source: the tensor that it stands for, for messages: "parameter layers.3.weight".
         device: another device than that of ``like``.
-        fixed: writing into it raises, where it otherwise changes nothing.
+        fixed: writing into it raises; otherwise writing changes nothing.
     """
 
     source: str
@@ -49,10 +48,13 @@ class Placeholder(Tensor):
         return f"Placeholder({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        raise PipelineError(f"a step computes with {self.source}, whose values are on another stage (numpy)")
+        raise self._missing("numpy")
 
     def tolist(self) -> Any:
-        raise PipelineError(f"a step computes with {self.source}, whose values are on another stage (tolist)")
+        raise self._missing("tolist")
+
+    def _missing(self, operation: object) -> PipelineError:
+        return PipelineError(f"a step computes with {self.source}, whose values are on another stage ({operation})")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -71,17 +73,15 @@ class Placeholder(Tensor):
         try:
             results = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise PipelineError(
-                f"a step computes with {mine.source}, whose values are on another stage ({func}): {error}"
-            ) from error
+            raise PipelineError(f"{mine._missing(func)}: {error}") from error
         return tree_map_only(Tensor, lambda result: Placeholder(result, mine.source, device), results)
 
 
 def exchange(old: Tensor, new: Tensor) -> None:
-    """Makes ``old`` what ``new`` is; it stays the same Python object, with the attributes that others gave it.
+    """Turns ``old`` into ``new``; it stays the same Python object, with the attributes that others have set on it.
 
     Raises:
-        RuntimeError: a graph of autograd or a weak reference refers to one of them.
+        RuntimeError: an autograd graph or a weak reference refers to one of them.
     """
     own = {name: value for name, value in vars(old).items() if name not in _OURS}
     torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
@@ -89,13 +89,8 @@ def exchange(old: Tensor, new: Tensor) -> None:
 
 
 def first_placeholder(values: Any) -> Placeholder | None:
-    """Some stand-in within nested containers; None if there is none."""
+    """The first placeholder within nested containers; None if there is none."""
     return next((value for value in tree_iter(values) if isinstance(value, Placeholder)), None)
-
-
-def real(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those tensors that have values."""
-    return [tensor for tensor in tensors if not isinstance(tensor, Placeholder)]
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
@@ -105,7 +100,7 @@ def _shape_only(tensor: Tensor) -> Tensor:
 
 
 def _unchanged(func: Any, args: Any, mine: Placeholder) -> Any:
-    """Writing into a stand-in changes nothing; writing one into a real tensor would lose the tensor's values."""
+    """Writing into a placeholder changes nothing; writing one into a real tensor would lose the tensor's values."""
     if args and isinstance(args[0], Placeholder):
         if args[0].fixed:
             raise PipelineError(f"{args[0].source} is changed in place, which would be lost between stages")

@@ -1,12 +1,11 @@
-"""A module of any form as a chain: it is cut at named submodules, by tracing it on the first batch."""
+"""Traced chain: a module of any form, cut before named submodules by tracing it on the first batch."""
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -16,69 +15,20 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain, patched_forward
 from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
-
-
-def find_whole(module: Module, name: str, points: Sequence[str]) -> tuple[str, Module]:
-    """Name and module of what is cut at ``points``, names of submodules of ``module``.
-
-    Args:
-        name: the name, or "auto" for the smallest submodule that has all points in its forward pass.
-
-    Raises:
-        ValueError: there are no such submodules.
-    """
-    name = _smallest_around(module, points) if name == "auto" else name
-    return name, _checked(module, name, points)
-
-
-def _smallest_around(module: Module, points: Sequence[str]) -> str:
-    """The name of the smallest submodule that has all points, and a forward pass."""
-    parts = [point.split(".")[:-1] for point in points]
-    common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
-    while common and isinstance(_part(module, ".".join(common)), ModuleList | ModuleDict | None):
-        common = common[:-1]
-    return ".".join(common)
-
-
-def _part(module: Module, name: str) -> Module | None:
-    return dict(module.named_modules()).get(name)
-
-
-def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
-    whole = _part(module, name)
-    if whole is None:
-        raise ValueError(f"module={name!r} is no part of the module; {_children(module, '')}")
-    for point in points:
-        if _part(module, point) is None:
-            parent = point.rpartition(".")[0]
-            raise ValueError(
-                f"split_points names {point!r}, which is no part of the module; {_children(module, parent)}"
-            )
-        if name and not point.startswith(f"{name}."):
-            raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
-    return whole
-
-
-def _children(module: Module, parent: str) -> str:
-    found = _part(module, parent) if parent else None
-    prefix, title = (f"{parent}.", repr(parent)) if found is not None else ("", "the module")
-    names = [f"{prefix}{child}" for child, _ in (found or module).named_children()]
-    return f"{title} has {', '.join(map(repr, names)) or 'no parts'}"
-
 
 _MANY_TRACES = 8
 
 
 class Piece(Module):
-    """The part of a traced module between two split points, which looks its parameters and buffers up by name.
+    """The part of a traced module between two split points.
 
-    To others it shows these as its own, and the modules that have them as its children.
+    It looks its parameters and buffers up by name, and lists them as its own, and their modules as its children.
 
     Args:
         whole: the module that is cut.
-        index: of the piece.
+        index: number of the piece.
     """
 
     def __init__(self, whole: Module, index: int) -> None:
@@ -88,7 +38,7 @@ class Piece(Module):
         self.names: tuple[str, ...] = ()
 
     def forward(self, arrived: tuple[Tensor, ...], trace: Trace, leaves: list[Any]) -> tuple[Any, ...]:
-        """Runs the piece on what the one before has returned and on the arguments of the whole module."""
+        """Runs the piece on the previous piece's result and on the arguments of the whole module."""
         piece = trace.pieces[self.index]
         if piece.changes_arrived:
             arrived = tuple(tensor.clone() for tensor in arrived)
@@ -102,7 +52,7 @@ class Piece(Module):
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[Module]:
         yield self
-        yield from dict.fromkeys(self._owner(name) for name in self.names)
+        yield from dict.fromkeys(self._owners[name.rpartition(".")[0]] for name in self.names)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
         for name in self.names:
@@ -116,9 +66,6 @@ class Piece(Module):
             if not isinstance(tensor, Parameter):
                 yield name, tensor
 
-    def _owner(self, name: str) -> Module:
-        return self._owners[name.rpartition(".")[0]]
-
     def _tensor(self, name: str) -> Tensor:
         path, _, own_name = name.rpartition(".")
         tensor: Tensor = getattr(self._owners[path], own_name)
@@ -126,19 +73,19 @@ class Piece(Module):
 
 
 class _Arranged(BaseException):
-    """Thrown through the user's step when the module has been traced."""
+    """Raised through the user's step when the module has been traced."""
 
 
 class TracedChain(Chain):
     """The pieces of a module between split points.
 
-    The forward pass is traced anew for arguments of other shapes, in training and in evaluation: that takes seconds.
-    What it does beside computing with tensors - counting in Python, logging - it does when it is traced.
+    The forward pass is traced again for arguments of other shapes, and in training and in evaluation; a trace takes
+    seconds. Side effects of the forward pass, such as counting in Python or logging, happen only while it is traced.
 
     Args:
         module: has the submodules.
-        name: of the submodule to cut; "auto" takes the smallest that has all points in its forward pass.
-        points: names of submodules of ``module``, with each of which a piece begins.
+        name: of the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
+        points: names of submodules of ``module``; a piece begins with each of them.
         device: where the parameters and buffers will be.
 
     Raises:
@@ -148,14 +95,17 @@ class TracedChain(Chain):
     layers: tuple[Piece, ...]
 
     def __init__(self, module: Module, name: str, points: Sequence[str], device: torch.device) -> None:
-        name, self._whole = find_whole(module, name, points)
+        name = _smallest_around(module, points) if name == "auto" else name
+        self._whole = _checked(module, name, points)
         super().__init__(name or type(module).__name__, tuple(Piece(self._whole, i) for i in range(len(points) + 1)))
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
         self._named_points = ["", *points]
         self._device = device
         self._traces: dict[Any, Trace] = {}
-        self._arranging = self._will_train = self._is_arranged = False
+        self._arranging = self._will_train = False
+        self.is_arranged = False
+        """Whether it is known which piece uses which parameters and buffers."""
         self._is_all = self._whole is module  # what runs before its forward pass may need any parameter
         self._parts = tuple(self._whole.modules())
 
@@ -171,51 +121,37 @@ class TracedChain(Chain):
     def modules(self) -> set[Module]:
         return set(self._parts)
 
-    def waiting(self) -> Iterable[Tensor]:
+    def unassigned(self) -> Iterable[Tensor]:
         if self.is_arranged or self._is_all:
             return ()
         return (*self._whole.parameters(), *self._whole.buffers())
 
-    @property
-    def is_arranged(self) -> bool:
-        """Whether it is known which piece uses which parameters and buffers."""
-        return self._is_arranged
-
     def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
-        """Runs ``step`` up to the call of the module, and traces that.
+        """Runs ``step`` up to the call of the module, traces the module and assigns its tensors to the pieces.
 
         Args:
-            step: the user's.
-            will_train: it is traced as in training too, which may use further parameters and buffers.
+            step: the user's step.
+            will_train: trace the module in training mode too, which may use further parameters and buffers.
 
         Raises:
-            PipelineError: the step does not call it, or it cannot be traced.
+            PipelineError: the step does not call the module, or the module cannot be traced.
         """
         self._arranging, self._will_train = True, will_train
         try:
             with self.entered():
                 step()
         except _Arranged:
-            self._is_arranged = True
+            self.is_arranged = True
             return
         finally:
             self._arranging = False
         raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within the block the module runs in pieces."""
-        before = self._whole.__dict__.get("forward")
-        self._whole.__dict__["forward"] = functools.partial(self._forward, self._whole.forward)
-        try:
-            yield
-        finally:
-            if before is None:
-                del self._whole.__dict__["forward"]
-            else:
-                self._whole.__dict__["forward"] = before
+    def entered(self) -> AbstractContextManager[None]:
+        """Runs the module in pieces within the block."""
+        return patched_forward([self._whole], self._forward)
 
-    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, _: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         trace = self._trace(forward, leaves, structure)
         if self._arranging:
@@ -253,7 +189,7 @@ class TracedChain(Chain):
             began_s = time.perf_counter()
             args, kwargs = tree_unflatten(leaves, structure)
             trace = traced(self._whole, forward, self._points, args, kwargs, self._device)
-            self._note_names(trace)
+            self._assign_tensors(trace)
             self._traces[key] = trace
             if len(self._traces) == _MANY_TRACES + 1:
                 warnings.warn(
@@ -264,22 +200,22 @@ class TracedChain(Chain):
                 )
         return self._traces[key]
 
-    def _note_names(self, trace: Trace) -> None:
-        """Notes which piece uses which tensors.
+    def _assign_tensors(self, trace: Trace) -> None:
+        """Records which piece uses which tensors.
 
         Raises:
-            PipelineError: another one than in earlier traces.
+            PipelineError: another piece used one of them in earlier traces.
         """
         for piece in self.layers:
             for name in trace.tensors_of(piece.index):
                 users = [other.index for other in self.layers if name in other.names]
-                if self._is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
+                if self.is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
                     others = ", ".join(map(str, users)) or "none"
                     raise PipelineError(
                         f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, before "
                         f"the stages that did were: {others}; move the split points so that it stays on one stage"
                     )
-        if not self._is_arranged:
+        if not self.is_arranged:
             for piece in self.layers:
                 piece.names = tuple(dict.fromkeys((*piece.names, *trace.tensors_of(piece.index))))
 
@@ -288,3 +224,38 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
+
+
+def _smallest_around(module: Module, points: Sequence[str]) -> str:
+    """The name of the smallest submodule that has all points, and a forward pass."""
+    parts = [point.split(".")[:-1] for point in points]
+    common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
+    while common and isinstance(_part(module, ".".join(common)), ModuleList | ModuleDict | None):
+        common = common[:-1]
+    return ".".join(common)
+
+
+def _part(module: Module, name: str) -> Module | None:
+    return dict(module.named_modules()).get(name)
+
+
+def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
+    whole = _part(module, name)
+    if whole is None:
+        raise ValueError(f"module={name!r} is no part of the module; {_children(module, '')}")
+    for point in points:
+        if _part(module, point) is None:
+            parent = point.rpartition(".")[0]
+            raise ValueError(
+                f"split_points names {point!r}, which is no part of the module; {_children(module, parent)}"
+            )
+        if name and not point.startswith(f"{name}."):
+            raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
+    return whole
+
+
+def _children(module: Module, parent: str) -> str:
+    found = _part(module, parent) if parent else None
+    prefix, title = (f"{parent}.", repr(parent)) if found is not None else ("", "the module")
+    names = [f"{prefix}{child}" for child, _ in (found or module).named_children()]
+    return f"{title} has {', '.join(map(repr, names)) or 'no parts'}"

@@ -1,9 +1,17 @@
-"""Traces a module's forward pass with ``torch.export``, marked where named submodules are called.
+"""Tracing: records a module's forward pass with ``torch.export``, and cuts the graph where named submodules are called.
 
 Nothing is computed: the pass runs on tensors without values (``FakeTensorMode``, which torch.export recommends for
-models that do not fit into memory and offers from nowhere else), in place of the parameters and buffers too, of which
-a stage has its own only. These are inputs of the graph, so that whoever runs it takes those that the module has at
-that time: tied ones stay tied, and what was trained or loaded is used.
+models that do not fit into memory). They also replace the parameters and buffers, since a stage has only its own.
+Parameters and buffers are inputs of the graph, so each run uses those that the module has at that time: tied ones stay
+tied, and trained or loaded values are used.
+
+Each piece of the graph gets what it needs of the earlier pieces from the piece before::
+
+    piece 0    arguments, tensors               -> what later pieces need
+    piece 1    what arrived, arguments, tensors -> what later pieces need
+    piece 2    what arrived, arguments, tensors -> what the forward pass returns
+
+A value that a later piece needs is sent through all pieces between. Arguments are not sent: every stage has them.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 
-# They write into the running statistics, which their schemas do not say.
+# Operations that write into running statistics, which their schemas do not say.
 _WRITES_STATISTICS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten.batch_norm.default: (3, 4),
     torch.ops.aten.instance_norm.default: (3, 4),
@@ -35,13 +43,13 @@ _WRITES_STATISTICS: dict[Any, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class GraphPiece:
-    """One piece.
+    """One piece of a graph.
 
     Attributes:
         module: takes what arrived, then arguments, then tensors; returns a tuple of tensors, the last piece a tuple of
             whatever the forward pass returns.
-        inputs: indices of the arguments and tensors among the graph's inputs that it takes.
-        written: those of them that it writes into.
+        inputs: indices of the graph's inputs (arguments and tensors) that the piece takes.
+        written: the inputs that it writes into.
         changes_arrived: it writes into what arrived.
     """
 
@@ -52,13 +60,14 @@ class GraphPiece:
 
 
 class GraphCuts:
-    """Cuts ``graph`` at its marks.
+    """Cuts a graph at its marks.
 
     Args:
         root: the graph's module.
-        mark: the target of the nodes between two pieces; they are left out.
+        mark: the target of the nodes between two pieces; these nodes are left out.
         names: of the graph's inputs, for messages.
-        num_shared: the first so many inputs are parameters and buffers, which a piece may write into.
+        num_shared: the number of inputs, at the beginning, that are parameters and buffers; a piece may write into
+            them.
 
     Raises:
         PipelineError: the pieces cannot run apart from each other.
@@ -91,11 +100,11 @@ class GraphCuts:
         }
 
     def _is_everywhere(self, node: Node) -> bool:
-        """Whether every stage has the value by itself."""
+        """Whether every stage has the value without a message."""
         return node.op in ("placeholder", "get_attr")
 
     def _arriving(self, piece: int) -> list[Node]:
-        """What ``piece`` gets from the one before, in the order in which it is computed."""
+        """The values that ``piece`` gets from the previous piece, in the order in which they are computed."""
         return [
             node
             for node in self._nodes
@@ -118,10 +127,10 @@ class GraphCuts:
                     )
 
     def _check_writes(self) -> None:
-        """Notes what is written into.
+        """Finds the inputs that are written into.
 
         Raises:
-            PipelineError: what one piece writes, another one would have to see.
+            PipelineError: another piece uses what one piece writes.
         """
         aliases: dict[int, list[Node]] = defaultdict(list)
         for node in self._nodes:
@@ -214,8 +223,8 @@ class Trace:
 
     Attributes:
         pieces: in the order in which they run.
-        tensors: names of the parameters and buffers, which are the first inputs of the graph; then come the leaves of
-            ``(args, kwargs)``.
+        tensors: names of the parameters and buffers, which are the first inputs of the graph; the leaves of
+            ``(args, kwargs)`` follow.
         output: the containers that the forward pass returns.
     """
 
@@ -228,7 +237,7 @@ class Trace:
         return [self.tensors[index] for index in self.pieces[piece].inputs if index < len(self.tensors)]
 
     def written_by(self, piece: int) -> list[str]:
-        """The names of those that it writes into."""
+        """The names of the parameters and buffers that a piece writes into."""
         return [self.tensors[index] for index in sorted(self.pieces[piece].written)]
 
 
@@ -240,13 +249,13 @@ def traced(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> Trace:
-    """The forward pass of ``module`` in the mode in which it is (training or not), cut before ``points``.
+    """The forward pass of ``module`` in its present mode (training or not), cut before ``points``.
 
     Args:
-        module: the whole of what is cut.
-        forward: its own.
-        points: names of submodules, each called once; a piece begins with each.
-        args, kwargs: only their shapes, dtypes and devices count, and what is no tensor.
+        module: the module that is cut.
+        forward: its own forward.
+        points: names of submodules, each called once; a piece begins with each of them.
+        args, kwargs: of tensors only shapes, dtypes and devices count.
         device: where parameters and buffers will be.
 
     Raises:
@@ -300,7 +309,7 @@ def traced(
 
 
 class _Call(Module):
-    """Calls ``forward`` with tensors in place of the parameters and buffers; shows torch.export none of its own."""
+    """Calls ``forward`` with tensors in place of the parameters and buffers, which it hides from torch.export."""
 
     def __init__(self, module: Module, forward: Callable[..., Any], names: Sequence[str]) -> None:
         super().__init__()
@@ -317,7 +326,7 @@ class _Call(Module):
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """In place of hooks that look at what is saved for backward, which has no values here."""
+    """Replaces other hooks on saved tensors, since the tensors have no values here."""
     return tensor
 
 

@@ -1,4 +1,11 @@
-"""Gradients of parameters that several stages hold, and norms over all stages."""
+"""Gradients that several ranks have a part in: sums over stages, averages over pipelines, and norms of remote ones.
+
+::
+
+    pipeline 0    stage 0 (rank 1) ---- stage 1 (rank 0)
+                      |                     |               the data axis: one average for each stage
+    pipeline 1    stage 0 (rank 3) ---- stage 1 (rank 2)
+"""
 
 from __future__ import annotations
 
@@ -13,180 +20,14 @@ from torch.nn import Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
-
-
-class StageSums:
-    """Sums over the stages of one pipeline; every method is a collective of the pipeline.
-
-    Args:
-        line: the stages.
-        meter: told of every collective, as group "pipeline".
-    """
-
-    def __init__(self, line: PipelineGroup, meter: Meter) -> None:
-        self._line = line
-        self._meter = meter
-
-    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Gives every stage the sum of the stages' gradients; a stage without a gradient counts as zero.
-
-        Each path from a parameter to the loss runs through exactly one stage, so that the sum is the gradient.
-        Parameters for which no stage has a gradient keep none.
-        """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if not trained:
-            return
-        kinds = self._kinds(trained)
-        by_dtype: dict[torch.dtype, list[Parameter]] = {}
-        for parameter, kind in zip(trained, kinds, strict=True):
-            if kind == _SPARSE:
-                self._sum_sparse(parameter)
-            elif kind == _DENSE:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for members in by_dtype.values():
-            flat = torch.cat([_gradient_or_zeros(member).reshape(-1) for member in members])
-            self._all_reduce(flat)
-            for member, part in zip(members, flat.split_with_sizes([m.numel() for m in members]), strict=True):
-                if member.grad is None:
-                    member.grad = part.view_as(member).clone()
-                else:
-                    member.grad.copy_(part.view_as(member))
-
-    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
-        """The 2-norm of the gradients of all stages' ``parameters`` together, the same on every stage."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        local = torch.nn.utils.get_total_norm(gradients)
-        square = local.to(self._line.device, torch.float64) ** 2
-        self._all_reduce(square)
-        return square.sqrt()
-
-    def total(self, numbers: Tensor) -> Tensor:
-        """The sum of the stages' ``numbers``, of equal shapes, in the host's memory."""
-        summed = numbers.to(self._line.device, copy=True)
-        self._all_reduce(summed)
-        return summed.cpu()
-
-    def any(self, flag: Tensor) -> Tensor:
-        """Writes into ``flag`` (one number) the largest of the stages' values."""
-        value = flag.to(self._line.device)
-        self._all_reduce(value, dist.ReduceOp.MAX)
-        return flag.copy_(value)
-
-    def _kinds(self, parameters: Sequence[Parameter]) -> list[int]:
-        mine = torch.tensor([_kind(parameter) for parameter in parameters], dtype=torch.uint8, device=self._line.device)
-        self._all_reduce(mine, dist.ReduceOp.MAX)
-        return mine.tolist()
-
-    def _sum_sparse(self, parameter: Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            indices = torch.empty((1, 0), dtype=torch.int64)
-            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-            gradient = torch.sparse_coo_tensor(
-                indices, values, parameter.shape, device=parameter.device, check_invariants=False, is_coalesced=True
-            )
-        gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
-        self._all_reduce(gradient)
-        parameter.grad = gradient
-
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        values = tensor._values() if tensor.is_sparse else tensor
-        size_bytes = values.numel() * values.element_size()
-        with self._meter.blocking(
-            "all_reduce", group="pipeline", group_size=self._line.num_ranks, size_bytes=size_bytes
-        ):
-            dist.all_reduce(tensor, op=op, group=self._line.group)
-
-
-def _kind(parameter: Parameter) -> int:
-    if parameter.grad is None:
-        return _NONE
-    return _SPARSE if parameter.grad.is_sparse else _DENSE
-
-
-def _gradient_or_zeros(parameter: Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 _BUCKET_BYTES = 25 << 20
-
-
-class DataAxis:
-    """What the ranks that hold the same stage do together; every method is a collective of theirs.
-
-    Args:
-        group: those ranks; used by nothing else.
-        bookkeeping: the same ranks, for small messages.
-        meter: told of the gradients, as group "data".
-    """
-
-    def __init__(self, group: dist.ProcessGroup, bookkeeping: MeteredGroup, meter: Meter) -> None:
-        self._reducer = GradientReducer(group, meter, axis="data")
-        self._bookkeeping = bookkeeping
-
-    def average_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Gives every rank the average of the ranks' gradients; a rank without one counts as zero.
-
-        Parameters for which no rank has a gradient keep none.
-
-        Raises:
-            ValueError: a gradient is sparse.
-        """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if not trained:
-            return
-        mine = torch.tensor([parameter.grad is not None for parameter in trained])
-        anywhere = self._bookkeeping.all_reduce(mine, "max").tolist()
-        used = [parameter for parameter, found in zip(trained, anywhere, strict=True) if found]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.is_sparse:
-                raise ValueError(
-                    "several pipelines side by side do not average sparse gradients; make the embedding with "
-                    "sparse=False, or use one pipeline"
-                )
-        for bucket in _buckets(used):
-            gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._reducer.average(flat)
-            for gradient, part in zip(gradients, flat.split_with_sizes([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-
-    def share_buffers(self, buffers: list[Tensor]) -> None:
-        """Gives every rank the buffers of the first one: BatchNorm's statistics."""
-        if buffers:
-            self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
-
-    def close(self) -> None:
-        """Ends the thread that sends gradients."""
-        self._reducer.close()
-
-
-def _buckets(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
-    """Parameters of one dtype whose gradients travel together, about 25 MiB."""
-    by_dtype: dict[torch.dtype, list[Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for members in by_dtype.values():
-        bucket: list[Parameter] = []
-        size = 0
-        for member in members:
-            bucket.append(member)
-            size += member.numel() * member.element_size()
-            if size >= _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket
-
-
 _LARGEST = float("inf")
 _ORDERS = (1.0, 2.0, _LARGEST)
 _SOURCE = (
@@ -203,14 +44,126 @@ _TESTS = {
 }
 
 
-class RemoteGradient(Placeholder):
-    """The gradient of a parameter that another stage holds: of its values only norms are known.
-
-    ``isfinite(gradient).all()``, ``isnan(gradient).any()`` and ``isinf(gradient).any()`` follow from those.
+class StageSums:
+    """Sums over the stages of one pipeline; every method is a collective of the pipeline.
 
     Args:
-        parameter: the stand-in for the parameter.
-        source: what it stands for, for messages.
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(self, group: PipelineGroup) -> None:
+        self._group = group
+
+    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Gives every stage the sum of the stages' gradients; a stage without a gradient counts as zero.
+
+        Each path from a parameter to the loss runs through exactly one stage, so the sum is the gradient. Parameters
+        without a gradient on any stage keep none.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return
+        kinds = torch.tensor([_kind(parameter) for parameter in trained], dtype=torch.uint8, device=self._group.device)
+        self._all_reduce(kinds, dist.ReduceOp.MAX)
+        kind_of = dict(zip(trained, kinds.tolist(), strict=True))
+        for parameter in trained:
+            if kind_of[parameter] == _SPARSE:
+                self._sum_sparse(parameter)
+        for gradients in alike(_gradients([parameter for parameter in trained if kind_of[parameter] == _DENSE])):
+            apply_flat(self._all_reduce, gradients)
+
+    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
+        """The 2-norm of the gradients of all stages' ``parameters`` together, the same on every stage."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = torch.nn.utils.get_total_norm(gradients)
+        square = local.to(self._group.device, torch.float64) ** 2
+        self._all_reduce(square)
+        return square.sqrt()
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sum of the stages' ``numbers``, of equal shapes, in the host's memory."""
+        summed = numbers.to(self._group.device, copy=True)
+        self._all_reduce(summed)
+        return summed.cpu()
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Writes into ``flag`` (one number) the largest of the stages' values."""
+        value = flag.to(self._group.device)
+        self._all_reduce(value, dist.ReduceOp.MAX)
+        return flag.copy_(value)
+
+    def _sum_sparse(self, parameter: Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            indices = torch.empty((1, 0), dtype=torch.int64)
+            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+            gradient = torch.sparse_coo_tensor(
+                indices, values, parameter.shape, device=parameter.device, check_invariants=False, is_coalesced=True
+            )
+        gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
+        self._all_reduce(gradient)
+        parameter.grad = gradient
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        with self._group.waiting("all_reduce", size_bytes(tensor)):
+            dist.all_reduce(tensor, op=op, group=self._group.process_group)
+
+
+class DataAxis:
+    """The ranks that hold the same stage in pipelines side by side; every method is a collective of theirs.
+
+    Args:
+        group: those ranks; used by nothing else.
+        bookkeeping: the same ranks, for small messages.
+        meter: records the gradients' messages, as group "data".
+    """
+
+    def __init__(self, group: dist.ProcessGroup, bookkeeping: MeteredGroup, meter: Meter) -> None:
+        self._reducer = GradientReducer(group, meter, axis="data")
+        self._bookkeeping = bookkeeping
+
+    def average_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Gives every rank the average of the ranks' gradients; a rank without a gradient counts as zero.
+
+        Parameters without a gradient on any rank keep none.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return
+        mine = torch.tensor([parameter.grad is not None for parameter in trained])
+        anywhere = self._bookkeeping.all_reduce(mine, "max").tolist()
+        gradients = _gradients([parameter for parameter, found in zip(trained, anywhere, strict=True) if found])
+        if any(gradient.is_sparse for gradient in gradients):
+            raise ValueError(
+                "several pipelines side by side do not average sparse gradients; make the embedding with "
+                "sparse=False, or use one pipeline"
+            )
+        for bucket in alike(gradients, full_bytes=_BUCKET_BYTES):
+            apply_flat(self._reducer.average, bucket)
+
+    def share_buffers(self, buffers: list[Tensor]) -> None:
+        """Gives every rank the buffers of the first rank: BatchNorm's statistics."""
+        if buffers:
+            self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
+
+    def close(self) -> None:
+        """Ends the thread that sends gradients."""
+        self._reducer.close()
+
+
+class RemoteGradient(Placeholder):
+    """The gradient of a parameter that another stage holds; only its norms are known.
+
+    So hooks that clip or log by all gradients get on every stage what they get on one device:
+    ``torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)``, ``lightning.pytorch.utilities.grad_norm(self, 2)``, and
+    ``isfinite(gradient).all()``, ``isnan(gradient).any()``, ``isinf(gradient).any()``, which follow from the norms.
+
+    Args:
+        parameter: the placeholder of the parameter.
+        source: what the gradient belongs to, for messages.
         norms: 1-norm, 2-norm and largest absolute value, by their orders; tensors without dimensions.
     """
 
@@ -232,7 +185,7 @@ class RemoteGradient(Placeholder):
         test = _TESTS.get(func)
         if test is None or not isinstance(mine, RemoteGradient) or _LARGEST not in mine.norms:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        # An entry that is not finite makes the largest so. Which one it was, nobody knows: all entries answer alike.
+        # An entry that is not finite makes the largest so. Which entry it is, is unknown: all get the same answer.
         return test(mine.norms[_LARGEST]).to(mine.device).expand(mine.shape)
 
     @classmethod
@@ -268,10 +221,10 @@ class RemoteGradient(Placeholder):
 
 
 class RemoteGradients:
-    """Shows each stage the gradients of the others for a while.
+    """Gives the parameters that other stages hold a :class:`RemoteGradient` for a while.
 
     Args:
-        ownership: which stage holds which parameter.
+        ownership: the stage that holds each parameter.
         sums: over the stages.
     """
 
@@ -283,24 +236,38 @@ class RemoteGradients:
     def shown(self) -> Iterator[None]:
         """Within the block parameters that other stages hold have a gradient, if they have one there.
 
-        Entering is a collective of the pipeline: 4 numbers a parameter are summed.
+        Entering is a collective of the pipeline: 4 numbers for each parameter are summed.
         """
         shown: list[Parameter] = []
-        everything = [h for h in self._ownership.holdings if isinstance(h.tensor, Parameter)]
-        own = torch.zeros(len(everything), 1 + len(_ORDERS), dtype=torch.float64)
-        for row, holding in zip(own, everything, strict=True):
-            gradient = holding.tensor.grad
-            if gradient is not None:  # what several stages hold has one on each, and no stage asks for its norms
+        parameters = [(h.name, h.tensor) for h in self._ownership.holdings if isinstance(h.tensor, Parameter)]
+        own = torch.zeros(len(parameters), 1 + len(_ORDERS), dtype=torch.float64)
+        for row, (_, parameter) in zip(own, parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None:  # every stage has the gradients of common parameters, and needs no norms of them
                 values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                row.copy_(torch.stack([torch.ones(()), *(torch.linalg.vector_norm(values, o).cpu() for o in _ORDERS)]))
-        for row, holding in zip(self._sums.total(own), everything, strict=True):
-            parameter = holding.tensor
-            if row[0] and isinstance(parameter, Placeholder) and isinstance(parameter, Parameter):
-                norms = dict(zip(_ORDERS, row[1:], strict=True))
-                parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms)
+                norms = [torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS]
+                row.copy_(torch.stack([torch.ones(()), *norms]))
+        for row, (name, parameter) in zip(self._sums.total(own), parameters, strict=True):
+            if row[0] and isinstance(parameter, Placeholder):
+                norms_of = dict(zip(_ORDERS, row[1:], strict=True))
+                parameter.grad = RemoteGradient(parameter, _SOURCE.format(name), norms_of)
                 shown.append(parameter)
         try:
             yield
         finally:
             for parameter in shown:
                 parameter.grad = None
+
+
+def _kind(parameter: Parameter) -> int:
+    if parameter.grad is None:
+        return _NONE
+    return _SPARSE if parameter.grad.is_sparse else _DENSE
+
+
+def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
+    """The gradients of the parameters; a parameter without one gets zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,22 +1,21 @@
-"""Runs one stage's part of a step, by standing in the way of the layers while the user's own code calls them.
+"""Layer interception: runs one stage's part of a step by patching each layer's forward.
 
-The step runs from its beginning on every stage. Layers of earlier stages do nothing and return stand-ins; the first
-layer of this stage gets what was received in their place; behind its last layer the stage leaves the step, or, on
-the last stage, the rest of the step runs and returns the loss::
+Every stage runs the user's step from its beginning. Layers of earlier stages compute nothing and return placeholders.
+The first layer of this stage gets the received tensors in their place. After its last layer the stage ends the step;
+on the last stage the rest of the step runs and returns the loss::
 
-    stage 0        embed -> [0] -> [1] -> leaves
-    stage 1        embed ->  0  ->  1  -> [2] -> [3] -> leaves             [ ] computed, otherwise passed by
+    stage 0        embed -> [0] -> [1] -> end
+    stage 1        embed ->  0  ->  1  -> [2] -> [3] -> end                [ ] computed, otherwise skipped
     stage 2        embed ->  0  ->  1  ->  2  ->  3  -> [4] -> head -> loss
 
-This is right only if each layer's input is the previous layer's output. So every call on every stage is checked for
-that, and anything else is refused.
+This is correct only if each layer's input is the previous layer's output. Every call on every stage is checked for
+that, and any other use of the layers raises.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,14 +32,22 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors within nested containers, in order."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
+    """The tensors within nested containers, in order.
+
+    As ``torch.utils._pytree``, but fast for tuples, lists and dictionaries: it runs at every layer call.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    exact = type(value)
+    if exact is tuple or exact is list:
+        return [tensor for entry in value for tensor in tensors_of(entry)]
+    if exact is dict:
+        return [tensor for entry in value.values() for tensor in tensors_of(entry)]
+    return [] if exact in _PLAIN else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """Nested containers with every object of ``kind`` replaced by what ``function`` returns for it."""
+    """Nested containers with every object of ``kind`` replaced by what ``function`` returns for it; fast likewise."""
     if isinstance(value, kind):
         return function(value)
     exact = type(value)
@@ -53,39 +60,22 @@ def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
     return tree_map_only(kind, function, value)
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-        return
-    exact = type(value)
-    if exact is tuple or exact is list:
-        for entry in value:
-            _collect(entry, found)
-    elif exact is dict:
-        for entry in value.values():
-            _collect(entry, found)
-    elif exact not in _PLAIN:
-        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 @dataclass(frozen=True)
 class Slot:
-    """The place of tensor ``index`` in a container that travels without its tensors."""
+    """The place of tensor ``index`` in a container that is sent without its tensors."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What one layer hands to the next: nested containers with slots, and the tensors that belong there."""
+class Activations:
+    """The output of a layer as it is sent: nested containers with slots, and the tensors that belong there."""
 
     structure: Any
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, output: Any) -> Carried:
-        if isinstance(output, Tensor):
-            return cls(Slot(0), (output,))
+    def of(cls, output: Any) -> Activations:
         tensors: list[Tensor] = []
 
         def take(tensor: Tensor) -> Slot:
@@ -95,8 +85,8 @@ class Carried:
         return cls(map_only(Tensor, take, output), tuple(tensors))
 
 
-class _Left(BaseException):
-    """Thrown through the user's step when the stage's last layer has run; no ``except Exception`` stops it."""
+class _StageEnd(BaseException):
+    """Raised through the user's step after the stage's last layer; no ``except Exception`` catches it."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -104,14 +94,14 @@ class _Left(BaseException):
 
 
 class LayerInterception:
-    """One stage's way through a chain.
+    """Runs the layers of one stage within the user's step, and skips those of the other stages.
 
     Args:
-        chain: all layers.
-        start, stop: this stage's layers are ``[start, stop)``.
-        begin_part: called with 0 before the step, with 1 + i before this stage's layer i and with 1 + n behind the
-            last of n layers: the points at which a random state begins.
-        run_layer: called with i, this stage's layer i's forward and its arguments, to run it.
+        chain: all layers of the pipeline.
+        start, stop: the stage has the layers ``[start, stop)``.
+        begin_part: called where a new random state begins: with 0 before the step, with 1 + i before layer i of this
+            stage, and with 1 + n after the last of n layers.
+        run_layer: called as ``run_layer(i, forward, args, kwargs)`` to run layer i of this stage.
     """
 
     def __init__(
@@ -127,82 +117,67 @@ class LayerInterception:
         self.stop = stop
         self._begin_part = begin_part
         self._run_layer = run_layer
-        self._receive: Callable[[], Carried] | None = None
+        self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._next = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._previous: list[tuple[Tensor, int]] = []
         self._incoming: dict[int, int] = {}
-        self._arrived: Carried | None = None
-        self._passed: Any = None
+        self._arrived: Activations | None = None
+        self._skipped: Any = None
 
     @property
     def is_last(self) -> bool:
         return self.stop == len(self.chain)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the step that is being run has passed the last layer, which only the last stage's does."""
+    def is_past_chain(self) -> bool:
+        """Whether the running step has passed the last layer, which happens on the last stage only."""
         return self._next == len(self.chain)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within the block the layers are called through this walk."""
-        before = [layer.__dict__.get("forward") for layer in self.chain.layers]
-        for index, layer in enumerate(self.chain.layers):
-            layer.__dict__["forward"] = functools.partial(self._call, index, layer.forward)
-        try:
-            with self.chain.entered():
-                yield
-        finally:
-            for layer, forward in zip(self.chain.layers, before, strict=True):
-                if forward is None:
-                    del layer.__dict__["forward"]
-                else:
-                    layer.__dict__["forward"] = forward
+    def installed(self) -> AbstractContextManager[None]:
+        """Intercepts the calls of the layers within the block."""
+        return self.chain.intercepted(self._call)
 
-    def take(self, start: int, stop: int) -> None:
-        """Goes on with another stage of this rank."""
+    def select(self, start: int, stop: int) -> None:
+        """Continues with another stage of this rank."""
         self.start, self.stop = start, stop
 
     def run(
         self,
         step: Callable[[], Any],
-        receive: Callable[[], Carried] | None,
+        receive: Callable[[], Activations] | None,
         values: Callable[[], tuple[Tensor, ...]] | None = None,
     ) -> tuple[bool, Any]:
-        """Runs ``step`` as far as this stage goes; within :meth:`installed`.
+        """Runs ``step`` as far as this stage goes; call it within :meth:`installed`.
 
         Args:
             step: the user's step.
-            receive: gives what the previous stage has sent; called once the step has reached the chain. None on the
+            receive: returns what the previous stage has sent; called once the step has reached the chain. None on the
                 first stage.
-            values: gives the tensors of that with their values; called as this stage's first layer needs them, so that
-                what comes before it does not wait. None where ``receive`` gives the values too.
+            values: returns the tensors of ``receive()`` with their values; called just before this stage's first layer
+                runs, so that the step does not wait earlier. None if ``receive`` returns the values already.
 
         Returns:
-            Whether the step was left, and what the stage's last layer returned; else what the step returned.
+            True and the output of the stage's last layer; or, on the last stage, False and what the step returned.
 
         Raises:
             PipelineError: the layers are not used as a chain, or a result needs values of another stage.
         """
         self._receive, self._values = receive, values
         self._next = 0
-        self._previous = []
-        self._incoming = {}
-        self._arrived = None
         self._begin_part(0)
         try:
             result = step()
-        except _Left as left:
-            return True, left.output
+        except _StageEnd as end:
+            return True, end.output
         finally:
-            reached = self._next
-            self._previous = []
-            self._incoming = {}
-            self._arrived = self._passed = None
-        if 0 < reached < len(self.chain):
+            self._forget()
+        if 0 < self._next < len(self.chain):
             raise PipelineError(
-                f"the step ended behind layer {self._name(reached - 1)} without running {self._name(reached)}: "
+                f"the step ended behind layer {self._name(self._next - 1)} without running {self._name(self._next)}: "
                 "every step must run all layers of the split part"
             )
         lost = first_placeholder(result)
@@ -213,13 +188,13 @@ class LayerInterception:
             )
         return False, result
 
-    def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_order(index)
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
         self._next = index + 1
         if index < self.start:
-            return self._pass_by(index)
+            return self._skip(index)
         arriving = self._incoming if index == self.start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         if missing is not None:
@@ -234,17 +209,17 @@ class LayerInterception:
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
         output = self._run_layer(index, forward, args, kwargs)
         if index == self.stop - 1 and not self.is_last:
-            raise _Left(output)
+            raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
         self._remember(output)
         return output
 
-    def _pass_by(self, index: int) -> Any:
-        """The output of a layer of an earlier stage: what will be received, without its values.
+    def _skip(self, index: int) -> Any:
+        """The output of a layer of an earlier stage: placeholders for what is received.
 
-        All but the last of these layers return the same stand-ins, which take time to make: whether they are called one
-        after the other, the stages see that compute them.
+        Placeholders take time to make, so all skipped layers but the last return the same ones: the stages that compute
+        these layers check the order of their calls.
         """
         if self._arrived is None:
             assert self._receive is not None
@@ -252,10 +227,10 @@ class LayerInterception:
         if not self._previous or index == self.start - 1:
             source = f"the output of layer {self._name(index)}"
             placeholders = [Placeholder(tensor, source, fixed=True) for tensor in self._arrived.tensors]
-            self._passed = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
+            self._skipped = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
             self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
-            self._remember(self._passed)
-        return self._passed
+            self._remember(self._skipped)
+        return self._skipped
 
     def _remember(self, output: Any) -> None:
         self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]
@@ -263,12 +238,12 @@ class LayerInterception:
     def _check_order(self, index: int) -> None:
         if index == self._next:
             return
-        if index == 0 and self._next == len(self.chain):
+        if index == 0 and self.is_past_chain:
             raise PipelineError(
                 f"the step runs the split part {self.chain.name!r} twice, and a pipeline can run it once a step: keep "
                 "the result of the first call, or split another part with module="
             )
-        expected = self._name(self._next) if self._next < len(self.chain) else "no further layer"
+        expected = "no further layer" if self.is_past_chain else self._name(self._next)
         raise PipelineError(
             f"the step calls {self._name(index)} where {expected} was due: the layers of {self.chain.name!r} must run "
             "one after the other, each once; name another part with module="
@@ -296,5 +271,5 @@ class LayerInterception:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often the tensor was written into; not known of tensors that were made in inference mode."""
+    """How many times the tensor was written in place; 0 for tensors made in inference mode, which do not count it."""
     return 0 if tensor.is_inference() else tensor._version

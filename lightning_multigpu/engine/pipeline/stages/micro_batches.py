@@ -1,4 +1,9 @@
-"""A batch cut into micro-batches along its samples, and what each of them counts for."""
+"""Micro-batches: parts of a batch along its samples, their weights, and whether their losses add up.
+
+With weights w and losses l of the micro-batches, the loss of a batch is sum(w l). That equals the loss of the whole
+batch if the loss is a mean or a sum over what the weights count. No weights fit if the loss compares the samples of a
+batch with each other.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,13 @@ from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 
 _HASHED_BYTES = 1 << 20
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-5}
+_TOLERANCE_TF32 = 1e-3
+_TOLERANCE_HALF = 2e-2
 
 
 def num_micro_batches_of(batch: Any, wanted: int) -> int:
-    """``wanted``, or the batch's samples where they are fewer; 1 where no samples can be seen."""
+    """``wanted``, at most the number of samples in the batch; 1 if no samples are found."""
     size = leading_size(batch)
     return max(1, min(wanted, size)) if size is not None else 1
 
@@ -27,11 +35,11 @@ def num_micro_batches_of(batch: Any, wanted: int) -> int:
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
     """The batch in ``num_parts`` parts whose sizes differ by 1 at most, larger ones first; views, not copies.
 
-    Tensors are cut along their first dimension, and so are lists that hold one entry a sample. Numbers, strings, None
-    and tensors without dimensions go to every part.
+    Tensors are cut along their first dimension, and lists of tensorless entries if they have one entry for each sample.
+    Numbers, strings, None and tensors without dimensions go to every part.
 
     Raises:
-        ValueError: a tensor has another first dimension than the batch has samples, or an object cannot be cut.
+        ValueError: the first dimension of a tensor is not the number of samples, or an object cannot be cut.
     """
     if num_parts == 1:
         return [batch]
@@ -42,22 +50,22 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
 
 
 def first_part(batch: Any, wanted: int) -> Any:
-    """The first of ``wanted`` parts, or of as many as there are samples, in memory of its own.
+    """The first of ``wanted`` parts, or of as many as there are samples, copied.
 
-    What is kept of a view counts as all of the memory that it looks at, which is the whole batch.
+    A view would keep the whole batch in memory.
     """
     part = split_batch(batch, num_micro_batches_of(batch, wanted))[0]
     return _cloned(part)
 
 
 def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[float]:
-    """What each part's loss is multiplied by so that the sum is the loss of the whole batch.
+    """The weight of each part's loss in the loss of the whole batch.
 
-    For losses that are means over samples a part of n of N samples counts n/N; for sums, 1; for a function, its value
-    for the part divided by the sum over all parts. Where that sum is 0 all parts count alike.
+    For means over samples a part of n of N samples has the weight n/N; for sums, 1; for a function, its value for the
+    part divided by the sum over all parts. If that sum is 0, all parts have equal weights.
 
     Raises:
-        ValueError: a weight that the function returns is negative or not finite.
+        ValueError: the function returns a value that is negative or not finite.
     """
     if loss_reduction == "sum":
         return [1.0] * len(parts)
@@ -75,17 +83,85 @@ def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[floa
     return [weight / total if total else 1 / len(parts) for weight in weights]
 
 
+def combined_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The loss of a batch, of the shape of each micro-batch's.
+
+    A micro-batch of weight 0 is left out: its loss is a mean over nothing, which is NaN.
+    """
+    total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def relative_tolerance(dtypes: Sequence[torch.dtype], device_type: str) -> float:
+    """The relative difference of two losses that rounding explains.
+
+    Args:
+        dtypes: of all tensors that take part; the coarsest counts.
+        device_type: on "cuda" float32 may pass through TF32, which has ten bits of mantissa.
+    """
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    if coarsest == torch.float32 and device_type == "cuda":
+        return _TOLERANCE_TF32
+    return _TOLERANCES.get(coarsest, _TOLERANCE_HALF)
+
+
+def relative_difference(whole: float, losses: Sequence[float], weights: Sequence[float]) -> float:
+    """The relative difference between the loss of a whole batch and the sum over its micro-batches; may be NaN.
+
+    It is relative to the loss or to the sum of the parts' magnitudes, whichever is larger: parts may cancel.
+    """
+    parts = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    difference = abs(whole - sum(parts))
+    if difference == 0 or math.isnan(difference):
+        return difference
+    return difference / max(abs(whole), sum(abs(part) for part in parts))
+
+
+def disagreement(
+    whole: float, losses: Sequence[float], weights: Sequence[float], samples: Sequence[int], *, given: str, rtol: float
+) -> str | None:
+    """A message if the losses of micro-batches do not add up to the loss of their batch; None if they do.
+
+    Args:
+        whole: the loss of the batch as a whole.
+        losses, weights, samples: of each micro-batch.
+        given: the loss reduction that the weights come from, for the message: "mean", "sum" or a function's name.
+        rtol: the relative difference that rounding explains.
+    """
+    difference = relative_difference(whole, losses, weights)
+    if difference <= rtol:
+        return None
+    combined = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    known = {"sum": [1.0] * len(losses), "mean": [size / sum(samples) for size in samples]}
+    fitting = [
+        name for name, known_weights in known.items() if relative_difference(whole, losses, known_weights) <= rtol
+    ]
+    fix = (
+        "If it is a mean over something else than samples, pass loss_reduction=a function that gets a batch and "
+        "returns what it counts for (the number of targets that are not ignored, for example). A loss that compares "
+        "samples of a batch with each other cannot be cut: pass num_micro_batches=1"
+    )
+    if fitting:
+        fix = f"With loss_reduction={fitting[0]!r} both agree; pass that"
+    return (
+        f"the loss of the first batch is {whole:.10g} as a whole, and {combined:.10g} in {len(losses)} micro-batches "
+        f"under loss_reduction={given} (relative difference {difference:.2g}, rounding explains {rtol:.0e}): training "
+        f"would follow other gradients than one device's. {fix}"
+    )
+
+
 def signature_of(batch: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of the tensors of a batch, in order."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(batch))
 
 
 def checksum_of(batch: Any) -> int:
-    """A number that tells different batches apart; of each tensor about 1 MiB is looked at."""
+    """A checksum of the batch's shapes, dtypes, and about 1 MiB of each tensor."""
     checksum = zlib.crc32(repr(signature_of(batch)).encode())
     for tensor in tensors_in(batch):
         flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() * flat.element_size() // _HASHED_BYTES)
+        step = max(1, flat.nbytes // _HASHED_BYTES)
         sample = flat[::step].contiguous().cpu().view(torch.uint8)
         checksum = zlib.crc32(sample.numpy().tobytes(), checksum)
     return checksum
@@ -141,7 +217,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _rebuilt(value: Any, change: Callable[[Any, str], Any]) -> Any:
-    """A container like ``value``; ``change`` is called with each entry and its place and returns the new one.
+    """A container like ``value``; ``change`` is called with each entry and its place and returns the new entry.
 
     A dataclass is copied, so that its ``__init__`` and ``__post_init__`` do not run again.
     """
@@ -155,77 +231,3 @@ def _rebuilt(value: Any, change: Callable[[Any, str], Any]) -> Any:
     for field in fields(value):
         object.__setattr__(new, field.name, change(getattr(value, field.name), f".{field.name}"))
     return new
-
-
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-5}
-_TOLERANCE_TF32 = 1e-3
-_TOLERANCE_HALF = 2e-2
-
-
-def combined_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of a batch, of the shape of each micro-batch's.
-
-    A micro-batch of weight 0 is left out: its loss is a mean over nothing, which is NaN.
-    """
-    total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    assert isinstance(total, Tensor)
-    return total
-
-
-def relative_tolerance(dtypes: Sequence[torch.dtype], device_type: str) -> float:
-    """How far losses may be apart through rounding alone, relative to their size.
-
-    Args:
-        dtypes: of everything that takes part; the coarsest one counts.
-        device_type: on "cuda" float32 may pass through TF32, which has ten bits of mantissa.
-    """
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    if coarsest == torch.float32 and device_type == "cuda":
-        return _TOLERANCE_TF32
-    return _TOLERANCES.get(coarsest, _TOLERANCE_HALF)
-
-
-def relative_difference(whole: float, losses: Sequence[float], weights: Sequence[float]) -> float:
-    """Between the loss of a batch as a whole and what its micro-batches add up to; NaN if the latter is NaN.
-
-    Relative to the larger of the loss and the sum of the parts' magnitudes: parts may cancel each other out.
-    """
-    parts = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
-    difference = abs(whole - sum(parts))
-    if difference == 0 or math.isnan(difference):
-        return difference
-    return difference / max(abs(whole), sum(abs(part) for part in parts))
-
-
-def disagreement(
-    whole: float, losses: Sequence[float], weights: Sequence[float], samples: Sequence[int], *, given: str, rtol: float
-) -> str | None:
-    """Why the losses of a batch's micro-batches must not be added up with these weights; None if they may.
-
-    Args:
-        whole: the loss of the batch as a whole.
-        losses, weights, samples: of each micro-batch.
-        given: the loss reduction that the weights come from, for the message: "mean", "sum" or a function's name.
-        rtol: the relative difference that rounding explains.
-    """
-    difference = relative_difference(whole, losses, weights)
-    if difference <= rtol:
-        return None
-    combined = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    return (
-        f"the loss of the first batch is {whole:.10g} as a whole, and {combined:.10g} in {len(losses)} micro-batches "
-        f"under loss_reduction={given} (relative difference {difference:.2g}, rounding explains {rtol:.0e}): training "
-        f"would follow other gradients than one device's. {_fix(whole, losses, samples, rtol)}"
-    )
-
-
-def _fix(whole: float, losses: Sequence[float], samples: Sequence[int], rtol: float) -> str:
-    weights = {"sum": [1.0] * len(losses), "mean": [size / sum(samples) for size in samples]}
-    fitting = [name for name, known in weights.items() if relative_difference(whole, losses, known) <= rtol]
-    if fitting:
-        return f"With loss_reduction={fitting[0]!r} both agree; pass that"
-    return (
-        "If it is a mean over something else than samples, pass loss_reduction=a function that gets a batch and "
-        "returns what it counts for (the number of targets that are not ignored, for example). A loss that compares "
-        "samples of a batch with each other cannot be cut: pass num_micro_batches=1"
-    )

@@ -1,8 +1,8 @@
-"""Layers whose intermediate results are not kept for backward, but computed again when it needs them.
+"""Activation checkpointing: layers whose intermediate results are not saved, but computed again in backward.
 
-What is kept of such a layer is its input, so that a stage's memory grows with the number of its layers, not with what
-is inside them; the price is one more forward pass (T. Chen et al., 2016, "Training deep nets with sublinear memory
-cost", section 4). ``torch.utils.checkpoint`` does the work; what a pipeline adds is below.
+Only the input of such a layer is saved, so a stage's memory grows with the number of its layers, not with their inside;
+the price is one more forward pass (T. Chen et al., 2016, "Training deep nets with sublinear memory cost", section 4).
+``torch.utils.checkpoint`` does the work; this module adds what a pipeline needs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.stages.layer_interception import map_only
 
 
 def recomputed(
@@ -28,19 +29,19 @@ def recomputed(
     kwargs: dict[str, Any],
     set_random_state: Callable[[], None],
 ) -> Any:
-    """What ``forward(*args, **kwargs)`` returns; its backward runs ``forward`` again.
+    """Returns ``forward(*args, **kwargs)``, whose backward pass runs ``forward`` again.
 
-    The second run draws the same random numbers, sees the same default dtype, takes an input that an operation in
-    place has not changed, and does not count its batch in BatchNorm's statistics. Other buffers that a layer changes in
-    its forward pass are changed twice.
+    The second run draws the same random numbers, has the same default dtype, takes an input that no operation in place
+    has changed, and does not count its batch in BatchNorm's statistics. Other buffers that a layer changes in its
+    forward pass are changed twice.
 
     Args:
-        layer: whose forward pass it is.
-        forward: the layer's own.
-        set_random_state: puts random states where they were when the layer began.
+        layer: the layer.
+        forward: its own forward.
+        set_random_state: sets the random states at the beginning of the layer.
 
     Raises:
-        PipelineError: the layer has changed its input in place without saying so by an attribute ``inplace``.
+        PipelineError: the layer has changed its input in place, and has no attribute ``inplace`` that says so.
     """
     dtype = torch.get_default_dtype()
     ran = False
@@ -52,17 +53,17 @@ def recomputed(
             ran = True
             return forward(*args, **kwargs)
         set_random_state()
-        with _default_dtype(dtype), _kept_statistics(layer):
+        with _default_dtype(dtype), _preserved_statistics(layer):
             return forward(*args, **kwargs)
 
-    leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors to keep in the outermost arguments only
+    leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in inputs]
-    # torch would bring back its own random states only; a layer may draw Python's as well.
+    # torch would restore its own random states only; a layer may draw Python's as well.
     output = checkpoint(
         lambda *kept: run(*tree_unflatten(kept, structure)), *leaves, use_reentrant=False, preserve_rng_state=False
     )
-    # torch itself notices this in backward, and not at all where hooks on saved tensors are in use.
+    # torch notices this in backward, and not at all while hooks on saved tensors are in use.
     if [tensor._version for tensor in inputs] != versions:
         raise PipelineError(
             f"a {type(layer).__name__} changes its input in place, and activation_checkpointing would compute it again "
@@ -72,26 +73,26 @@ def recomputed(
 
 
 def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments, as copies where it says that it works in place."""
+    """The layer's arguments, copied if an attribute of the layer says that it works in place."""
     if any(getattr(part, "inplace", False) for part in layer.modules()):
-        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        args, kwargs = map_only(Tensor, torch.clone, (args, kwargs))
     return args, kwargs
 
 
 def layers_of(chain: Chain, choice: bool | Sequence[str | type]) -> frozenset[int]:
-    """The indices of the layers that ``activation_checkpointing=choice`` means.
+    """The indices of the layers that ``activation_checkpointing=choice`` selects.
 
     Args:
         choice: all or none; or classes, names of classes ("Block") and names of layers ("blocks.3").
 
     Raises:
-        ValueError: an entry means no layer; the message lists what there is.
+        ValueError: an entry selects no layer; the message lists the layers.
     """
     if isinstance(choice, bool):
         return frozenset(range(len(chain))) if choice else frozenset()
     found: set[int] = set()
     for entry in choice:
-        matching = {index for index in range(len(chain)) if _is_meant(chain, index, entry)}
+        matching = {index for index in range(len(chain)) if _matches(chain, index, entry)}
         if not matching:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in chain.layers}))
             name = entry.__name__ if isinstance(entry, type) else repr(entry)
@@ -104,7 +105,7 @@ def layers_of(chain: Chain, choice: bool | Sequence[str | type]) -> frozenset[in
     return frozenset(found)
 
 
-def _is_meant(chain: Chain, index: int, entry: str | type) -> bool:
+def _matches(chain: Chain, index: int, entry: str | type) -> bool:
     if isinstance(entry, str):
         return entry in (type(chain.layers[index]).__name__, chain.layer_name(index))
     return isinstance(chain.layers[index], entry)
@@ -121,8 +122,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_statistics(layer: Module) -> Iterator[None]:
-    """Within the block BatchNorm's running statistics are copies."""
+def _preserved_statistics(layer: Module) -> Iterator[None]:
+    """Lets BatchNorm update copies of its running statistics within the block."""
     norms = [part for part in layer.modules() if part._buffers.get("num_batches_tracked") is not None]
     before = [dict(norm._buffers) for norm in norms]
     for norm in norms:

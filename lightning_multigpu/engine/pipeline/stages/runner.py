@@ -1,33 +1,27 @@
-"""Runs a user's step through a pipeline: micro-batches in the order of a schedule, or a whole batch forward only."""
+"""Pipeline runner: runs a user's step in micro-batches by a schedule, or on a whole batch forward only."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
-from lightning_multigpu.engine.pipeline.stages.schedules import InOrder, Schedule, TorchSchedules
+from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
-from lightning_multigpu.planning.schedule_order import regime_of
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
-"""Those that take several stages a rank."""
+from lightning_multigpu.planning.schedule_order import ScheduleName, executed_schedule
 
 
 class PipelineRunner:
@@ -42,33 +36,31 @@ class PipelineRunner:
     Args:
         chain: all layers.
         bounds: the layers ``[start, stop)`` of each stage; the rank at position p of P has the stages p, P + p...
-        line: to the other ranks.
+        group: the ranks of the pipeline.
         device: where this rank computes.
-        meter: told of what travels.
-        schedule: the order of the micro-batches' forward and backward passes. Where the micro-batches are too few for
-            it, or no multiple of what it needs, all run forward first and then backward, which computes the same.
-        parameters: gives those that this rank holds.
-        recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward comes in
+        schedule: the order of the micro-batches' forward and backward passes. If there are too few micro-batches for
+            it, or no multiple of the number that it needs, all run forward first and then backward, with equal results.
+        parameters: returns the parameters that this rank holds.
+        recorder: records what this rank does.
+        recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
-        recorder: notes what this rank does; by default one that takes no tensor for a buffer.
     """
 
     def __init__(
         self,
         chain: Chain,
         bounds: Sequence[tuple[int, int]],
-        line: PipelineGroup,
+        group: PipelineGroup,
         device: torch.device,
-        meter: Meter,
         *,
         schedule: ScheduleName,
         parameters: Callable[[], list[Parameter]],
+        recorder: Recorder,
         recompute: Collection[int] = (),
-        recorder: Recorder | None = None,
     ) -> None:
-        self.line = line
-        self.position = dist.get_rank(line.group)
-        self.recorder = recorder or Recorder(meter, device, parameters)
+        self.group = group
+        self.position = dist.get_rank(group.process_group)
+        self.recorder = recorder
         self._device = device
         self._schedule = schedule
         self._bounds = bounds
@@ -76,31 +68,30 @@ class PipelineRunner:
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
-        self._walk = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer)
+        self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer)
         self.stages = [
             Stage(
-                functools.partial(self._compute, index // line.num_ranks),
+                functools.partial(self._compute, index // group.num_ranks),
                 parameters,
                 index,
                 len(bounds),
-                line,
+                group,
                 device,
-                meter,
-                self.recorder,
+                recorder,
             )
-            for index in range(self.position, len(bounds), line.num_ranks)
+            for index in range(self.position, len(bounds), group.num_ranks)
         ]
         own = [bounds[stage.index] for stage in self.stages]
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
-        # An operation in place must not overwrite what was received: its gradient is wanted.
+        # An operation in place must not overwrite a received tensor, whose gradient is needed.
         self._clones_input = {
             stage.index: any(getattr(part, "inplace", False) for part in chain.layers[bounds[stage.index][0]].modules())
             for stage in self.stages
         }
-        self._order: Schedule = (
-            TorchSchedules(self.stages, line.group, device, schedule)
-            if line.in_batches
-            else InOrder(self.stages, self.position, line.num_ranks, schedule)
+        self._order = (
+            TorchSchedules(self.stages, group.process_group, device, schedule)
+            if group.in_batches
+            else PassesInOrder(self.stages, self.position, group.num_ranks, schedule)
         )
         self._kinds: set[Any] = set()
         self._step: Callable[[int], Any] = lambda micro_batch: None
@@ -111,27 +102,27 @@ class PipelineRunner:
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
-        return self.position == self.line.num_ranks - 1
+        return self.position == self.group.num_ranks - 1
 
     @property
-    def is_behind_chain(self) -> bool:
-        """Whether the step that is being run has left all layers behind: what it does now, no other stage waits for."""
-        return self._walk.is_behind
+    def is_past_chain(self) -> bool:
+        """Whether the running step has passed all layers, so that no other stage waits for this one."""
+        return self._layers.is_past_chain
 
     def train(
         self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]
     ) -> list[Tensor]:
-        """Forward and backward of all micro-batches; gradients are added to those that are there.
+        """Runs all micro-batches forward and backward, and adds to the gradients.
 
         Args:
             step: runs the user's step on micro-batch m and returns its loss.
-            kinds: of each micro-batch, something hashable: equal kinds have equal shapes. The same on all stages.
-            scales: what each micro-batch's loss is multiplied by before its backward. One of 0 has no gradients at all,
-                also where its loss is NaN.
+            kinds: a hashable value of each micro-batch; equal values mean equal shapes. The same on all stages.
+            scales: each micro-batch's loss is multiplied by its scale before backward. A micro-batch of scale 0 has no
+                gradients, also if its loss is NaN.
             seed: of the step; the same on all stages, different for every step.
 
         Returns:
-            On the last stage the unscaled losses of the micro-batches in order, else nothing.
+            On the last stage the unscaled losses of the micro-batches in order, elsewhere an empty list.
 
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
@@ -140,7 +131,7 @@ class PipelineRunner:
         groups = self._groups(kinds)
         with (
             preserved_random_state(self._device),
-            self._walk.installed(),
+            self._layers.installed(),
             self.recorder.step(len(kinds), together=len(groups) == 1),
         ):
             for group in groups:
@@ -155,21 +146,21 @@ class PipelineRunner:
             Whether the rest of the step runs on later stages; if not, what the step returned.
         """
         self._seed = seed
-        before = (self.position - 1) % self.line.num_ranks
-        with preserved_random_state(self._device), self._walk.installed():
+        previous, following = ((self.position + offset) % self.group.num_ranks for offset in (-1, 1))
+        with preserved_random_state(self._device), self._layers.installed():
             for stage in self.stages:
-                self._walk.take(*self._bounds[stage.index])
-                receive = functools.partial(self.line.receive_carried, before, self._device)
-                left, output = self._walk.run(step, None if stage.is_first else receive)
-                if not left:
+                self._layers.select(*self._bounds[stage.index])
+                receive = functools.partial(self.group.receive_activations, previous, self._device)
+                ended, output = self._layers.run(step, None if stage.is_first else receive)
+                if not ended:
                     return False, output
-                self.line.send_carried(Carried.of(output), (self.position + 1) % self.line.num_ranks)
+                self.group.send_activations(Activations.of(output), following)
         return True, None
 
     def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
-        """Micro-batches that run together: the first ones of a new kind go alone, their headers travel ahead.
+        """Micro-batches that run together: the first of each new kind runs alone, and its headers are sent ahead.
 
-        In a running schedule a stage that waits for a header would keep back the gradients that the sender waits for.
+        Within a schedule a stage that waits for a header would hold back the gradients that the sender waits for.
         """
         groups: list[list[int]] = []
         others: list[int] = []
@@ -187,7 +178,7 @@ class PipelineRunner:
         # All at once: between two layers, whose work has emptied the caches, each takes several times as long.
         self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
         count = len(micro_batches)
-        alternates = regime_of(self._schedule, self.line.num_ranks, count) == "1f1b"
+        alternates = executed_schedule(self._schedule, self.group.num_ranks, count) == "1f1b"
         for stage in self.stages:
             stage.begin(kinds, alternates=alternates)
         try:
@@ -198,25 +189,24 @@ class PipelineRunner:
         for stage in self.stages:
             stage.end()
 
-    def _compute(self, number: int, chunk: int) -> Carried | Tensor:
-        """A forward pass of one of this rank's stages: its output, on the last stage the scaled loss."""
+    def _compute(self, number: int, chunk: int) -> Activations | Tensor:
+        """A forward pass of one of this rank's stages; returns its output, on the last stage the scaled loss."""
         stage, micro_batch = self.stages[number], self._micro_batches[chunk]
-        receive = functools.partial(stage.expected, chunk)
         step_seed, self._seed = self._seed, (*self._seed, micro_batch)
-        self._walk.take(*self._bounds[stage.index])
+        self._layers.select(*self._bounds[stage.index])
         try:
-            left, result = self._walk.run(
+            ended, result = self._layers.run(
                 functools.partial(self._step, micro_batch),
-                None if stage.is_first else receive,
+                None if stage.is_first else functools.partial(stage.expected, chunk),
                 functools.partial(self._arrived, stage, chunk),
             )
         finally:
             self._seed = step_seed
-        if left:
-            carried = Carried.of(result)
+        if ended:
+            output = Activations.of(result)
             if self._schedule == "zero_bubble":  # which detaches outputs in place, and cannot do so with views
-                carried = replace(carried, tensors=tuple(t.clone() if t._is_view() else t for t in carried.tensors))
-            return carried
+                output = replace(output, tensors=tuple(t.clone() if t._is_view() else t for t in output.tensors))
+            return output
         if not stage.is_last:
             raise PipelineError("training_step returned without running the split part; every step must run it")
         if not (isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad):

@@ -1,9 +1,9 @@
-"""Runs a rank's stages through a step: the passes in the schedule's order."""
+"""Schedules: run the passes of a rank's stages in the schedule's order, either one by one or by torch's schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import Module
 
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.planning.schedule_order import Regime, Work, regime_of, schedule_orders
+from lightning_multigpu.planning.schedule_order import ExecutedSchedule, Work, executed_schedule, schedule_orders
 
-_TORCH: dict[Regime, Any] = {
+_TORCH: dict[ExecutedSchedule, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "breadth_first": ScheduleLoopedBFS,
@@ -30,14 +30,8 @@ _TORCH: dict[Regime, Any] = {
 }
 
 
-class Schedule(Protocol):
-    """Of the stages of one rank, which have begun a step of so many micro-batches."""
-
-    def run(self, num_micro_batches: int) -> None: ...
-
-
-class InOrder:
-    """One pass after the other, for stages that post their messages themselves: each waits just for what it needs.
+class PassesInOrder:
+    """Runs one pass after the other, for stages that post their messages themselves and wait only for what they use.
 
     The receives of the next pass are posted before a pass begins, so that they are filled meanwhile.
 
@@ -56,6 +50,7 @@ class InOrder:
         self._orders: dict[int, list[Work]] = {}
 
     def run(self, num_micro_batches: int) -> None:
+        """Runs a step of so many micro-batches, which the stages have begun."""
         order = self._order(num_micro_batches)
         apart = any(work.kind == "weight" for work in order)
         for work, following in zip(order, [*order[1:], None], strict=True):
@@ -78,7 +73,7 @@ class InOrder:
 
 
 class TorchSchedules:
-    """torch's own, which post messages in batches and wait for them, as NCCL needs it.
+    """torch's own schedules, which post messages in batches and wait for them, as NCCL needs it.
 
     Two ranks that send to each other would otherwise both wait.
 
@@ -96,11 +91,12 @@ class TorchSchedules:
         self._made: dict[tuple[Any, int], Any] = {}
 
     def run(self, num_micro_batches: int) -> None:
-        cls = _TORCH[regime_of(self._schedule, self._num_ranks, num_micro_batches)]
+        """Runs a step of so many micro-batches, which the stages have begun."""
+        cls = _TORCH[executed_schedule(self._schedule, self._num_ranks, num_micro_batches)]
         key = cls, num_micro_batches
         if key not in self._made:
             stages: Any = self._stages[0] if cls in (ScheduleGPipe, Schedule1F1B) else self._stages
-            self._made[key] = cls(stages, num_micro_batches, loss_fn=_loss_itself, scale_grads=False)
+            self._made[key] = cls(stages, num_micro_batches, loss_fn=lambda loss, target: loss, scale_grads=False)
         target = torch.arange(num_micro_batches) if any(stage.is_last for stage in self._stages) else None
         self._made[key].step(target=target, return_outputs=False)
 
@@ -108,11 +104,11 @@ class TorchSchedules:
 class _StageForTorch(_PipelineStageBase):
     """A stage as torch's schedules see it.
 
-    torch's own stage wants to know the shapes beforehand, or finds them out by running stage and loss once more on
-    uninitialised data - which would count batches in BatchNorm and in metrics, and draw random numbers.
+    torch's own stage needs the shapes beforehand, or finds them by running stage and loss once more on uninitialised
+    data, which would count batches in BatchNorm and in metrics, and draw random numbers.
 
-    Everything that is overridden here is torch's, and none of it is public: ``tests/engine/pipeline/test_schedules.py``
-    names what has moved.
+    The overridden methods are torch's, and none of them is public: ``tests/engine/pipeline/test_schedules.py`` names
+    those that have moved.
     """
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -120,7 +116,7 @@ class _StageForTorch(_PipelineStageBase):
         self._stage = stage
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # nothing that torch receives by itself
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # torch receives nothing by itself
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -153,7 +149,3 @@ class _StageForTorch(_PipelineStageBase):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._stage.weight(bwd_chunk_id)
-
-
-def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
-    return output

@@ -1,8 +1,8 @@
-"""Activations and gradients on their way between stages.
+"""Messages between the stages of a pipeline: activations, gradients, headers and objects.
 
 torch's schedules post messages themselves, in batches of sends and receives, so that over NCCL two ranks that send to
-each other do not both wait. Gloo needs nothing of that: a message goes out as soon as it has been computed, a receive
-is posted a pass ahead, and a rank waits only for what it is about to use::
+each other do not both wait. Over Gloo the stages post them: a message is sent as soon as it is computed, a receive is
+posted one pass ahead, and a rank waits only for what it uses next::
 
     over NCCL    forward 1, [send 1, receive gradient 0: wait for both], backward 0
     over Gloo    receive gradient 0, forward 1, send 1, backward 0: wait for gradient 0
@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,34 +22,32 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Carried
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
 
 _FIRST_BYTES = 4096
-"""Of an object that is sent, those in the first message; most objects need no second one."""
+"""Size of the first message of an object; most objects need no second message."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a receiver must know before the tensors come: the containers, and of each tensor shape, dtype, gradient."""
+    """The containers of activations, and the shape, dtype and requires_grad of each tensor; sent ahead of them."""
 
     structure: Any
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
     @classmethod
-    def of(cls, carried: Carried) -> Header:
-        tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in carried.tensors)
-        return cls(carried.structure, tensors)
+    def of(cls, activations: Activations) -> Header:
+        tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in activations.tensors)
+        return cls(activations.structure, tensors)
 
-    def describes(self, carried: Carried) -> bool:
-        """Whether these are such containers and such tensors."""
-        return (
-            len(self.tensors) == len(carried.tensors)
-            and all(
-                tensor.shape == shape and tensor.dtype == dtype and tensor.requires_grad == requires_grad
-                for tensor, (shape, dtype, requires_grad) in zip(carried.tensors, self.tensors, strict=True)
-            )
-            and self.structure == carried.structure
-        )
+    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Memory for the tensors."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.tensors)
+
+    def require_gradients(self, tensors: Sequence[Tensor]) -> None:
+        """Makes the received tensors require a gradient where the sent ones do."""
+        for tensor, (_, _, requires_grad) in zip(tensors, self.tensors, strict=True):
+            tensor.requires_grad_(requires_grad)
 
 
 class PipelineGroup:
@@ -58,19 +56,19 @@ class PipelineGroup:
     A rank's *position* is that of its first stage: position p of P has the stages p, P + p, 2P + p...
 
     Args:
-        group: the ranks, in the order of their positions.
-        meter: told of every message, as group "pipeline".
+        process_group: the ranks, in the order of their positions.
+        meter: records every message, as group "pipeline".
         device: where the back end wants its tensors.
-        in_batches: two ranks that send to each other have to post both messages in one batch, which torch's schedules
-            do; by default they need not where the back end sends from the host's memory.
+        in_batches: two ranks that send to each other have to post both messages in one batch, as torch's schedules do;
+            by default unless the back end sends from the host's memory.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, meter: Meter, device: torch.device, *, in_batches: bool | None = None
+        self, process_group: dist.ProcessGroup, meter: Meter, device: torch.device, *, in_batches: bool | None = None
     ) -> None:
         self.in_batches = device.type != "cpu" if in_batches is None else in_batches
-        self.group = group
-        self.ranks = dist.get_process_group_ranks(group)
+        self.process_group = process_group
+        self.ranks = dist.get_process_group_ranks(process_group)
         self.device = device
         self._meter = meter
         self._pending: list[tuple[dist.Work, Tensor]] = []
@@ -78,6 +76,16 @@ class PipelineGroup:
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)
+
+    def begin(self, operation: str, size_bytes: int, **described: Any) -> Transfer:
+        """Starts to meter a transfer of the pipeline; arguments as of :meth:`.Meter.begin`."""
+        return self._meter.begin(
+            operation, group="pipeline", group_size=self.num_ranks, size_bytes=size_bytes, **described
+        )
+
+    def waiting(self, operation: str, size_bytes: int) -> AbstractContextManager[None]:
+        """Meters a transfer of the pipeline that this rank waits for within the block."""
+        return self._meter.blocking(operation, group="pipeline", group_size=self.num_ranks, size_bytes=size_bytes)
 
     def send_object(self, obj: Any, position: int) -> None:
         """Sends a picklable object; returns at once."""
@@ -88,7 +96,7 @@ class PipelineGroup:
             self.send(data[_FIRST_BYTES:], position)
 
     def receive_object(self, position: int) -> Any:
-        """The object that the rank at ``position`` has sent next; waits for it."""
+        """Waits for the next object that the rank at ``position`` sends."""
         first = self.receive(torch.empty(_FIRST_BYTES, dtype=torch.uint8), position).numpy().tobytes()
         size = int.from_bytes(first[:8], "little")
         payload = first[8 : 8 + size]
@@ -100,43 +108,38 @@ class PipelineGroup:
     def send(self, tensor: Tensor, position: int) -> None:
         """Sends a tensor of any device; returns at once."""
         staged = tensor.detach().to(self.device).contiguous()
-        transfer = self._meter.begin(
-            "send", group="pipeline", group_size=self.num_ranks, size_bytes=staged.numel() * staged.element_size()
-        )
-        work = dist.isend(staged, self.ranks[position], group=self.group)
+        transfer = self.begin("send", staged.nbytes)
+        work = dist.isend(staged, self.ranks[position], group=self.process_group)
         assert work is not None
         transfer.finish()
         self._pending = [(w, t) for w, t in self._pending if not w.is_completed()]
         self._pending.append((work, staged))
 
     def receive(self, tensor: Tensor, position: int) -> Tensor:
-        """Fills ``tensor``, on its own device, with what the rank at ``position`` has sent next; waits for it."""
+        """Waits for the next tensor that the rank at ``position`` sends, and fills ``tensor``, on any device."""
         staged = tensor if tensor.device == self.device else tensor.to(self.device)
-        size_bytes = staged.numel() * staged.element_size()
-        with self._meter.blocking("recv", group="pipeline", group_size=self.num_ranks, size_bytes=size_bytes):
-            dist.recv(staged, self.ranks[position], group=self.group)
+        with self.waiting("recv", staged.nbytes):
+            dist.recv(staged, self.ranks[position], group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)
         return tensor
 
-    def send_carried(self, carried: Carried, position: int) -> None:
+    def send_activations(self, activations: Activations, position: int) -> None:
         """Sends a layer's output with its header; returns at once."""
-        self.send_object(Header.of(carried), position)
-        for tensor in carried.tensors:
+        self.send_object(Header.of(activations), position)
+        for tensor in activations.tensors:
             self.send(tensor, position)
 
-    def receive_carried(self, position: int, device: torch.device, *, gradients: bool = False) -> Carried:
-        """A layer's output that the rank at ``position`` has sent, on ``device``.
+    def receive_activations(self, position: int, device: torch.device, *, gradients: bool = False) -> Activations:
+        """Waits for the layer's output that the rank at ``position`` sends, and puts it on ``device``.
 
-        With ``gradients`` the tensors require a gradient if the sender's did.
+        With ``gradients`` the tensors require a gradient if the sent ones do.
         """
-        header = self.receive_object(position)
-        empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in header.tensors]
-        tensors = tuple(self.receive(tensor, position) for tensor in empty)
+        header: Header = self.receive_object(position)
+        tensors = tuple(self.receive(tensor, position) for tensor in header.empty(device))
         if gradients:
-            for tensor, (_, _, requires_grad) in zip(tensors, header.tensors, strict=True):
-                tensor.requires_grad_(requires_grad)
-        return Carried(header.structure, tensors)
+            header.require_gradients(tensors)
+        return Activations(header.structure, tensors)
 
     def from_last(self, obj: Any) -> Any:
         """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline.
@@ -144,7 +147,7 @@ class PipelineGroup:
         The last stage does not wait until it has been received; :meth:`finish` does.
         """
         last = self.num_ranks - 1
-        if dist.get_rank(self.group) != last:
+        if dist.get_rank(self.process_group) != last:
             return self.receive_object(last)
         for position in range(last):
             self.send_object(obj, position)
@@ -154,31 +157,25 @@ class PipelineGroup:
         """Waits until everything has been sent."""
         pending, self._pending = self._pending, []
         if pending:
-            with self.waiting_for_sends():
+            with self.waiting("send", 0):  # the bytes are counted already
                 for work, _ in pending:
                     work.wait()
-
-    def waiting_for_sends(self) -> AbstractContextManager[None]:
-        """Within the block this rank waits until others have received what it has sent, whose bytes are counted."""
-        return self._meter.blocking("send", group="pipeline", group_size=self.num_ranks, size_bytes=0)
 
     def same_everywhere(self, number: int) -> bool:
         """Whether all ranks have the same number; a collective of the pipeline."""
         mine = torch.tensor([number], device=self.device)
         numbers = [torch.empty_like(mine) for _ in self.ranks]
-        with self._meter.blocking(
-            "all_gather", group="pipeline", group_size=self.num_ranks, size_bytes=8 * len(numbers)
-        ):
-            dist.all_gather(numbers, mine, group=self.group)
+        with self.waiting("all_gather", 8 * len(numbers)):
+            dist.all_gather(numbers, mine, group=self.process_group)
         return len({int(value) for value in numbers}) == 1
 
 
 class Message(NamedTuple):
-    """What a message is about, the same for sender and receiver.
+    """The identity of a message, the same for sender and receiver.
 
     Attributes:
         kind: "forward" for activations, "backward" for gradients.
-        stage: that computed them.
+        stage: the stage that computed them.
         micro_batch: by its number in the schedule.
     """
 
@@ -187,115 +184,81 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-class Messages(Protocol):
-    """One stage's messages.
-
-    Attributes:
-        posted_by_stage: :meth:`receive` and :meth:`send` post, and :meth:`arrived` waits; otherwise the schedule does.
-    """
-
-    posted_by_stage: bool
-
-    def receive(self, message: Message, buffers: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        """Begins to receive from the rank at ``position``; returns what the schedule has to post for that."""
-
-    def arrived(self, message: Message) -> None:
-        """Waits until the buffers are filled."""
-
-    def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        """Begins to send; returns what the schedule has to post for that."""
-
-    def taken(self, message: Message) -> None:
-        """The receiver is known to have it: the tensors can be let go of."""
-
-    def settle(self) -> None:
-        """The schedule has waited for all receives that it has posted."""
-
-    def finish(self) -> None:
-        """Waits until everything has been sent."""
-
-
 class HostMessages:
-    """Over a back end that sends from the host's memory, such as Gloo; messages are told apart by their tags.
+    """One stage's messages over a back end that sends from the host's memory, such as Gloo; each has a tag of its own.
+
+    The stage posts its messages and waits for them.
 
     Args:
-        line: to the other ranks.
-        meter: told of sends, and of receives while the rank waits for them, as group "pipeline".
+        group: the ranks of the pipeline.
         num_stages: of the pipeline.
     """
 
     posted_by_stage = True
 
-    def __init__(self, line: PipelineGroup, meter: Meter, num_stages: int) -> None:
-        self._line = line
-        self._group = line.group
-        self._num_ranks = line.num_ranks
-        self._meter = meter
+    def __init__(self, group: PipelineGroup, num_stages: int) -> None:
+        self._group = group
         self._num_stages = num_stages
         self._expected: dict[Message, tuple[list[dist.Work], int]] = {}
         self._under_way: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
 
     def receive(self, message: Message, buffers: Sequence[Tensor], position: int) -> list[dist.P2POp]:
+        """Begins to receive from the rank at ``position``; returns the operations that the schedule has to post."""
         tag = self._tag(message)
-        works = [self._group.recv([buffer], position, tag) for buffer in buffers]
+        works = [self._group.process_group.recv([buffer], position, tag) for buffer in buffers]
         self._expected[message] = works, _size_bytes(buffers)
         return []
 
     def arrived(self, message: Message) -> None:
+        """Waits until the buffers are filled."""
         works, size_bytes = self._expected.pop(message)
-        transfer = self._meter.begin(
-            "recv", group="pipeline", group_size=self._num_ranks, size_bytes=size_bytes, sent_bytes=0, blocking=True
-        )
-        try:
+        with self._group.waiting("recv", size_bytes):
             for work in works:
                 work.wait()
-        except BaseException:
-            transfer.broke()
-            raise
-        transfer.finish()
 
     def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        tag, size_bytes = self._tag(message), _size_bytes(tensors)
-        transfer = self._meter.begin(
-            "send", group="pipeline", group_size=self._num_ranks, size_bytes=size_bytes, sent_bytes=size_bytes,
-            noted=False,
-        )  # fmt: skip
-        self._under_way[message] = [(self._group.send([tensor], position, tag), tensor) for tensor in tensors]
+        """Begins to send; returns the operations that the schedule has to post."""
+        tag = self._tag(message)
+        transfer = self._group.begin("send", _size_bytes(tensors), noted=False)
+        sent = [(self._group.process_group.send([tensor], position, tag), tensor) for tensor in tensors]
+        self._under_way[message] = sent
         transfer.finish()
         return []
 
     def taken(self, message: Message) -> None:
+        """Frees the tensors of a message that the receiver is known to have."""
         for work, _ in self._under_way.pop(message, ()):
             work.wait()
 
     def settle(self) -> None:
-        """Nothing: a schedule posts no receives of its own."""
+        """Called when the schedule has waited for all receives that it has posted; here it has posted none."""
 
     def finish(self) -> None:
+        """Waits until everything has been sent."""
         if self._under_way:
-            with self._line.waiting_for_sends():
+            with self._group.waiting("send", 0):  # the bytes are counted already
                 for message in list(self._under_way):
                     self.taken(message)
 
     def _tag(self, message: Message) -> int:
-        """Not 0, which headers and other objects have."""
+        """A tag from 1 on; headers and other objects have tag 0."""
         number = message.micro_batch * self._num_stages + message.stage
         return 1 + 2 * number + (message.kind == "backward")
 
 
 class ScheduledMessages:
-    """Posted and waited for by torch's schedules, as NCCL needs it.
+    """One stage's messages as torch's schedules post them and wait for them, which NCCL needs.
+
+    Methods as those of :class:`HostMessages`.
 
     Args:
-        line: to the other ranks.
-        meter: told of sends and receives as group "pipeline".
+        group: the ranks of the pipeline.
     """
 
     posted_by_stage = False
 
-    def __init__(self, line: PipelineGroup, meter: Meter) -> None:
-        self._line = line
-        self._meter = meter
+    def __init__(self, group: PipelineGroup) -> None:
+        self._group = group
         self._transfers: list[Transfer] = []
 
     def receive(self, message: Message, buffers: Sequence[Tensor], position: int) -> list[dist.P2POp]:
@@ -313,31 +276,15 @@ class ScheduledMessages:
             transfer.finish()
         self._transfers.clear()
 
-    def finish(self) -> None:
-        self.settle()
+    finish = settle
 
     def _operations(
-        self, operation: object, name: str, tensors: Sequence[Tensor], position: int, *, awaited: bool
+        self, operation: Any, name: str, tensors: Sequence[Tensor], position: int, *, awaited: bool
     ) -> list[dist.P2POp]:
-        for tensor in tensors:
-            self._transfers.append(
-                self._meter.begin(
-                    name,
-                    group="pipeline",
-                    group_size=self._line.num_ranks,
-                    size_bytes=_size_bytes([tensor]),
-                    blocking=awaited,
-                    awaited=awaited,
-                )
-            )
-        rank = self._line.ranks[position]
-        return [dist.P2POp(operation, tensor, rank, self._line.group) for tensor in tensors]  # type: ignore[arg-type]
-
-
-def messages_over(line: PipelineGroup, meter: Meter, num_stages: int) -> Messages:
-    """Those that suit the line's back end."""
-    return ScheduledMessages(line, meter) if line.in_batches else HostMessages(line, meter, num_stages)
+        self._transfers += [self._group.begin(name, t.nbytes, blocking=awaited, awaited=awaited) for t in tensors]
+        rank = self._group.ranks[position]
+        return [dist.P2POp(operation, tensor, rank, self._group.process_group) for tensor in tensors]
 
 
 def _size_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,8 +1,8 @@
-"""One random state for each part of each micro-batch, the same on all stages whatever the split.
+"""State of a step: random states set from seeds, and random and module states restored afterwards.
 
-What runs before the split part runs on every stage: were its random numbers drawn from each rank's own state, stages
-would train on different noise. So the state is set, from a seed that all stages share, before a micro-batch begins,
-before each layer, and behind the last layer.
+The part of a step before the layers runs on every stage. With each rank's own random numbers, stages would train on
+different noise. So the random state is set from a seed that all stages share, before a micro-batch begins, before each
+layer, and after the last layer, and random numbers do not depend on the split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def seed_of(*parts: int) -> int:
 
 
 def set_random_state(seed: int, device: torch.device) -> None:
-    """Seeds Python's random numbers, torch's on the CPU and, where ``device`` is a GPU, those there."""
+    """Seeds Python's random numbers, torch's on the CPU and, if ``device`` is a GPU, torch's on that GPU."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -38,7 +38,7 @@ def set_random_state(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restores the random states at the end of the block: what a pipeline draws is none of the caller's business."""
+    """Restores at the end of the block the random states that :func:`set_random_state` sets."""
     python_state = random.getstate()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -51,11 +51,11 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 def preserved_state(module: Module) -> Iterator[None]:
     """Restores at the end of the block what a forward pass may change in a module and its children.
 
-    Those are buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
-    deques in attributes, generators of random numbers, and whether modules are in training mode. Values of parameters,
-    and what other objects hold, are left alone.
+    Restored are buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
+    deques in attributes, random generators, and training mode. Values of parameters, and what other objects hold, are
+    not restored.
     """
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], Any]] = []
     seen: set[int] = set()
     for part in module.modules():
         _keep(vars(part), undo, seen)
@@ -63,36 +63,36 @@ def preserved_state(module: Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for step in undo:
-                step()
+            for restore in undo:
+                restore()
 
 
-def _keep(value: Any, undo: list[Callable[[], None]], seen: set[int]) -> None:
-    """Adds to ``undo`` what puts ``value`` back in place, and all that it contains."""
+def _keep(value: Any, undo: list[Callable[[], Any]], seen: set[int]) -> None:
+    """Adds to ``undo`` the functions that restore ``value`` in place, and everything that it contains."""
     if id(value) in seen:
         return
     seen.add(id(value))
+    entries: list[Any] = []
     if isinstance(value, Tensor):
         _keep_tensor(value, undo)
     elif isinstance(value, torch.Generator):
         state = value.get_state()
-        undo.append(lambda: _discard(value.set_state(state)))
+        undo.append(lambda: value.set_state(state))
     elif isinstance(value, dict):
         _keep_dict(value, undo)
-        for entry in list(value.values()):
-            _keep(entry, undo, seen)
+        entries = list(value.values())
     elif isinstance(value, list | deque):
-        _keep_container(value, list(value), value.extend, undo)
-        for entry in list(value):
-            _keep(entry, undo, seen)
+        entries = list(value)
+        _keep_contents(value, entries, value.extend, undo)
     elif isinstance(value, set):
-        _keep_container(value, set(value), value.update, undo)
+        _keep_contents(value, set(value), value.update, undo)
     elif isinstance(value, tuple):
-        for entry in value:
-            _keep(entry, undo, seen)
+        entries = list(value)
+    for entry in entries:
+        _keep(entry, undo, seen)
 
 
-def _keep_tensor(tensor: Tensor, undo: list[Callable[[], None]]) -> None:
+def _keep_tensor(tensor: Tensor, undo: list[Callable[[], Any]]) -> None:
     # Tensors made in inference mode cannot be changed outside of it.
     if isinstance(tensor, Parameter | Placeholder) or tensor.is_inference():
         return
@@ -107,24 +107,20 @@ def _keep_tensor(tensor: Tensor, undo: list[Callable[[], None]]) -> None:
     undo.append(restore)
 
 
-def _keep_dict(table: dict[Any, Any], undo: list[Callable[[], None]]) -> None:
+def _keep_dict(table: dict[Any, Any], undo: list[Callable[[], Any]]) -> None:
     before = dict(table)
 
     def restore() -> None:
-        dict.update(table, before)  # at no time is an attribute missing: other threads may look at it
+        dict.update(table, before)  # no attribute is ever missing, since other threads may read it
         for name in [name for name in table if name not in before]:
             del table[name]
 
     undo.append(restore)
 
 
-def _keep_container(container: Any, before: Any, fill: Callable[[Any], Any], undo: list[Callable[[], None]]) -> None:
+def _keep_contents(container: Any, before: Any, fill: Callable[[Any], Any], undo: list[Callable[[], Any]]) -> None:
     def restore() -> None:
         container.clear()
         fill(before)
 
     undo.append(restore)
-
-
-def _discard(_: Any) -> None:
-    """Makes a call of any type one that returns nothing."""
