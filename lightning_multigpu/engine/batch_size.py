@@ -1,18 +1,19 @@
-"""The number of samples in a batch."""
+"""Batch size: the tensors of a batch, and the number of its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 
 
-def leading_size(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch, 1 if it has none; None where there is no tensor."""
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors of nested mappings, sequences and dataclasses, in order."""
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim else 1
+        yield batch
+        return
     parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         parts = batch.values()
@@ -20,4 +21,13 @@ def leading_size(batch: Any) -> int | None:
         parts = batch
     elif is_dataclass(batch):
         parts = (getattr(batch, field.name) for field in fields(batch))
-    return next((size for size in map(leading_size, parts) if size is not None), None)
+    for part in parts:
+        yield from tensors_in(part)
+
+
+def leading_size(batch: Any) -> int | None:
+    """The first dimension of the first tensor in a batch, 1 if it has no dimension; None if there is no tensor."""
+    first = next(tensors_in(batch), None)
+    if first is None:
+        return None
+    return first.shape[0] if first.ndim else 1

@@ -93,12 +93,12 @@ class StageCosts:
         self._saved = [0, *accumulate(part.saved_bytes for part in layers)]
         self._held = [0, *accumulate(layer_bytes)]
 
-    def forward_s(self, stage: int, start: int, stop: int) -> float:
+    def forward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's forward pass in a stage with the layers ``[start, stop)``."""
         behind = self.parts[-1].forward_s if stop == self.num_layers else 0.0
         return self.parts[0].forward_s + self._forward[stop] - self._forward[start] + behind
 
-    def backward_s(self, stage: int, start: int, stop: int) -> float:
+    def backward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's backward pass in a stage with the layers ``[start, stop)``."""
         before = self.parts[0].backward_s if start == 0 else 0.0
         behind = self.parts[-1].backward_s if stop == self.num_layers else 0.0
@@ -110,7 +110,7 @@ class StageCosts:
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
         """Seconds of a micro-batch, forward and backward, with the output and the gradient that the stage sends."""
-        compute = self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
+        compute = self.forward_s(start, stop) + self.backward_s(start, stop)
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
@@ -144,10 +144,9 @@ class StageCosts:
 
     def pass_times(self, bounds: Bounds) -> tuple[list[float], list[float], list[float]]:
         """Seconds of each stage forward and backward, and of the messages between stages, for a micro-batch."""
-        stages = list(enumerate(bounds))
         return (
-            [self.forward_s(stage, *bound) for stage, bound in stages],
-            [self.backward_s(stage, *bound) for stage, bound in stages],
+            [self.forward_s(*bound) for bound in bounds],
+            [self.backward_s(*bound) for bound in bounds],
             [self.cut_s(stop) for _, stop in bounds[:-1]],
         )
 
@@ -177,8 +176,8 @@ class StageCosts:
         for stage, (start, stop) in enumerate(bounds):
             lines.append(
                 f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers_text(start, stop)}, "
-                f"forward {1e3 * self.forward_s(stage, start, stop):.3g} ms, "
-                f"backward {1e3 * self.backward_s(stage, start, stop):.3g} ms, "
+                f"forward {1e3 * self.forward_s(start, stop):.3g} ms, "
+                f"backward {1e3 * self.backward_s(start, stop):.3g} ms, "
                 f"transfer {1e3 * (self.cut_s(start) + self.cut_s(stop)):.3g} ms, "
                 f"{self.memory_bytes(stage, start, stop) / 1e6:.3g} MB"
             )

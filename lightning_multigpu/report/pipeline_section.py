@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_multigpu.planning.timeline import (
     BUSY,
+    StageRecord,
     Timeline,
     bubble,
     median_step,
@@ -19,9 +20,14 @@ from lightning_multigpu.report.schedule_picture import Panel, draw
 
 
 @dataclass(frozen=True)
-class PipelineTimes:
-    """A step of one pipeline, as measured and in theory; each has a timeline for each rank, by position."""
+class _Pipeline:
+    """The ranks of one pipeline, and the timelines of its median step as measured and in theory, by position.
 
+    Without a timed step there are no timelines.
+    """
+
+    ranks: Sequence[RankRecord]
+    stages: Sequence[StageRecord]
     num_micro_batches: int
     measured: Sequence[Timeline]
     theory: Sequence[Timeline]
@@ -35,72 +41,67 @@ class PipelineReport:
     """
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
-        by_pipeline: dict[int, list[tuple[int, RankRecord]]] = {}
+        found: dict[int, list[tuple[RankRecord, StageRecord]]] = {}
         for record in records:
             if record.stages is not None:
-                by_pipeline.setdefault(record.stages.pipeline, []).append((record.stages.position, record))
-        self.pipelines = [
-            [record for _, record in sorted(of, key=lambda p: p[0])] for _, of in sorted(by_pipeline.items())
+                found.setdefault(record.stages.pipeline, []).append((record, record.stages))
+        self._pipelines = [
+            _pipeline(sorted(ranks, key=lambda rank: rank[1].position)) for _, ranks in sorted(found.items())
         ]
-        self.times = [_times(ranks) for ranks in self.pipelines]
 
     def section(self) -> dict[str, Any] | None:
         """The section as in :mod:`lightning_multigpu.report.schema`; None without a pipeline."""
-        if not self.pipelines:
+        if not self._pipelines:
             return None
-        stages = self.pipelines[0][0].stages
-        assert stages is not None
+        stages = self._pipelines[0].stages[0]
         return {
             "schedule": stages.schedule,
             "stages_per_rank": stages.stages_per_rank,
-            "pipelines": [_entry(ranks, times) for ranks, times in zip(self.pipelines, self.times, strict=True)],
+            "pipelines": [_entry(pipeline) for pipeline in self._pipelines],
         }
 
     def picture(self) -> str | None:
         """The schedule of the first timed pipeline, in theory and as measured, as SVG; None if none was timed."""
-        timed = [(ranks, times) for ranks, times in zip(self.pipelines, self.times, strict=True) if times is not None]
-        if not timed:
+        timed = next((pipeline for pipeline in self._pipelines if pipeline.measured), None)
+        if timed is None:
             return None
-        ranks, times = timed[0]
-        assert ranks[0].stages is not None
-        title = f"{ranks[0].stages.schedule}, {times.num_micro_batches} micro-batches"
+        title = f"{timed.stages[0].schedule}, {timed.num_micro_batches} micro-batches"
         theory = f"{title}, in theory (the same work in equal stages, messages in no time)"
-        labels = [f"rank {record.rank}" for record in ranks]
-        panels = ((theory, times.theory), (f"{title}, as measured", times.measured))
+        labels = [f"rank {record.rank}" for record in timed.ranks]
+        panels = ((theory, timed.theory), (f"{title}, as measured", timed.measured))
         return draw([Panel(f"{name}: bubble {100 * bubble(lines):.1f} %", labels, lines) for name, lines in panels])
 
 
-def _times(ranks: Sequence[RankRecord]) -> PipelineTimes | None:
-    stages = [record.stages for record in ranks if record.stages is not None]
-    steps = median_step([of_rank.steps for of_rank in stages], [record.node for record in ranks])
+def _pipeline(ranks: Sequence[tuple[RankRecord, StageRecord]]) -> _Pipeline:
+    records, stages = [record for record, _ in ranks], [of_rank for _, of_rank in ranks]
+    steps = median_step([of_rank.steps for of_rank in stages], [record.node for record in records])
     if not steps:
-        return None
+        return _Pipeline(records, stages, 0, (), ())
     count = steps[0].num_micro_batches
     measured = [step.timeline for step in steps]
-    return PipelineTimes(count, measured, same_work(measured, stages[0].schedule, stages[0].stages_per_rank, count))
+    theory = same_work(measured, stages[0].schedule, stages[0].stages_per_rank, count)
+    return _Pipeline(records, stages, count, measured, theory)
 
 
-def _entry(ranks: Sequence[RankRecord], times: PipelineTimes | None) -> dict[str, Any]:
-    entries = [_held(record) for record in ranks]
-    if times is None:
+def _entry(pipeline: _Pipeline) -> dict[str, Any]:
+    entries = [_memory(record.rank, stages) for record, stages in zip(pipeline.ranks, pipeline.stages, strict=True)]
+    if not pipeline.measured:
         return {"ranks": entries}
-    measured, theory = usage(times.measured), usage(times.theory)
+    measured, theory = usage(pipeline.measured), usage(pipeline.theory)
     for entry, mine, ideal in zip(entries, measured, theory, strict=True):
         entry.update({f"{kind}_passes": mine.passes[kind] for kind in BUSY})
         entry.update({f"{kind}_s": seconds for kind, seconds in mine.seconds.items()})
         entry.update(idle_s=mine.idle_s, bubble=mine.bubble, theoretical_bubble=ideal.bubble)
     return {
-        "num_micro_batches": times.num_micro_batches,
+        "num_micro_batches": pipeline.num_micro_batches,
         "wall_s": measured[0].wall_s,
-        "bubble": bubble(times.measured),
-        "theoretical_bubble": bubble(times.theory),
+        "bubble": bubble(pipeline.measured),
+        "theoretical_bubble": bubble(pipeline.theory),
         "ranks": entries,
     }
 
 
-def _held(record: RankRecord) -> dict[str, Any]:
-    stages = record.stages
-    assert stages is not None
-    last = stages.num_ranks * stages.stages_per_rank
+def _memory(rank: int, stages: StageRecord) -> dict[str, Any]:
+    num_stages = stages.num_ranks * stages.stages_per_rank
     memory = {name: size for name, size in asdict(stages.memory).items() if size is not None}
-    return {"rank": record.rank, "stages": list(range(stages.position, last, stages.num_ranks)), **memory}
+    return {"rank": rank, "stages": list(range(stages.position, num_stages, stages.num_ranks)), **memory}

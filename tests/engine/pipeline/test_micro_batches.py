@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_multigpu.engine.batch_size import tensors_in
 from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     checksum_of,
     combined_loss,
@@ -21,7 +22,6 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     relative_tolerance,
     signature_of,
     split_batch,
-    tensors_in,
     weights_of,
 )
 

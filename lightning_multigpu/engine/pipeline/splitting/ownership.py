@@ -52,10 +52,7 @@ class Ownership:
         self._chain = chain
         self.position = position
         self.num_ranks = num_ranks
-        self.holdings = [
-            Holding(name, tensor, holders)
-            for name, tensor, holders in _holders_of_tensors(module, chain, bounds, num_ranks)
-        ]
+        self.holdings = list(_holdings(module, chain, bounds, num_ranks))
 
     def parameters(self) -> list[Parameter]:
         """All parameters, in the module's order."""
@@ -118,10 +115,7 @@ class Ownership:
 
     def drop(self) -> None:
         """Replaces tensors that only other ranks hold by placeholders. Parameters stay the same Python objects."""
-        self._drop(self.holdings)
-
-    def _drop(self, holdings: Sequence[Holding]) -> None:
-        for holding in holdings:
+        for holding in self.holdings:
             if self.position in holding.holders:
                 continue
             source = f"{'parameter' if holding.is_parameter else 'buffer'} {holding.name}"
@@ -149,14 +143,24 @@ class Ownership:
                 self._exchange(holding, group.receive(value, holding.holders[0]))
         group.finish()
 
-    def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
-        """Brings all values into the host's memory of every rank of ``group``, at the end of a run.
+    def restore(self, group: MeteredGroup, ranks: Sequence[int], holdings: Sequence[Holding] | None = None) -> None:
+        """Brings values into the host's memory of every rank of ``group``.
 
         Args:
             group: the stages.
             ranks: the world's rank at each position.
+            holdings: those to bring; by default all.
         """
-        self._restore(self.holdings, group, ranks)
+        for part in _in_parts(self.holdings if holdings is None else holdings):
+            for position in range(self.num_ranks):
+                mine = [holding for holding in part if holding.holders[-1] == position]
+                values = [self._host_copy(holding) for holding in mine]
+                group.broadcast_tensors(values, src=ranks[position])
+                for holding, value in zip(mine, values, strict=True):
+                    if isinstance(holding.tensor, Placeholder):
+                        self._exchange(holding, value)
+                    elif position != self.position:
+                        holding.tensor.data.copy_(value)
 
     def split_again(
         self, bounds: Sequence[tuple[int, int]], group: MeteredGroup, ranks: Sequence[int], device: torch.device
@@ -174,15 +178,13 @@ class Ownership:
         Raises:
             PipelineError: a parameter cannot be exchanged, because something refers to it.
         """
-        holders = {
-            name: found for name, _, found in _holders_of_tensors(self._module, self._chain, bounds, self.num_ranks)
-        }
+        holders = {h.name: h.holders for h in _holdings(self._module, self._chain, bounds, self.num_ranks)}
         moving = [holding for holding in self.holdings if holding.holders != holders[holding.name]]
         before = [holding.tensor for holding in moving]
-        self._restore(moving, group, ranks)
+        self.restore(group, ranks, moving)
         for holding in moving:
             holding.holders = holders[holding.name]
-        self._drop(moving)
+        self.drop()
         self.move(device)
         for holding, tensor in zip(moving, before, strict=True):
             if holding.is_parameter and holding.tensor is not tensor:
@@ -190,18 +192,6 @@ class Ownership:
                     f"parameter {holding.name} cannot move to another stage: something made before the first step "
                     "refers to it, such as a weak reference; leave that out, or use balance='parameters'"
                 )
-
-    def _restore(self, holdings: Sequence[Holding], group: MeteredGroup, ranks: Sequence[int]) -> None:
-        for part in _in_parts(holdings):
-            for position in range(self.num_ranks):
-                mine = [holding for holding in part if holding.holders[-1] == position]
-                values = [self._host_copy(holding) for holding in mine]
-                group.broadcast_tensors(values, src=ranks[position])
-                for holding, value in zip(mine, values, strict=True):
-                    if isinstance(holding.tensor, Placeholder):
-                        self._exchange(holding, value)
-                    elif position != self.position:
-                        holding.tensor.data.copy_(value)
 
     def _host_copy(self, holding: Holding) -> Tensor:
         tensor = holding.tensor
@@ -227,9 +217,7 @@ class Ownership:
             holding.tensor = new
 
 
-def _holders_of_tensors(
-    module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int
-) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+def _holdings(module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int) -> Iterator[Holding]:
     holders: dict[int, set[int]] = {}
     inside = chain.modules()
     for stage, (start, stop) in enumerate(bounds):
@@ -247,7 +235,7 @@ def _holders_of_tensors(
         if id(tensor) not in seen:
             seen.add(id(tensor))
             found = holders.get(id(tensor), everywhere)  # layers that have not been traced, or are not used
-            yield name, tensor, tuple(sorted(found if len(found) == 1 else everywhere))
+            yield Holding(name, tensor, tuple(sorted(found if len(found) == 1 else everywhere)))
 
 
 def _with_values(tensor: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 
 _HASHED_BYTES = 1 << 20
@@ -165,21 +165,6 @@ def checksum_of(batch: Any) -> int:
         sample = flat[::step].contiguous().cpu().view(torch.uint8)
         checksum = zlib.crc32(sample.numpy().tobytes(), checksum)
     return checksum
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors of nested mappings, sequences and dataclasses, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_in(value)
-    elif is_dataclass(batch):
-        for field in fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
 
 
 def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
