@@ -85,19 +85,15 @@ class GraphCuts:
                 self.num_pieces += 1
             else:
                 self._piece[node] = self.num_pieces - 1
-        self._last_use = self._last_uses()
+        self._last_use = {
+            node: max((self._piece[user] for user in node.users if user in self._piece), default=0)
+            for node in self._nodes
+        }
         self._check_crossing()
         self._written: set[int] = set()
         self._changed: set[int] = set()
         self._check_writes()
         self.pieces = tuple(self._cut(piece) for piece in range(self.num_pieces))
-
-    def _last_uses(self) -> dict[Node, int]:
-        """The last piece that uses each node."""
-        return {
-            node: max((self._piece[user] for user in node.users if user in self._piece), default=0)
-            for node in self._nodes
-        }
 
     def _is_everywhere(self, node: Node) -> bool:
         """Whether every stage has the value without a message."""
@@ -297,7 +293,8 @@ def traced(
         )
     _check_called(points, called)
     graph = program.module(check_guards=False)
-    names = [*(f"{name!r}" for name in named), *["an argument"] * (len(list(_placeholders(graph))) - len(named))]
+    num_inputs = sum(node.op == "placeholder" for node in graph.graph.nodes)
+    names = [*map(repr, named), *["an argument"] * (num_inputs - len(named))]
     cuts = GraphCuts(graph, _MARK, names, len(named))
     if cuts.num_pieces != len(points) + 1:
         raise PipelineError(
@@ -334,10 +331,6 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
     )
-
-
-def _placeholders(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def _check_called(points: Sequence[str], called: Sequence[str]) -> None:
