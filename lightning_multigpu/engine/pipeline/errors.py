@@ -1,7 +1,7 @@
-"""What goes wrong when a module cannot be run as a pipeline."""
+"""The error for modules that cannot be run as a pipeline."""
 
 from __future__ import annotations
 
 
 class PipelineError(RuntimeError):
-    """The module does something that its stages cannot do apart from each other; the message says what."""
+    """A module whose stages cannot run apart from each other; the message names the reason."""

@@ -1,1 +1,1 @@
-"""Which layers a pipeline has, where they are cut, and which rank holds which tensor."""
+"""Splitting: chains of layers, construction on each rank, and the ranks that hold each tensor."""
