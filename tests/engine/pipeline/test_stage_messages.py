@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_multigpu.engine.pipegroup.stages.layer_interception import Activations
-from lightning_multigpu.engine.pipegroup.stages.stage_messages import Header, PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
+from lightning_multigpu.engine.pipeline.stages.stage_messages import Header, PipelineGroup
 
 from lightning_multigpu.communication.metering.meter import Meter
 from tests.world import World, init_group, rank
