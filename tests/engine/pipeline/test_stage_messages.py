@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
-from lightning_multigpu.engine.pipeline.stages.stage_messages import Header, PipelineGroup
 
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
+from lightning_multigpu.engine.pipeline.stages.stage_messages import Header, PipelineGroup
 from tests.world import World, init_group, rank
 
 CPU = torch.device("cpu")
