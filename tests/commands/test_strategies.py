@@ -37,7 +37,7 @@ def test_table_has_every_cell_in_full(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_table_explains_the_letters_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "N: workers" in printed(capsys)
+    assert "N: ranks" in printed(capsys)
 
 
 def test_json_has_the_documented_keys_and_one_entry_a_regime(capsys: pytest.CaptureFixture[str]) -> None:
