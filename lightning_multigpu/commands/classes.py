@@ -38,7 +38,7 @@ def find_class(path: str) -> type | None:
         found = locate(path)
         if found is None:
             module = importlib.import_module(module_name)
-            raise ClassNotFoundError(f"{module_name} has no {name!r}. {did_you_mean(name, vars(module))}".rstrip())
+            raise ClassNotFoundError(f"{module_name} has no {name!r}. {did_you_mean(name, dir(module))}".rstrip())
     except ErrorDuringImport as error:
         raise ClassNotFoundError(f"importing it failed with {error.value!r}") from error
     except ModuleNotFoundError as error:
