@@ -1,4 +1,4 @@
-"""What compression does to what is learnt: test accuracy on the digits example, by setting and seed.
+"""Test accuracy on the digits example by compression setting and seed.
 
     python -m benchmarks.accuracy [--seeds 0 1 2] [--settings bf16 int8] [--max-epochs 15]
 

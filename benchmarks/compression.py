@@ -1,4 +1,4 @@
-"""What compression costs and saves: encoding on one thread, all-reduces and training steps between two hosts.
+"""Costs and gains of compression: encoding on one thread, all-reduces and training steps between two hosts.
 
 The last column of the all-reduces is the bandwidth below which a setting pays, as the largest of them tells: see
 lightning_multigpu/planning/break_even.py; "-" where the link is too slow to tell.

@@ -1,4 +1,4 @@
-"""One job with a planted fault: started as a user would, watched from outside, and cleared away whatever happens."""
+"""One job with a planted fault: started as a user would start it, watched from outside, and cleared away afterwards."""
 
 from __future__ import annotations
 

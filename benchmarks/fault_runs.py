@@ -1,4 +1,4 @@
-"""Plants faults in small jobs, and counts the jobs that hang or leave something behind.
+"""Plants faults in small jobs, and counts the jobs that hang or leave a process or a file behind.
 
 ``python -m benchmarks.fault_runs --runs 15`` runs 15 of all combinations of fault, place, rank and launcher, one
 after another; ``--only kill,stop training popen`` those that have one of the words in each of the arguments. Controls

@@ -1,4 +1,4 @@
-"""Many outcomes in a few numbers."""
+"""Summary of many outcomes of fault runs in a few numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a job show from outside."""
+"""Traces of a job that can be seen from outside: its processes and what they leave behind."""
 
 from __future__ import annotations
 

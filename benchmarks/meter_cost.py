@@ -1,4 +1,4 @@
-"""What measuring costs: the meter's own time per optimizer step, against a step of an MLP.
+"""Cost of measuring: the meter's own time per optimizer step, against a step of an MLP.
 
     python -m benchmarks.meter_cost
 

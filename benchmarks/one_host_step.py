@@ -1,4 +1,4 @@
-"""What the gradients of a training step cost on one host: torch's DDP, the ring, and shared memory.
+"""Communication cost of a training step on one host: torch's DDP, the ring, and shared memory.
 
     python -m benchmarks.one_host_step [--ranks 2 4]
 

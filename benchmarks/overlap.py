@@ -1,4 +1,4 @@
-"""How much of the gradients' way between two hosts hides behind backward.
+"""Share of the gradients' communication between two hosts that hides behind backward.
 
     python -m benchmarks.overlap [--bandwidth 1gbit] [--batch-size 512] [--bucket-mb 4 25]
 

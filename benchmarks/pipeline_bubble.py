@@ -1,4 +1,4 @@
-"""For how much of a schedule ranks are idle, measured with stages that sleep, against torch's own and against theory.
+"""Idle share of pipeline schedules, with stages that sleep, against torch's own schedules and against theory.
 
     python -m benchmarks.pipeline_bubble [--ranks 2 4] [--micro-batches 4 8 16] [--operation-ms 100 20]
         [--schedules model_parallel gpipe 1f1b interleaved zero_bubble] [--turns 3]

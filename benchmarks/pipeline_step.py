@@ -1,4 +1,4 @@
-"""What a training step of a pipeline strategy takes against torch's schedule of the same name in a loop by hand.
+"""Training step of a pipeline strategy against torch's schedule of the same name in a loop by hand.
 
     python -m benchmarks.pipeline_step [--schedules gpipe 1f1b] [--micro-batches 4 8] [--batch-size 32]
 

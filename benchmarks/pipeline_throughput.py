@@ -1,4 +1,4 @@
-"""What two stages on two cores gain over one process on one core, with this pack and with others.
+"""Throughput of two stages on two cores against one process on one core, with this pack and with others.
 
     python -m benchmarks.pipeline_throughput [--fairscale PYTHON] [--deepspeed PYTHON] [--batch-size 32]
 

@@ -1,4 +1,4 @@
-"""torch's own pipeline, driven by hand: what a user writes who has no strategy."""
+"""torch's own pipeline schedules in a loop by hand, without a strategy."""
 
 from __future__ import annotations
 
