@@ -6,16 +6,17 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks.job_traces import describe, is_whole, num_listening, shared_memory, show_stacks
 from lightning_multigpu.emulation import EmulatedHosts, Host
 from tests.launch import fault_script
 from tests.leaks import abandoned_shared_memory, shared_memory_entries
@@ -35,7 +36,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         kind: of the fault, or of the control.
@@ -247,7 +248,7 @@ class FaultJob:
         return []
 
     def _processes(self) -> list[psutil.Process]:
-        """Those that were started, and all others that carry this job's mark in their environment."""
+        """The processes that were started, and all others that carry this job's mark in their environment."""
         # The environment of a process is gone some time before its end is seen.
         started = {process.pid for process in self._started if process.poll() is None}
         return [p for p in psutil.process_iter() if p.pid in started or self._is_marked(p)]
@@ -278,14 +279,14 @@ class FaultJob:
 
 
 def _name_of_failed(kind: str, rank: int) -> str:
-    """What a message must say, as a regular expression; on emulated hosts there is one rank a host."""
+    """The regular expression that a message must match; on emulated hosts there is one rank a host."""
     if kind in fault_script.HOST_KINDS:
         return rf"\bnode {rank}\b"
     return r"\bthe guardian\b" if "guardian" in kind else rf"\brank {rank}\b"
 
 
 def is_probe_of_torch(path: Path) -> bool:
-    """Whether torch's DataLoader has made it to see how many more files it may open, when a worker had died.
+    """True if torch's DataLoader has made it to see how many more files it may open, when a worker had died.
 
     Its own handler of SIGCHLD raises while it makes ten of them; one process that has nothing but a DataLoader, whose
     worker is killed, left such a file in 1 of 150 runs (torch 2.13.0).
@@ -295,3 +296,51 @@ def is_probe_of_torch(path: Path) -> bool:
 
 def _agree(one: float | None, other: float) -> bool:
     return one is not None and abs(one - other) < 1e-9 * abs(other)
+
+
+def describe(process: psutil.Process) -> str:
+    """One line about a process that is left."""
+    with contextlib.suppress(psutil.Error):
+        environment = process.environ()
+        rank = environment.get("LOCAL_RANK", "0 or spawned")
+        return f"pid {process.pid}, {process.status()}, local rank {rank}: {' '.join(process.cmdline())}"
+    return f"pid {process.pid}"
+
+
+def show_stacks(processes: list[psutil.Process], number: signal.Signals) -> None:
+    """Has those that still run write into the job's output where they stand."""
+    for process in processes:
+        # Whoever has no handler would be ended by the signal; Lightning removes ours at the end of a run.
+        if _handles(process, number):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+            time.sleep(0.3)  # or they write into each other's lines
+
+
+def num_listening(process: psutil.Process) -> int:
+    """Number of ports that the process listens at."""
+    with contextlib.suppress(psutil.Error):
+        return sum(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("inet"))
+    return 0
+
+
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """Files in /dev/shm that the process has mapped."""
+    with contextlib.suppress(psutil.Error):
+        mapped = {Path(region.path) for region in process.memory_maps()}
+        return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
+    return set()
+
+
+def is_whole(path: Path) -> bool:
+    """A checkpoint is a zip archive, whose table of contents is written last. A file about the failure may be there."""
+    if path.is_dir() or path.match("failure-*.txt") or path.match("hang-*.txt"):
+        return True
+    return path.suffix == ".ckpt" and zipfile.is_zipfile(path)
+
+
+def _handles(process: psutil.Process, number: signal.Signals) -> bool:
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False

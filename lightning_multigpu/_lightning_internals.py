@@ -90,7 +90,7 @@ __all__ = [
 
 
 def writes_logs_after_this_batch(trainer: Trainer) -> bool:
-    """Whether Lightning writes the step's metrics to the loggers after the training batch that just ended.
+    """True if Lightning writes the step's metrics to the loggers after the training batch that just ended.
 
     No public property says so. ``trainer.should_stop``, at which Lightning writes as well, is left out on purpose: a
     user may set it on one rank only, and a collective must not depend on that.
@@ -126,12 +126,12 @@ def argument_of(strategy: Strategy, name: str) -> Any:
 
 
 def draws_graph(logger: Any) -> bool:
-    """Whether a logger runs the module's forward on ``example_input_array`` to draw a graph of it."""
+    """True if a logger runs the module's forward on ``example_input_array`` to draw a graph of it."""
     return bool(getattr(logger, "_log_graph", False))
 
 
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
-    """What Lightning's ``DDPStrategy`` was given for torch's ``DistributedDataParallel``: it has no names for them."""
+    """The arguments of Lightning's ``DDPStrategy`` that it passes on to torch's ``DistributedDataParallel``."""
     return dict(getattr(strategy, "_ddp_kwargs", {}))
 
 
@@ -149,7 +149,7 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
 
 
 def has_set_signal_handlers(trainer: Trainer) -> bool:
-    """Whether Lightning has set its handlers for this run; it does so between ``on_fit_start`` and the first batch.
+    """True if Lightning has set its handlers for this run; it does so between ``on_fit_start`` and the first batch.
 
     A handler of ours that it finds there would keep it from setting its own, and it would give it back after the run.
     """

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fault_job import Outcome, is_probe_of_torch
-from benchmarks.fault_runs import LAUNCHERS, combinations
-from benchmarks.fault_summary import lines, summary
+from benchmarks.fault_runs import LAUNCHERS, combinations, lines, summary
 from lightning_multigpu.faults import PLACES
 from tests.launch.fault_script import CONTROLS, HOST_KINDS, KINDS, RANKS, must_survive
 

@@ -16,7 +16,7 @@ for _name, _path in (("lightning_multigpu", os.path.dirname(_HERE)), ("lightning
     _module.__path__ = [_path]
     sys.modules[_name] = _module
 
-from lightning_multigpu.guardian.watchdog import Process  # noqa: E402
+from lightning_multigpu.guardian.watchdog import Watchdog  # noqa: E402
 
 # The guardian is in the process group of the ranks, so that it sees Ctrl-C: what else a terminal or a supervisor sends
 # to all of it, such as Ctrl-Z, is not for the guardian.
@@ -34,7 +34,7 @@ _IGNORED = (
 
 
 def main() -> None:
-    """Reads the settings, goes on as nobody's child, and watches."""
+    """Reads the settings, leaves its parent, and watches."""
     settings = json.loads(sys.stdin.readline())
     pid = os.fork()
     if pid:
@@ -50,7 +50,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os.close(nothing)
-    Process(settings).run()
+    Watchdog(settings).run()
 
 
 if __name__ == "__main__":

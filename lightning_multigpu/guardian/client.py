@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -18,13 +17,12 @@ from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
-from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, peer_of, proof, proves
 from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 from lightning_multigpu.guardian.workers import remove_temporary
 
 OnFailure = Callable[[Failure], None]
-_CREDENTIALS = "3i"
 
 
 class NoGuardianError(GuardianError):
@@ -318,10 +316,7 @@ class GuardianClient:
 
     def _ask(self, deadline_s: float) -> str:
         """Has the guardian tell the secret: the kernel says whose process it is, and says there whose this one is."""
-        credentials = self._connection.socket.getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
-        )
-        _, user, _ = struct.unpack(_CREDENTIALS, credentials)
+        _, user = peer_of(self._connection.socket)
         if user != os.getuid():
             raise GuardianError(
                 f"at the guardian's address listens a process of user {user}, and rank {self.rank} is one of user "

@@ -1,8 +1,8 @@
-"""Where ranks that nobody of this pack has started find the guardian of their host.
+"""Discovery of a host's guardian by ranks that this pack has not started.
 
-torchrun, srun or a shell start every rank by itself, so that none of them can inherit what another one knows. They
-meet at a UNIX address that follows from the job. Whoever listens there and whoever comes there is asked for by the
-kernel: only processes of the same user trust each other, and only to them the guardian tells the job's secret.
+torchrun, srun or a shell start every rank by itself, so that no rank inherits what another one knows. The ranks and
+their guardian meet at a UNIX address that follows from the job. The kernel says which user each process belongs to:
+only processes of the same user trust each other, and only to them the guardian tells the job's secret.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping
 
 from lightning_multigpu.guardian.client import GuardianClient, NoGuardianError, OnFailure
 from lightning_multigpu.guardian.failure import host_name
+from lightning_multigpu.guardian.link.protocol import peer_of
 from lightning_multigpu.guardian.proc import read_stat
 from lightning_multigpu.guardian.start import AddressTakenError, Guardian, GuardianError
 
@@ -104,10 +104,9 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
 
 
 def _owner(address: str) -> int | None:
-    """The process that began to listen there, as the kernel knows it; None if nobody does."""
+    """The process that listens at ``address``, as the kernel knows it; None if there is none."""
     with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
         sock.settimeout(1)
         sock.connect("\0" + address)
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        return int(pid)
+        return peer_of(sock)[0]
     return None

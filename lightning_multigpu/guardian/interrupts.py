@@ -1,4 +1,4 @@
-"""Ctrl-C, which a terminal sends to all processes of a job: once ends it in order, twice at once."""
+"""The interrupts (Ctrl-C) of a job: the first one ends it in order, the second one at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C
 
 
 class Interrupts:
-    """Counts the interrupts of a job from a process that stands in the ranks' process group.
+    """Counter of interrupts in the guardian, which a terminal signals together with the ranks.
 
     Lightning ignores SIGINT once it has seen the first one, so that no rank can see the second. Ranks tell of those
     that reach one of them only.
@@ -46,7 +46,7 @@ class Interrupts:
 
     @property
     def number(self) -> int:
-        """How many there have been, as far as anybody knows."""
+        """The number of interrupts so far, by this process's count or by what ranks have told."""
         return max(self._received, self._told) if self.counts else 0
 
     def show_first(self) -> None:

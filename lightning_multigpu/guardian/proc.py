@@ -145,7 +145,7 @@ class WatchedProcess:
 
 
 class Stillness:
-    """How long another process has been stopped, looked at by one that may be stopped itself.
+    """The time for which another process has been stopped, seen by one that may be stopped itself.
 
     Args:
         process: the other one.
@@ -176,7 +176,7 @@ def clock_s() -> float:
 
 
 def ended_text(exit_code: int | None) -> str:
-    """How a process ended, as the end of a sentence about it."""
+    """The predicate of a sentence about a process that has ended."""
     if exit_code is None:
         return "ended without a word (its parent has collected the exit status)"
     if exit_code >= 0:

@@ -1,4 +1,4 @@
-"""The ranks of a host and what their processes' states mean for the job."""
+"""The ranks of a host, and the failures that the states of their processes show."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ class Ranks:
 
     @property
     def at_work(self) -> list[WatchedRank]:
-        """Those that have not finished."""
+        """The ranks that have not finished."""
         return [rank for rank in self._ranks.values() if not rank.finished]
 
     @property
     def all_at_end(self) -> bool:
-        """Whether every rank of the host has come to the end of its run."""
+        """True once every rank of the host has come to the end of its run."""
         return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
 
     def left_early(self, others_wait: bool) -> WatchedRank | None:
@@ -180,7 +180,7 @@ class Ranks:
         return None
 
     def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:
-        """Whether the process that started the rank has had time to say with which status it ended."""
+        """True once the process that started the rank has had time to tell its exit status."""
         if rank.ended_since_s is None:
             rank.ended_since_s = now_s
         return now_s - rank.ended_since_s > _WORD_OF_PARENT_S

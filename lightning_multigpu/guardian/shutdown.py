@@ -1,4 +1,4 @@
-"""How a job that has failed ends on this host: ranks by themselves if they can, and by SIGKILL if not."""
+"""The end of a failed job on this host: ranks end by themselves if they can, and by SIGKILL if not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Shutdown:
         self._announced = rank
 
     def is_late(self, now_s: float) -> bool:
-        """Whether the time that ranks have to end by themselves is over."""
+        """True once the time that ranks have to end by themselves is over."""
         return now_s >= self._kill_at_s
 
     def progress(self, ranks: Ranks, now_s: float) -> bool:

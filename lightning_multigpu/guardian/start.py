@@ -1,4 +1,4 @@
-"""Starting the guardian of a host."""
+"""The start of a host's guardian."""
 
 from __future__ import annotations
 
@@ -117,15 +117,6 @@ class Guardian:
     def ended(self, rank: int, exit_code: int) -> None:
         """Says how a child ended (as ``Popen.returncode``); kernels before 6.15 tell this to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
-
-    def report_to(self, directory: str | os.PathLike[str], *, node_rank: int | None = None) -> None:
-        """Sets where the file that describes a failure is written.
-
-        Args:
-            directory: made at a failure if there is none.
-            node_rank: of this host, which becomes part of the file's name: hosts may share one hostname.
-        """
-        self._link.send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def stop(self) -> None:
         """Closes the connection: the guardian ends when nobody is at work any more, whether or not all ranks have come.

@@ -1,4 +1,4 @@
-"""What runs in the guardian: one loop over its connections and over the states of the ranks."""
+"""The guardian's main loop over its connections and over the states of the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import mmap
 import os
 import selectors
 import socket
-import struct
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,22 +16,21 @@ from lightning_multigpu.guardian.hang.stacks import StackSignal
 from lightning_multigpu.guardian.hang.waits import HangWatch, last_waits
 from lightning_multigpu.guardian.interrupts import Interrupts
 from lightning_multigpu.guardian.link.host_links import Hosts
-from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, proof, proves
+from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, peer_of, proof, proves
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 from lightning_multigpu.guardian.shutdown import Shutdown
 from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
-_CREDENTIALS = "3i"
 _MAX_STRANGERS = 64
 _SHORTEST_PAUSE_S = 1.0
 
 
-class Process:
+class Watchdog:
     """The guardian of one host.
 
     Args:
-        settings: what :meth:`lightning_multigpu.guardian.Guardian.start` has sent.
+        settings: the settings that :meth:`lightning_multigpu.guardian.Guardian.start` has sent.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -49,7 +47,7 @@ class Process:
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._strangers: dict[Connection, str] = {}
-        self._ending: Shutdown | None = None
+        self._shutdown: Shutdown | None = None
         self._interrupts, self._workers = Interrupts(), Workers()
         self._hurries = self._released = False
         self._selector = selectors.DefaultSelector()
@@ -85,15 +83,15 @@ class Process:
             self._now_s = now_s
             self._observe()
         self._hosts.close()
-        if self._ending is not None:
-            self._ending.report(self._file(), self._ranks)
+        if self._shutdown is not None:
+            self._shutdown.report(self._file(), self._ranks)
             self._listener.close()  # a further run of these processes may want the address
-            self._ending.tidy_up(self._ranks)
+            self._shutdown.tidy_up(self._ranks)
 
     def _is_over(self) -> bool:
-        if self._ending is not None:
-            ended = self._ending.progress(self._ranks, self._now_s) and self._workers_have_ended()
-            return ended and not self._awaits_late_ranks(self._ending)
+        if self._shutdown is not None:
+            ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended()
+            return ended and not self._awaits_late_ranks(self._shutdown)
         if self._ranks.at_work:
             return False
         for connection in list(self._connections):  # what a rank said before it ended may not have been read so far
@@ -104,16 +102,16 @@ class Process:
         self._hosts.finish()
         return self._hosts.all_done
 
-    def _awaits_late_ranks(self, ending: Shutdown) -> bool:
-        """Whether ranks may still come that would look for a guardian in vain, and wait for long."""
-        return self._is_public and len(self._ranks) < self._ranks.num_ranks and not ending.is_late(self._now_s)
+    def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
+        """True while ranks may still come that would look for a guardian in vain, and wait for long."""
+        return self._is_public and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._observe_interrupts()
         self._ranks.others_wait = self._hosts.others_wait
         # What ranks have said before they ended comes first, and so does what other hosts have found.
-        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._ending is None else None
-        if self._ending is None and found is None:
+        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._shutdown is None else None
+        if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
                 for connection in list(self._connections):
@@ -121,11 +119,11 @@ class Process:
                 found = self._ranks.observe(self._now_s)
         if found is not None:
             self._fail(found.failure, found.since_s)
-        if self._ending is None:
+        if self._shutdown is None:
             self._observe_joining()
-        if self._ending is None:
+        if self._shutdown is None:
             self._observe_end()
-        if self._ending is None:
+        if self._shutdown is None:
             self._hangs.observe(self._now_s)
         pids = self._pids()
         for rank in self._ranks.at_work:
@@ -133,8 +131,8 @@ class Process:
             self._observe_workers(rank)
 
     def _observe_workers(self, rank: WatchedRank) -> None:
-        """A stopped worker keeps its rank waiting for data, and the rank all others."""
-        if self._ending is not None or rank.process.state() == STOPPED:
+        """Finds a stopped worker: its rank waits for data, and all others wait for the rank."""
+        if self._shutdown is not None or rank.process.state() == STOPPED:
             self._workers.forgive()
             return
         found = self._workers.stopped(rank.process.pid, self._now_s)
@@ -144,7 +142,7 @@ class Process:
             self._fail(rank.failure(what, None), since_s)
 
     def _observe_end(self) -> None:
-        """Nobody leaves before all ranks have come to the end: until then the failure of one is that of all."""
+        """Releases the ranks once all have come to the end: until then the failure of one is that of all."""
         early = self._ranks.left_early(self._hosts.others_wait)
         if early is not None:
             what = "ended with exit status 0 in the middle of the run, and others wait for it"
@@ -159,8 +157,8 @@ class Process:
         if not self._hurries and (self._interrupts.number > 1 or self._hosts.end_now):
             self._hurries = True
             self._fail(Failure("a second Ctrl-C has ended the job at once", host=host_name()), self._now_s)
-            assert self._ending is not None
-            self._ending.hurry(self._now_s)
+            assert self._shutdown is not None
+            self._shutdown.hurry(self._now_s)
             self._hosts.tell_end_now()
             for connection in self._connections:
                 connection.send("end now")
@@ -177,7 +175,7 @@ class Process:
         return {rank.process.pid for rank in self._ranks}
 
     def _file(self) -> str | None:
-        """Each host has a file of its own: the directory may be one that all of them see."""
+        """The path of this host's failure file; hosts may share the directory, so each has a name of its own."""
         if self._directory is None:
             return None
         node = "" if self._node_rank is None else f"-node{self._node_rank}"
@@ -204,15 +202,15 @@ class Process:
 
     def _fail(self, failure: Failure, since_s: float) -> None:
         """The first failure is the job's; what comes later follows from it."""
-        if self._ending is not None:
+        if self._shutdown is not None:
             return
         failed = self._ranks.get(failure.rank)
         if failed is not None and failure.step is None:
             failure = failure._replace(step=self._step(failed))
         # Before anybody is told: who is told stops waiting.
         waits = last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
-        self._ending = Shutdown(failure, since_s, self._timeout_s)
-        self._ending.waited(waits)
+        self._shutdown = Shutdown(failure, since_s, self._timeout_s)
+        self._shutdown.waited(waits)
         self._hosts.tell(failure, since_s)
         self._hosts.say("waited", lines=waits)
         for connection, rank in self._connections.items():
@@ -221,11 +219,11 @@ class Process:
                 connection.send("failure", failure=failure.to_message(), waited=waits)
 
     def _hear(self, host: Hashable, message: Message) -> None:
-        """What another host's guardian says besides that it is alive."""
+        """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
             self._hangs.heard(host, message)
-        elif message["kind"] == "waited" and self._ending is not None:
-            self._ending.waited([str(line) for line in message["lines"]])
+        elif message["kind"] == "waited" and self._shutdown is not None:
+            self._shutdown.waited([str(line) for line in message["lines"]])
 
     def _step(self, rank: WatchedRank) -> int:
         """Steps that the rank has completed, as it counted them in the shared memory."""
@@ -274,8 +272,7 @@ class Process:
 
     def _welcome(self, connection: Connection, message: Message) -> None:
         challenge = self._strangers[connection]
-        credentials = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
-        pid, user, _ = struct.unpack(_CREDENTIALS, credentials)  # as the kernel saw them when the rank connected
+        pid, user = peer_of(connection.socket)
         if user == os.getuid() and self._is_public and message["kind"] == "ask":
             connection.send("secret", secret=self._secret.hex())
             return
@@ -306,8 +303,8 @@ class Process:
             num_slots=self._ranks.num_ranks,
             failure_timeout_s=self._timeout_s,
         )
-        if self._ending is not None:
-            connection.send("failure", failure=self._ending.failure.to_message())
+        if self._shutdown is not None:
+            connection.send("failure", failure=self._shutdown.failure.to_message())
 
     def _add(self, number: int, pid: int, *, introduced: bool) -> WatchedRank:
         known = self._ranks.get(number)
@@ -339,9 +336,9 @@ class Process:
             self._interrupts.told(int(message["number"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
-            connection.send("seen", waited=[] if self._ending is None else self._ending.waits)
-        elif kind == "announced" and self._ending is not None:
-            self._ending.announce(rank)
+            connection.send("seen", waited=[] if self._shutdown is None else self._shutdown.waits)
+        elif kind == "announced" and self._shutdown is not None:
+            self._shutdown.announce(rank)
         elif kind == "stacks":
             descriptor = connection.take_descriptor()
             if descriptor is not None:
@@ -363,7 +360,7 @@ class Process:
             )
 
     def _read_owner(self) -> None:
-        """What the process that started the guardian says of the ranks that it starts."""
+        """Reads messages of the process that started the guardian, about the ranks that it starts."""
         for message in self._owner_link.receive():
             kind = message["kind"]
             if kind == "started":
@@ -374,8 +371,6 @@ class Process:
                     self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.told_exit_code = message["exit_code"]
-            elif kind == "directory":
-                self._directory, self._node_rank = message["directory"], message["node_rank"]
             elif kind == "stop":
                 self._stopping = True
         if self._owner_link.closed:

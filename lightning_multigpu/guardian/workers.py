@@ -1,4 +1,4 @@
-"""Processes that a rank has forked or spawned, workers of data loaders above all: they must not outlive it."""
+"""The worker processes of ranks, those of data loaders above all: none outlives its rank."""
 
 from __future__ import annotations
 

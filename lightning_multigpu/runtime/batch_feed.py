@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BatchFeed:
-    """What a strategy does with data: deals it out, agrees on every training batch, weighs it, and resumes in it.
+    """The data side of a strategy: distributes batches, agrees on and weighs each training batch, resumes an epoch.
 
     Args:
         uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -114,7 +114,7 @@ class BatchFeed:
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
             skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
-            flags=lambda: self._signals.flags,
+            flags=lambda: self._signals.received,
             on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
             on_uneven=rank_zero_warn,
             length=agreed_length(loader, group, self.uneven_inputs),

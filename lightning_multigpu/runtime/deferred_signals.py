@@ -71,7 +71,7 @@ class DeferredSignals:
                     self._handlers[signum] = signal.signal(signum, self._note)
 
     def handler_before(self, signum: signal.Signals) -> Any:
-        """What handled the signal before, or None if it is not held."""
+        """The handler before the signal was held, or None if it is not held."""
         return self._handlers.get(signum)
 
     def act(self) -> None:
@@ -84,7 +84,7 @@ class DeferredSignals:
                 self._handlers[signum](signum, None)
 
     def has_agreed(self, signum: signal.Signals) -> bool:
-        """Whether all ranks have acted on the signal together."""
+        """True if all ranks have acted on the signal together."""
         return signum in self._signals and bool(self.agreed & 1 << self._signals.index(signum))
 
     def follow(self, signum: signal.Signals) -> None:

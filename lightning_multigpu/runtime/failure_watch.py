@@ -111,7 +111,7 @@ class FailureWatch:
         """Takes another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
-            self._signals.follow(failure.what)
+            self._signals.follow_failure(failure.what)
         self._abort()
 
     def leave(self) -> None:

@@ -207,7 +207,7 @@ def _guardian_options(run: RunContext) -> dict[str, Any]:
 
 
 def _latest_s(run: RunContext) -> float:
-    """How long a guardian waits for ranks to join: they may speak first."""
+    """Seconds that a guardian waits for ranks to join: the ranks, who know more, speak first."""
     return run.join_timeout_s + run.failure_timeout_s
 
 
@@ -234,7 +234,7 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
 
 
 def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
-    """What must be equal on all ranks and is known before they have joined.
+    """The settings that must be equal on all ranks and are known before they have joined.
 
     Args:
         run: the run.

@@ -1,4 +1,4 @@
-"""Worker processes of data loaders."""
+"""Worker processes of data loaders, and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of a host, and ends all of them with one message when one fails."""
+"""The launcher that runs the script again for each further rank of a host."""
 
 from __future__ import annotations
 
@@ -116,5 +116,5 @@ def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None
 
 
 def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:
-    """Whether processes must be forked: what is typed into a notebook cannot be imported by a spawned process."""
+    """True if processes must be forked: a spawned process cannot import what was typed into a notebook."""
     return interactive and start_method == "spawn" and sys.platform != "win32" and hasattr(os, "fork")

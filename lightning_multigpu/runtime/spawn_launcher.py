@@ -1,4 +1,4 @@
-"""Starts the ranks of a host from the running interpreter, and brings back what the first of them returns."""
+"""The launcher that starts the ranks of a host from the running interpreter, and takes over the first one's result."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class SpawnLauncher(MultiProcessingLauncher):
 
 
 class _Result(NamedTuple):
-    """What the first rank has to give to the process that has started it."""
+    """The answer of the first rank to the process that has started it."""
 
     returned: Any
     weights: Mapping[str, Any] | None = None
@@ -295,7 +295,7 @@ class _Ranks:
                     process.kill()
 
     def result(self) -> _Result:
-        """What the first rank has answered; raises if a rank has failed."""
+        """The answer of the first rank; raises if a rank has failed."""
         codes = [process.exitcode for process in self.processes]
         failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
         if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
@@ -314,7 +314,7 @@ class _Ranks:
 
     @property
     def were_interrupted_twice(self) -> bool:
-        """Whether the ranks have ended at once, upon a second Ctrl-C."""
+        """True if the ranks have ended at once, upon a second Ctrl-C."""
         return any(process.exitcode == INTERRUPTED_STATUS for process in self.processes)
 
     def interrupt(self) -> None:

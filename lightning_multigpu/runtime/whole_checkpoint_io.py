@@ -1,4 +1,4 @@
-"""Checkpoints that are there as a whole or not at all."""
+"""Checkpoint files that are complete or absent, never half-written."""
 
 from __future__ import annotations
 

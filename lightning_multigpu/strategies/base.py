@@ -1,4 +1,4 @@
-"""What all regimes share: their options, start and end, data, checkpoints, failures, and the meter."""
+"""The base of all strategies: options, start and end of a run, data, checkpoints, failures and the meter."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """What the user has passed, or one that leaves no half-written files."""
+        """The user's plugin, or one that leaves no half-written files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
         if type(getattr(self._checkpoint_io, "checkpoint_io", self)) in (TorchCheckpointIO, type(None)):
@@ -257,7 +257,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
 
     @property
     def state_is_lost(self) -> bool:
-        """Whether what a checkpoint needs is gone, which callbacks that save at exceptions cannot know."""
+        """True if state that a checkpoint needs is gone; callbacks that save at exceptions cannot know."""
         return self.failure_watch.ranks_have_ended
 
     @override
@@ -318,7 +318,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         self.meter.discard()
 
     def on_optimizer_step_end(self) -> None:
-        """What a regime does between ranks after an optimizer step; it still counts as a part of that step."""
+        """Communicates between ranks after an optimizer step, and counts as a part of that step; for subclasses."""
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -95,7 +95,7 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many different batches are trained on at once."""
+        """Number of different batches that are trained on at once."""
         return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
 
     @property
@@ -202,7 +202,7 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks of the world, or any of them, decided for it; the same answer on every rank."""
+        """True if all ranks of the world, or any of them, decided for it; the same answer on every rank."""
         world = self._metered_group(dist.group.WORLD)
         if world is None:
             return decision

@@ -1,4 +1,4 @@
-"""Whether what a user asked for can be had on this machine: checked before any process is started.
+"""Checks of a user's options against this machine and this build of torch, before any process is started.
 
 Every function takes plain values, returns nothing, and raises ``ValueError`` with the value, the limit and the fix.
 """
@@ -22,7 +22,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """``value`` is one of ``choices``."""
+    """Checks that ``value`` is one of ``choices``."""
     if not (isinstance(value, str) and value in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         hint = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -30,7 +30,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def check_positive(name: str, value: object, *, whole: bool = False) -> None:
-    """``value`` is a finite number above 0; with ``whole`` an integer."""
+    """Checks that ``value`` is a finite number above 0; with ``whole``, an integer."""
     kind = "a whole number" if whole else "a number"
     if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
         raise ValueError(f"{name}={value!r} is not {kind}; pass {kind} above 0")
@@ -39,14 +39,14 @@ def check_positive(name: str, value: object, *, whole: bool = False) -> None:
 
 
 def check_at_least(name: str, value: float, limit: float) -> None:
-    """``value`` is a finite number, ``limit`` or more."""
+    """Checks that ``value`` is a finite number and ``limit`` or more."""
     check_positive(name, value)
     if value < limit:
         raise ValueError(f"{name}={value!r} is out of range; pass {limit:g} or more")
 
 
 def check_timeout(value: object) -> None:
-    """``value`` is a ``timedelta`` above 0, or None for the default."""
+    """Checks that ``value`` is a ``timedelta`` above 0, or None for the default."""
     if value is None:
         return
     if not isinstance(value, timedelta):
@@ -56,17 +56,17 @@ def check_timeout(value: object) -> None:
 
 
 def check_start_method(value: object, *, available: Collection[str] | None = None) -> None:
-    """``value`` is a way to start processes that this platform has; ``available`` are those of multiprocessing."""
+    """Checks that this platform can start processes by ``value``; ``available``: multiprocessing's start methods."""
     if available is None:
         available = get_all_start_methods()
     check_choice("start_method", value, ("popen", *(m for m in ("spawn", "fork", "forkserver") if m in available)))
 
 
 def check_options(owner: str, options: Iterable[str], known: Collection[str]) -> None:
-    """Every name of ``options`` is one of ``known``.
+    """Checks that every name of ``options`` is one of ``known``.
 
     Raises:
-        TypeError: it is not, as Python says of an unknown keyword.
+        TypeError: a name is unknown; Python raises the same for an unknown keyword.
     """
     for name in options:
         if name not in known:
@@ -75,7 +75,7 @@ def check_options(owner: str, options: Iterable[str], known: Collection[str]) ->
 
 
 def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count: int) -> None:
-    """``devices``, one a rank of this host, exist here. More ranks on CPUs than ``cpu_count`` only warn."""
+    """Checks that ``devices``, one for each rank of this host, exist; warns of more CPU ranks than ``cpu_count``."""
     if not devices:
         raise ValueError("devices=0: a run needs at least 1 rank on each host; pass devices=1 or more")
     types = sorted({device.type for device in devices})
@@ -102,7 +102,7 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
 
 
 def check_device_type(device_type: str) -> None:
-    """Our strategies run on devices of this type."""
+    """Checks that the strategies run on devices of this type."""
     if device_type not in DEVICE_TYPES:
         raise ValueError(
             f"accelerator={device_type!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
@@ -111,7 +111,7 @@ def check_device_type(device_type: str) -> None:
 
 
 def check_backend(backend: str | None, device_type: str) -> None:
-    """The process group back end is part of this build of torch and moves tensors of ``device_type``.
+    """Checks that this build of torch has the process group back end, and that it moves tensors of ``device_type``.
 
     Args:
         backend: a name ("gloo", "nccl"), one a device ("cpu:gloo,cuda:nccl"), or None for the device's default.
@@ -144,14 +144,14 @@ def _backend_for(backend: str, device_type: str) -> str | None:
 
 
 def check_precision(precision: str, device_type: str, *, bf16_supported: bool = True, explicit: bool = True) -> None:
-    """The device computes in ``precision``.
+    """Checks that the device computes in ``precision``.
 
     Args:
         precision: Lightning's name, "16-mixed" for example.
         device_type: "cpu" or "cuda".
         bf16_supported: the GPUs have bfloat16 units.
-        explicit: a precision plugin was passed. A ``MixedPrecision("16-mixed", "cpu")`` does work; the *word*
-            "16-mixed" on CPU does not, since Lightning takes bf16-mixed in its place.
+        explicit: a precision plugin was passed. ``MixedPrecision("16-mixed", "cpu")`` works on CPU; for the word
+            "16-mixed", Lightning takes bf16-mixed in its place.
     """
     if device_type == "cpu" and precision == "16-mixed" and not explicit:
         raise ValueError(
@@ -171,7 +171,7 @@ def check_precision(precision: str, device_type: str, *, bf16_supported: bool = 
 
 
 def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
-    """SyncBatchNorm is asked for only where torch has it: on GPUs."""
+    """Checks that SyncBatchNorm is asked for only where torch has it: on GPUs."""
     if enabled and device_type == "cpu":
         raise ValueError(
             "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
@@ -231,7 +231,7 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool) ->
 
 
 def available_cpu_count() -> int:
-    """CPU cores that this process may use; fewer than the machine's in a container or under taskset."""
+    """Number of CPU cores that this process may use; in a container or under taskset fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Where a rank notes what it does, so that the guardian can read it without asking.
+"""The flight recorder: a rank's steps and collectives in memory that the guardian reads without asking.
 
 Every rank of a host has one page of memory that it shares with the guardian: how many steps it has completed, and one
 row for each of its process groups, in which stands the oldest collective of that group that has not ended::
@@ -15,11 +15,10 @@ from __future__ import annotations
 import struct
 import sys
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_multigpu.guardian.hang.stacks import place_of_frame
+from lightning_multigpu.guardian.proc import clock_s
 
 PAGE_BYTES = 4096
 _ROWS_FROM, _ROW_BYTES = 256, 256
@@ -37,7 +36,7 @@ assert _PLACE_AT + _PLACE.size <= _ROW_BYTES
 
 
 class Entry(NamedTuple):
-    """What stands in one row of a rank's page.
+    """One row of a rank's page.
 
     Attributes:
         group: the name of the process group: "data".
@@ -83,12 +82,12 @@ class Note:
         self._recorder, self._row = flight_recorder, row
         self.operation, self.size_bytes, self.state = operation, size_bytes, state
         self.number = 0
-        self.since_s = _clock_s()
+        self.since_s = clock_s()
         self.thread = threading.get_ident()
 
     def awaited(self) -> None:
         """The calling thread begins to wait for it."""
-        self.state, self.since_s, self.thread = AWAITED, _clock_s(), threading.get_ident()
+        self.state, self.since_s, self.thread = AWAITED, clock_s(), threading.get_ident()
         self._recorder._changed(self._row)
 
     def ended(self) -> None:
@@ -156,7 +155,7 @@ class FlightRecorder:
         return note
 
     def detach(self) -> None:
-        """What is noted from here on is read by nobody."""
+        """Lets go of the shared memory: nobody reads later notes."""
         # The old memory goes with its last user: a thread may be writing to it at this moment.
         self._memory = bytearray(self._at + PAGE_BYTES)
 
@@ -204,7 +203,7 @@ class FlightRecorder:
 
 
 def read_steps(memory: Any, slot: int) -> int:
-    """How many optimizer steps the rank of that page has completed."""
+    """Optimizer steps that the rank of that page has completed."""
     (steps,) = _STEPS.unpack_from(memory, PAGE_BYTES * slot)
     return int(steps)
 
@@ -267,12 +266,3 @@ def _text(text: str, size_bytes: int) -> bytes:
 
 def _read(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")
-
-
-def _boottime() -> Callable[[], float]:
-    """CLOCK_BOOTTIME, by which guardian and ranks agree; guardians run on Linux only."""
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-    return lambda: time.clock_gettime(clock)
-
-
-_clock_s = _boottime()

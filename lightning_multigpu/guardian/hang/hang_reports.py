@@ -172,7 +172,7 @@ _SHOWN_FRAMES = 8
 
 
 def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file: str | None) -> str:
-    """What is printed.
+    """The text of a report: the verdict, then a table of all ranks, then where each of them is.
 
     Args:
         views: all ranks, as far as they are known.
@@ -199,7 +199,7 @@ def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file:
 
 
 def full_stacks(views: Sequence[View]) -> str:
-    """What is written to the file only: the stacks of all threads of all ranks."""
+    """The stacks of all threads of all ranks, for the file only."""
     return "".join(
         f"\n--- rank {view.rank} (host {view.host}, pid {view.pid}) ---\n{view.stacks.text}\n"
         for view in sorted(views, key=lambda view: view.rank)
@@ -207,7 +207,7 @@ def full_stacks(views: Sequence[View]) -> str:
 
 
 def _most_telling_first(view: View) -> tuple[bool, int]:
-    """Who does not wait in a collective has most to explain."""
+    """Sorts ranks that do not wait in a collective first."""
     return bool(calls(view)), view.rank
 
 

@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether the file is neither a library that this pack knows nor Python's own."""
+        """True if the file is neither a library that this pack knows nor Python's own."""
         return not any(kind.search(self.file) for kind in (_TORCH, _LIGHTNING, _STANDARD))
 
 
@@ -128,7 +128,7 @@ _MAX_DUMP_BYTES = 1 << 20
 
 
 class Stacks(NamedTuple):
-    """What one rank has answered.
+    """The answer of one rank.
 
     Attributes:
         text: as the fault handler has written it, or a sentence that says why there is nothing.
@@ -162,7 +162,7 @@ def parse(text: str, main_thread: int) -> Stacks:
 
 
 class StackSignal(NamedTuple):
-    """How a rank is asked: by which signal, and where it writes."""
+    """The signal by which a rank is asked, and the file that it writes to."""
 
     number: int
     descriptor: int
@@ -235,7 +235,7 @@ class Question:
                 self._refusal = "its process has ended"
 
     def is_answered(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """True if there is nothing more to wait for."""
         if self._refusal:
             return True
         assert self._how is not None
@@ -250,7 +250,7 @@ class Question:
         return size > 0 and time.monotonic() - self._since_s >= _SETTLED_S
 
     def answer(self) -> Stacks:
-        """What has come so far; where nothing has, what the kernel says of the process."""
+        """The answer so far; without one, the kernel's account of the process."""
         text = ""
         if not self._refusal:
             assert self._how is not None
@@ -261,7 +261,7 @@ class Question:
 
 
 def _kernel_text(pid: int) -> str:
-    """What the kernel tells of where a process waits, as far as this user may read it."""
+    """The kernel's account of where a process waits, as far as this user may read it."""
     found = []
     for name in ("wchan", "syscall", "stack"):
         try:

@@ -1,6 +1,6 @@
-"""What a hang is about: who waits for whom, found by comparing what all ranks are doing.
+"""The waiting graph of a hang: ranks and the ranks that they wait for, found by comparing all ranks' collectives.
 
-A pure function of what was read of each rank, so that every case can be told by a table.
+A pure function of what was read of each rank, so that tests can give every case as a table.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _is_main(entry: Entry, view: View) -> bool:
 
 
 def verdict(views: Iterable[View]) -> list[str]:
-    """What the ranks wait for, one finding a line; none where nobody waits in a collective."""
+    """The findings about ranks that wait in collectives, one a line."""
     by_rank = {view.rank: view for view in sorted(views)}
     waiting: dict[tuple[str, str], list[Call]] = {}
     for view in by_rank.values():
@@ -148,7 +148,7 @@ def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> s
 
 
 def _other(view: View | None, rank: int, call: Call) -> str:
-    """What a member that does not wait in ``call`` does instead."""
+    """A clause about a member that does not wait in ``call``."""
     if view is None:
         return f"nothing is known of rank {rank}"
     entry = _entry(view, call)

@@ -28,7 +28,7 @@ Waits = dict[str, float]  # what is waited for, and since when
 
 
 class _Silence:
-    """How long a rank's page has not changed, and what its stack has shown meanwhile."""
+    """A time in which a rank's page has not changed, and the collective that its stack has shown meanwhile."""
 
     def __init__(self, signature: object, since_s: float) -> None:
         self.signature = signature
@@ -109,7 +109,7 @@ class HangWatch:
 
     @property
     def signals(self) -> dict[int, StackSignal]:
-        """How each rank is asked for its stacks."""
+        """The signal by which each rank is asked for its stacks."""
         return self._signals
 
     # Stacks
@@ -179,7 +179,7 @@ _PAUSE_S = 0.01
 def last_waits(
     ranks: Ranks, memory: Any, signals: Mapping[int, StackSignal], *, failed: int | None, now_s: float
 ) -> list[str]:
-    """What the ranks of a host wait in or, where the failure has reached them already, were waiting in.
+    """The collectives that the ranks of a host wait in or, once the failure has reached them, were waiting in.
 
     It is to be called before the ranks are told of the failure, and takes up to 0.4 s.
 

@@ -36,7 +36,7 @@ _SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would 
 
 
 class Peer:
-    """What is known of it.
+    """The guardian of another host, at the other end of a connection.
 
     Args:
         connection: to it.
@@ -183,17 +183,17 @@ class Hosts:
 
     @property
     def others_wait(self) -> bool:
-        """Whether another host's ranks may wait for this one's: they are there, and at work."""
+        """True if another host's ranks may wait for this one's: they are there, and at work."""
         return any(not (peer.paused or peer.done) for peer in self._known())
 
     @property
     def is_first(self) -> bool:
-        """Whether this is node 0, which speaks for the job; a host alone is."""
+        """True on node 0, which speaks for the job, and on a host that is alone."""
         return self._own_rank == 0
 
     @property
     def all_done(self) -> bool:
-        """Whether this guardian may leave: node 0's stays until the others' ranks have finished."""
+        """True if this guardian may leave: node 0's stays until the others' ranks have finished."""
         if self._listener is None:
             return all(peer.trusted for peer in self._peers)
         return self._missing == 0 and all(peer.done for peer in self._peers)

@@ -22,6 +22,7 @@ import hmac
 import json
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +34,7 @@ Message = dict[str, Any]
 
 
 class ProtocolError(ValueError):
-    """What the other end has sent is not a message, or not one that is allowed now."""
+    """The other end has sent something that is no message, or a message that is not allowed now."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
@@ -69,14 +70,23 @@ def nonce() -> str:
 
 
 def proof(secret: bytes, role: str, challenge: str) -> str:
-    """What only somebody who knows the secret can answer to ``challenge``; each role has answers of its own."""
+    """The answer to ``challenge`` that takes the secret to compute; each role has answers of its own."""
     return hmac.new(secret, f"{role}:{challenge}".encode(), "sha256").hexdigest()
 
 
 def proves(message: Message, secret: bytes, role: str, challenge: str) -> bool:
-    """Whether the message carries the right proof."""
+    """True if the message carries the right proof."""
     given = message.get("proof")
     return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, role, challenge).encode())
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a UNIX socket, as the kernel saw them when it was connected."""
+    layout = "3i"
+    pid, user, _ = struct.unpack(
+        layout, sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(layout))
+    )
+    return pid, user
 
 
 class Seal:
