@@ -1,14 +1,14 @@
 """A process on every host that watches the host's ranks from outside, as the kernel sees them.
 
 A rank that is killed or stopped cannot say so itself, and a thread stops together with its process. So the first rank
-of a host starts a guardian: a plain Python interpreter without any third-party package. It knows the ranks by what the
-kernel says of them and by nothing else, so a rank that computes for a minute without answering is not a failed one.
+of a host starts a guardian: a plain Python interpreter without any third-party package. It trusts only the kernel's
+account of the ranks' processes, so a rank that computes for a minute without answering has not failed.
 ::
 
-    guardian = Guardian.start(num_ranks=4)                             # the first rank of the host, before the others
+    guardian = Guardian.start(num_ranks=4)  # the first rank of the host, before the others
     client = GuardianClient.from_variables(os.environ, rank=2, on_failure=end)  # each rank
-    client.flight_recorder.completed(step)                                             # after each optimizer step
-    client.goodbye()                                                   # the work is done
+    client.flight_recorder.completed(step)  # after each optimizer step
+    client.goodbye()  # the work is done
 
 ::
 

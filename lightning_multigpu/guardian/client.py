@@ -34,28 +34,29 @@ _SEEN_S = 1.0
 
 
 class GuardianClient:
-    """Tells the guardian about this rank, and this rank about failures.
+    """A rank's connection to the guardian of its host.
 
-    Use :meth:`from_environment`. A thread waits for the guardian's word; ``on_failure`` is called in it, once, with
-    the failure of another rank or host, or of the guardian itself: that it has ended, or has been stopped for half of
-    ``failure_timeout_s`` while this process has not. Nobody else would then end this process, so it ends itself if it
-    still is there 0.9 ``failure_timeout_s`` after that began.
+    A thread reads the guardian's messages. It calls ``on_failure`` once, with the failure of another rank or host, or
+    of the guardian itself: the guardian has ended, or has been stopped for half of ``failure_timeout_s`` while this
+    process has not. Without a guardian nobody would end this process, so it ends itself if it is still there 0.9
+    ``failure_timeout_s`` after the guardian's failure began.
 
     Args:
-        address: what the guardian listens at.
-        secret: of the job; None to be told it by the guardian, if that is of the same user and was started so.
+        address: the guardian's address.
+        secret: the secret of the job; None to ask the guardian for it, which answers processes of its own user if it
+            was started with an address.
         rank: the global rank of this process.
         on_failure: called once, in another thread.
-        timeout_s: how long the guardian may take to answer.
+        timeout_s: seconds that the guardian may take to answer.
 
     Attributes:
-        failure: what ``on_failure`` was called with, or None.
-        waited: what the ranks of this host were waiting in when the job failed, a line a rank; complete before
-            ``on_failure`` is called, and a moment after :meth:`failed`.
-        flight_recorder: where this rank notes the collectives that it is in, for the guardian to read.
+        failure: the failure that ``on_failure`` was called with, or None.
+        waited: the collectives in which the ranks of this host waited when the job failed, a line a rank; complete
+            before ``on_failure`` is called, and a moment after :meth:`failed`.
+        flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
 
     Raises:
-        GuardianError: there is no guardian there, it refuses this rank, or it does not know the secret.
+        GuardianError: no guardian listens there, it refuses this rank, or it does not know the secret.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class GuardianClient:
             self._seen.wait(_SEEN_S)
 
     def announced(self) -> None:
-        """Says that this rank shows the failure in the terminal itself: the guardian then does not."""
+        """Tells that this rank shows the failure in the terminal itself: the guardian then does not."""
         self._send("announced")
 
     def uses_temporary(self, directory: str) -> None:
@@ -139,26 +140,26 @@ class GuardianClient:
         self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def joining(self, limit_s: float) -> None:
-        """Says that this rank is on its way to the others, who wait for it: it has failed if that takes longer."""
+        """Tells that this rank is joining the others, who wait for it; after ``limit_s`` it has failed."""
         self._send("joining", limit_s=limit_s)
 
     def joined(self) -> None:
-        """This rank has joined the others."""
+        """Tells that this rank has joined the others."""
         self._send("joined")
 
     def counts_interrupts(self) -> None:
-        """Says that a second Ctrl-C may end the job at once: the program has no handler of its own for SIGINT.
+        """Lets a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT.
 
         All ranks end with exit status 130 then, this one included.
         """
         self._send("counts interrupts")
 
     def interrupted(self, number: int) -> None:
-        """Says that this rank has received its first or second SIGINT; the guardian may have got none."""
+        """Tells that this rank has received its first or second SIGINT; the guardian may have received none."""
         self._send("interrupted", number=number)
 
     def finish(self) -> Failure | None:
-        """This rank has come to the end of its run; waits until all ranks of the job have, or one has failed.
+        """Tells that this rank has come to the end of its run; waits until all ranks have, or one has failed.
 
         Returns:
             The failure, or None if the run has ended well for all.
@@ -221,7 +222,7 @@ class GuardianClient:
             raise GuardianError(f"node {node_rank} ({host_name()}) is not welcome at {address} port {port}: {why}")
 
     def goodbye(self) -> None:
-        """This rank's work is done: from here on its end is no failure, and no failure is told to it."""
+        """Ends this rank's part: from here on its end is no failure, and no failure is told to it."""
         if self._leaving.is_set() or os.getpid() != self._process:
             return
         with self._deciding:
@@ -281,7 +282,7 @@ class GuardianClient:
             os.kill(self._process, signal.SIGKILL)
 
     def _gives_up(self) -> bool:
-        """Nobody lets a guardian go on that is about to be killed: it would be killed in the middle of its report."""
+        """Decides to kill a stopped guardian, which nobody resumes from then on: it would die in the middle of its report."""
         with self._deciding:
             self._given_up = not self._leaving.is_set()
         return self._given_up
@@ -315,7 +316,7 @@ class GuardianClient:
         return welcome
 
     def _ask(self, deadline_s: float) -> str:
-        """Has the guardian tell the secret: the kernel says whose process it is, and says there whose this one is."""
+        """Asks the guardian for the secret; the kernel tells both ends whether the other is the same user's process."""
         _, user = peer_of(self._connection.socket)
         if user != os.getuid():
             raise GuardianError(

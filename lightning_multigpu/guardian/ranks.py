@@ -19,16 +19,16 @@ class Found(NamedTuple):
 
 
 class WatchedRank:
-    """One rank: its process, and what it has said.
+    """One rank: its process, and the messages that it has sent.
 
     Attributes:
-        slot: where in the shared memory the rank counts its steps.
-        introduced: its process has said itself which rank it is.
-        finished: it needs nobody any more: it said goodbye or ended with exit status 0.
-        at_end: it has come to the end of its run, and waits for the others.
-        joining_until_s: until when it has to have joined the others; None before that and afterwards.
+        slot: the index of the rank's page in the shared memory.
+        introduced: True once the process itself has told its rank.
+        finished: True once the rank needs nobody any more: it said goodbye or ended with exit status 0.
+        at_end: True once the rank has come to the end of its run, and waits for the others.
+        joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         temporary: a directory that its workers use too, and that it cannot remove if it is killed.
-        told_exit_code: what the process that started the rank says of its end.
+        told_exit_code: the exit status that the process which started the rank has told.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:

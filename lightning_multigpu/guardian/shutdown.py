@@ -27,12 +27,12 @@ class Shutdown:
     """The last seconds of the ranks at work.
 
     Args:
-        failure: why.
-        since_s: when that came about, on the guardian's clock.
-        timeout_s: how long after that every rank has to have ended.
+        failure: the failure that ends the job.
+        since_s: time of the failure, on the guardian's clock.
+        timeout_s: seconds after the failure in which every rank has to have ended.
 
     Attributes:
-        waits: what ranks were waiting in when it came about; a line a rank.
+        waits: the collectives in which ranks waited at the failure, a line a rank.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -46,16 +46,16 @@ class Shutdown:
         self._wants_file = failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED)
 
     def waited(self, lines: list[str]) -> None:
-        """Takes down what ranks were waiting in when it came about; a line a rank."""
+        """Adds lines about the collectives in which ranks waited at the failure."""
         self.waits += lines
 
     def hurry(self, now_s: float) -> None:
-        """Lets ranks no more time than they need to be told: the user has asked for it, and needs no file about it."""
+        """Leaves ranks only the time to be told: the user has asked for the end, and needs no file about it."""
         self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
         self._wants_file = False
 
     def announce(self, rank: WatchedRank) -> None:
-        """``rank`` shows the failure in this host's terminal itself, if it lives to do so."""
+        """Takes down that ``rank`` shows the failure in this host's terminal, if it lives to do so."""
         self._announced = rank
 
     def is_late(self, now_s: float) -> bool:
@@ -63,7 +63,7 @@ class Shutdown:
         return now_s >= self._kill_at_s
 
     def progress(self, ranks: Ranks, now_s: float) -> bool:
-        """Kills who has had time enough; True once no rank is left.
+        """Kills ranks whose time is over; True once no rank is left.
 
         A stopped rank goes as soon as only stopped ones are left: it cannot end by itself. The others first, because
         a terminal shows its prompt when the first rank has ended.
@@ -100,7 +100,7 @@ class Shutdown:
         signal.alarm(0)
 
     def tidy_up(self, ranks: Ranks) -> None:
-        """Removes what ranks leave that said goodbye after the failure, and were ended before they could remove it.
+        """Removes files of ranks that said goodbye after the failure, and were ended before they could remove them.
 
         A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. One that lives on for seconds
         keeps what is its own.

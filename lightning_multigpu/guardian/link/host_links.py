@@ -39,21 +39,20 @@ class Peer:
     """The guardian of another host, at the other end of a connection.
 
     Args:
-        connection: to it.
-        secret: of the job; what it says is believed once it has proved to know that too, see
+        connection: the connection to it.
+        secret: the secret of the job, which the other guardian has to prove to know before it is trusted; see
             :mod:`~lightning_multigpu.guardian.link.protocol`.
-        now_s: on this guardian's clock.
-        node_rank: of its host where that is known, because this guardian has connected to it; None for a stranger that
-            has connected to this one.
+        now_s: time on this guardian's clock.
+        node_rank: its host's, if this guardian has connected to it; None for a stranger that has connected to this one.
 
     Attributes:
         host: the name of its host.
-        where: address and port at which it can be reached by third ones.
-        trusted: it has proved that it knows the secret.
-        heard_s: when it has last said anything.
-        paused: all ranks of its host are stopped.
-        at_end: its ranks have come to the end of their run.
-        done: its ranks have finished, and it may leave.
+        where: address and port at which further guardians reach it.
+        trusted: True once it has proved that it knows the secret.
+        heard_s: time of its last message.
+        paused: True while all ranks of its host are stopped.
+        at_end: True once its ranks have come to the end of their run.
+        done: True once its ranks have finished, and it may leave.
     """
 
     def __init__(self, connection: Connection, *, secret: bytes, now_s: float, node_rank: int | None = None) -> None:
@@ -73,7 +72,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """The name in messages."""
         return node_name(self.node_rank, self.host)
 
     def challenge(self) -> None:
@@ -143,14 +142,14 @@ class Hosts:
     """This host's connections to other hosts' guardians.
 
     Args:
-        silence_s: how long another host may say nothing.
-        join_timeout_s: how long after :meth:`listen` the last host may come.
+        silence_s: seconds that another host may be silent.
+        join_timeout_s: seconds after :meth:`listen` in which the last host has to come.
         watch: makes the guardian's loop call a function when a socket becomes readable.
-        forget: the opposite.
-        heard: called with another host and what it says, where that is none of this class's own business.
+        forget: the opposite of ``watch``.
+        heard: called with another host and its message, if the message is not about the connection itself.
 
     Attributes:
-        end_now: another host has said that the job has to end at once.
+        end_now: True once another host has told that the job has to end at once.
     """
 
     def __init__(
