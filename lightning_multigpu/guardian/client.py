@@ -282,7 +282,7 @@ class GuardianClient:
             os.kill(self._process, signal.SIGKILL)
 
     def _gives_up(self) -> bool:
-        """Decides to kill a stopped guardian, which nobody resumes from then on: it would die in the middle of its report."""
+        """Decides to kill a stopped guardian. Nobody resumes it from then on: it would die in its report's middle."""
         with self._deciding:
             self._given_up = not self._leaving.is_set()
         return self._given_up
