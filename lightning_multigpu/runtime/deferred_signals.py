@@ -43,7 +43,7 @@ class DeferredSignals:
         signals: list[signal.Signals],
         *,
         patience_s: float = float("inf"),
-        on_interrupt: Callable[[int], None] = lambda number: None,
+        on_interrupt: Callable[[int], None] | None = None,
     ) -> None:
         self.received = 0
         self.due = 0
@@ -133,7 +133,8 @@ class DeferredSignals:
             self._first_s[number] = now_s
         if number == signal.SIGINT:
             self._interrupts += 1
-            self._on_interrupt(self._interrupts)
+            if self._on_interrupt is not None:
+                self._on_interrupt(self._interrupts)
         self.received |= bit
         if not self.waits:
             self._act_alone(number, bit)
