@@ -25,7 +25,8 @@ RANKS = int(os.environ.get("RANKS", "2"))
 STACKS_SIGNAL = signal.SIGUSR2
 FAILURE_TIMEOUT_S = float(os.environ.get("FAILURE_TIMEOUT_S", "5"))
 HANG_REPORT_S = float(os.environ.get("HANG_REPORT_S", "8"))
-JOIN_TIMEOUT_S = float(os.environ.get("JOIN_TIMEOUT_S", "25"))  # from the start of a rank: on a busy machine they import Lightning at different speeds
+# From the start of a rank: on a busy machine they import Lightning at different speeds.
+JOIN_TIMEOUT_S = float(os.environ.get("JOIN_TIMEOUT_S", "25"))
 
 KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
     "kill": faults.Spot.kill,
