@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import socket
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ NUM_STEPS = 4
 
 
 def counters(interface: str) -> dict[str, int]:
-    """What the interface has counted, and how many segments this host's TCP has sent again."""
+    """What the interface has counted, and the bytes that TCP has sent for this process: once, and again."""
     directory = Path("/sys/class/net") / interface / "statistics"
     names = {"sent": "tx", "received": "rx"}
     found = {
@@ -36,15 +39,26 @@ def counters(interface: str) -> dict[str, int]:
         for name, short in names.items()
         for what in ("bytes", "packets")
     }
-    return {**dataclasses.asdict(InterfaceCounters(**found)), "sent_again": sent_again()}
+    payload_bytes, sent_again_bytes = sent_by_tcp()
+    return {
+        **dataclasses.asdict(InterfaceCounters(**found)),
+        "payload_bytes": payload_bytes,
+        "sent_again_bytes": sent_again_bytes,
+    }
 
 
-def sent_again() -> int:
-    """The kernel's ``RetransSegs`` of this network namespace."""
-    names, values = (
-        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
-    )
-    return int(dict(zip(names, values, strict=True))["RetransSegs"])
+def sent_by_tcp() -> tuple[int, int]:
+    """Payload of all TCP connections of this process, and how much of it TCP has sent more than once."""
+    payload_bytes = sent_again_bytes = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        if not os.path.realpath(entry).rpartition("/")[2].startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:  # of any kind
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            sent_bytes, retransmitted_bytes = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+            payload_bytes += sent_bytes - retransmitted_bytes
+            sent_again_bytes += retransmitted_bytes
+    return payload_bytes, sent_again_bytes
 
 
 def all_reduces(interface: str) -> list[dict[str, Any]]:
