@@ -5,7 +5,7 @@ Protocol over the connection, one round a call; every message is a tuple that st
     world                                        rank
     ("call", payload, Call)              ---->   unpickles and runs the function
                                          <----   ("result", bytes) or ("raised", time, exception or None, text, is exit)
-    ("clean up",)  once all have results ---->   destroys process groups, looks for leaks
+    ("clean up",)  once all have answered ---->  destroys process groups, looks for leaks
                                          <----   ("clean", list of leaks)
     ("close",)                           ---->   ends
 """
@@ -43,6 +43,7 @@ class Call:
     master_port: int
     python_path: list[str]
     warning_filters: list[tuple[Any, ...]] = field(repr=False)
+    may_raise: bool = False
 
 
 def rank() -> int:
@@ -108,14 +109,19 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
             result = _dumps(function(*args, **kwargs))
     except BaseException as error:
         is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
-        connection.send(("raised", time.monotonic(), _portable(error), _describe(error), is_exit))
-        return
+        answer = ("raised", time.monotonic(), _portable(error), _describe(error), is_exit)
+        if not call.may_raise:
+            connection.send(answer)
+            return
+    else:
+        answer = ("result", result)
+        del result
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     del function, args, kwargs
-    connection.send(("result", result))
-    del result
+    connection.send(answer)
+    del answer
     if connection.recv()[0] == "clean up":
         connection.send(("clean", _clean_up(before)))
 

@@ -111,6 +111,27 @@ def test_the_exception_of_rank_1_arrives_as_itself_and_the_world_recovers(world2
     assert world2.run(sum_of_ranks) == [3.0, 3.0]
 
 
+def _raise(values: list[int]) -> None:
+    if values[rank()]:
+        raise OutOfRangeError(values[rank()])
+
+
+def test_ranks_that_all_raise_as_they_should_live_on(world2: World) -> None:
+    before = world2.run(os.getpid)
+    errors = world2.run_raising(OutOfRangeError, "is too large", _raise, [7, 8])
+    assert [error.value for error in errors] == [7, 8]
+    assert world2.run(os.getpid) == before
+
+
+def test_a_rank_that_does_not_raise_or_raises_something_else_fails_the_test(own_world: World) -> None:
+    with pytest.raises(AssertionError, match=r"rank\(s\) \[1\] of 2 did not raise OutOfRangeError"):
+        own_world.run_raising(OutOfRangeError, "is too large", _raise, [7, 0])
+    with pytest.raises(OutOfRangeError, match="value=8"):
+        own_world.run_raising(OutOfRangeError, "value=7", _raise, [7, 8])
+    with pytest.raises(OutOfRangeError, match="value=7"):
+        own_world.run_raising(TypeError, "value=7", _raise, [7, 7])
+
+
 def _rank_1_is_killed_and_rank_0_hangs() -> None:
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

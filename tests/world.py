@@ -21,6 +21,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import socket
@@ -43,12 +44,14 @@ from tests.rank import STACKS_SIGNAL, Call, init_group, rank, world_size
 __all__ = ["DeadlineError", "LeakError", "RankDiedError", "RankError", "World", "init_group", "rank", "world_size"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 180.0
 _CLEAN_UP_TIMEOUT_S = 20.0
 _CAUSE_TIMEOUT_S = 5.0
 _OUTPUT_SHOWN = 6000  # characters a rank
+_FIRST_PORT, _PORTS_OF_A_WORKER, _MAX_WORKERS = 20000, 750, 16
 
 
 class RankError(RuntimeError):
@@ -88,7 +91,7 @@ class World:
         """Runs ``function(*args, **kwargs)`` in every rank and returns what they returned, in rank order.
 
         The function may be a closure. The ranks share a fresh working directory that must be empty again afterwards,
-        and the warning filters of the test.
+        and the warning filters of the test. Where the function is to raise on every rank, see :meth:`run_raising`.
 
         Raises:
             DeadlineError: a rank has not returned after ``timeout_s``.
@@ -97,13 +100,8 @@ class World:
                 that raised first, with that rank's traceback as a note.
             LeakError: the function returned everywhere, but left something behind.
         """
-        payload = cloudpickle.dumps((function, args, kwargs))
-        self._start()
-        directory = tempfile.mkdtemp(prefix="call-", dir=self._directory)
-        self._offsets = [self._output_path(r).stat().st_size for r in range(self.num_ranks)]
-        call = Call(directory, free_port(), list(sys.path), list(warnings.filters))
+        directory = self._begin(function, args, kwargs)
         try:
-            self._send_all(("call", payload, call))
             answers = self._receive_all("result", timeout_s)
             self._send_all(("clean up",))
             leaks = self._receive_all("clean", _CLEAN_UP_TIMEOUT_S)
@@ -113,6 +111,45 @@ class World:
             raise
         shutil.rmtree(directory)
         return [pickle.loads(answer[1]) for answer in answers]
+
+    def run_raising(
+        self,
+        error: type[E],
+        match: str,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        **kwargs: Any,
+    ) -> list[E]:
+        """Runs the function as :meth:`run` does; every rank must raise ``error`` with a message that ``match`` finds.
+
+        The ranks live on, unless something is left of the call.
+
+        Returns:
+            What the ranks raised, in rank order.
+
+        Raises:
+            AssertionError: a rank did not raise.
+            Exception: that of a rank which raised something else, or the same with another message.
+        """
+        directory = self._begin(function, args, kwargs, may_raise=True)
+        try:
+            answers = self._receive_all("raised or result", timeout_s)
+            errors = [self._exception_of(r, *answer[2:4]) for r, answer in enumerate(answers) if answer[0] == "raised"]
+            for found in errors:
+                if not isinstance(found, error) or not re.search(match, str(found)):
+                    raise found
+            quiet = [r for r, answer in enumerate(answers) if answer[0] != "raised"]
+            assert not quiet, f"rank(s) {quiet} of {self.num_ranks} did not raise {error.__name__}\n{self._outputs()}"
+            self._send_all(("clean up",))
+            leaks = [leak for answer in self._receive_all("clean", _CLEAN_UP_TIMEOUT_S) for leak in answer[1]]
+        except BaseException:
+            self.kill()
+            raise
+        if leaks:
+            self.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+        return errors
 
     def output(self, rank: int) -> str:
         """What ``rank`` printed during the last call, stdout and stderr together."""
@@ -139,6 +176,20 @@ class World:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
         self.kill()
+
+    def _begin(self, function: Any, args: Any, kwargs: Any, *, may_raise: bool = False) -> str:
+        """Sends the call to all ranks; the directory that they share."""
+        payload = cloudpickle.dumps((function, args, kwargs))
+        self._start()
+        directory = tempfile.mkdtemp(prefix="call-", dir=self._directory)
+        self._offsets = [self._output_path(r).stat().st_size for r in range(self.num_ranks)]
+        call = Call(directory, free_port(), list(sys.path), list(warnings.filters), may_raise)
+        try:
+            self._send_all(("call", payload, call))
+        except BaseException:
+            self.kill()
+            raise
+        return directory
 
     def _start(self) -> None:
         if self.processes and all(process.poll() is None for process in self.processes):
@@ -202,7 +253,11 @@ class World:
                 raise self._death_of(r) from None
 
     def _receive_all(self, word: str, timeout_s: float) -> list[tuple[Any, ...]]:
-        """The answer of every rank; raises for the first that fails, without waiting for the others."""
+        """The answer of every rank; raises for the first that fails, without waiting for the others.
+
+        Where the call may raise, an exception is an answer like any other.
+        """
+        may_raise = word == "raised or result"
         deadline = time.monotonic() + timeout_s
         answers: dict[int, tuple[Any, ...]] = {}
         failures: dict[int, tuple[Any, ...]] = {}
@@ -212,7 +267,7 @@ class World:
                 raise self._lateness_of(missing, timeout_s)
             for r in ready:
                 answer = self._receive(r)
-                (failures if answer[0] == "raised" else answers)[r] = answer
+                (failures if answer[0] == "raised" and not may_raise else answers)[r] = answer
             if not ready or any(_tells_the_cause(failure) for failure in failures.values()):
                 break
             if failures:
@@ -221,7 +276,7 @@ class World:
         if failures:
             r, (_, _, pickled, text, _) = min(failures.items(), key=lambda f: (not _tells_the_cause(f[1]), f[1][1]))
             raise self._exception_of(r, pickled, text)
-        assert all(answer[0] == word for answer in answers.values())
+        assert all(answer[0] in word for answer in answers.values())
         return [answers[r] for r in range(self.num_ranks)]
 
     def _wait_for(self, ranks: Sequence[int], deadline: float) -> list[int]:
@@ -284,11 +339,16 @@ def _tells_the_cause(answer: tuple[Any, ...]) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, below the kernel's ephemeral range: no outgoing connection can take it."""
+    """A TCP port that nobody listens on, below the kernel's ephemeral range: no outgoing connection can take it.
+
+    Each worker of pytest-xdist has a range of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MAX_WORKERS
+    first = _FIRST_PORT + worker * _PORTS_OF_A_WORKER
     generator = random.SystemRandom()
     for _ in range(100):
-        port = generator.randrange(20000, 32000)
+        port = generator.randrange(first, first + _PORTS_OF_A_WORKER)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError("no free TCP port between 20000 and 32000 found in 100 tries")
+    raise RuntimeError(f"no free TCP port between {first} and {first + _PORTS_OF_A_WORKER} found in 100 tries")

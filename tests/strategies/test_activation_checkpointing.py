@@ -67,8 +67,8 @@ def name_wrongly() -> None:
 
 
 def test_layers_that_do_not_exist_are_named(world2: World) -> None:
-    with pytest.raises(ValueError, match=r"activation_checkpointing=\['Conv2d'\] names no layer of 'layers'"):
-        world2.run(name_wrongly)
+    words = r"activation_checkpointing=\['Conv2d'\] names no layer of 'layers'"
+    world2.run_raising(ValueError, words, name_wrongly)
 
 
 @pytest.mark.parametrize(
