@@ -290,7 +290,8 @@ _SHARED = (
     # Nothing that reads its environment at import: that would be the server's.
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
-    "lightning_multigpu",
+    "lightning_multigpu.callbacks",
+    "lightning_multigpu.registry",
     "torch.distributed.run",
     "torch.utils.tensorboard",
 )

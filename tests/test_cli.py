@@ -15,6 +15,7 @@ import yaml
 from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.strategies import option_checks
+from tests import preforked
 
 pytestmark = [
     # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
@@ -357,10 +358,12 @@ class TestProcesses:
 
     @staticmethod
     def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
-        )
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        line = [*command, *arguments]
+        if command[0] == sys.executable:
+            return preforked.run(line, env=environment, timeout=120)
+        return subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
     @pytest.mark.parametrize("program", ["module", "script"])
     def test_two_ranks(self, program: str, project: Path) -> None:

@@ -9,30 +9,34 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from examples.digits import DigitsData
 from examples.language_model import ByteGPT, TextData, count_tokens, python_documentation
+from tests import preforked
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(directory: Path, *arguments: str, timeout_s: float = 180.0) -> str:
+def run(directory: Path, *arguments: str, forked: bool = True, timeout_s: float = 180.0) -> str:
     """Standard output of ``python ...`` in ``directory``; all output is shown when it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
-    process = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
+    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
+    options: dict[str, Any] = {"cwd": directory, "env": environment, "timeout": timeout_s}
+    if forked:
+        process = preforked.run(command, **options)
+    else:
+        process = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert process.returncode == 0, f"exit status {process.returncode}\n{process.stdout}\n{process.stderr}"
     return process.stdout
 
 
 @pytest.mark.launch
 def test_digits_are_read_by_two_processes(tmp_path: Path) -> None:
-    output = run(tmp_path, str(ROOT / "examples/digits.py"), "--strategy=ring_ddp", "--accelerator=cpu")
+    output = run(tmp_path, str(ROOT / "examples/digits.py"), "--strategy=ring_ddp", "--accelerator=cpu", forked=False)
     [accuracy] = re.findall(r"^test accuracy: (.+)$", output, re.MULTILINE)
     assert float(accuracy) >= 0.95
     after = output[output.index("test accuracy") :]

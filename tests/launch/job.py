@@ -1,19 +1,55 @@
-"""A job of processes, one or more a host, whose outputs are shown when something goes wrong."""
+"""Jobs of processes whose outputs are shown when something goes wrong, and of which nothing may be left."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from lightning_multigpu.emulation import Host
+from tests import preforked
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _OUTPUT_SHOWN = 4000  # characters a process
+_MARK = "JOB_MARK"
+_END_TIMEOUT_S = 20.0  # the guardian ends after the last rank
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes of a job: those that have its mark in their environment."""
+    return [process for process in psutil.process_iter() if _carries(process, mark)]
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def run(mark: str, *arguments: str, timeout_s: float = 240.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
+
+    Args:
+        mark: no other job has it.
+        arguments: of the interpreter, ``-m MODULE ...`` for example.
+        timeout_s: for the first process.
+        variables: of the environment, on top of this process's.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark, **variables}
+    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s)
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
+    return finished
 
 
 class Job:
@@ -28,12 +64,17 @@ class Job:
         self.processes: list[subprocess.Popen[Any]] = []
         directory.mkdir(parents=True, exist_ok=True)
 
-    def start(self, host: Host, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Starts the next process on ``host``."""
+    def start(self, host: Host, command: Sequence[str], env: Mapping[str, str], *, forked: bool = True) -> None:
+        """Starts the next process on ``host``, forked from one that has imported Lightning unless told otherwise."""
         with self._path(len(self.processes)).open("wb") as file:
             paths = f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
             environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths, **env}
-            self.processes.append(host.popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+            streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+            self.processes.append(
+                preforked.Process(command, env={**os.environ, **environment}, namespace=host.namespace, **streams)
+                if forked
+                else host.popen(command, env=environment, **streams)
+            )
 
     def output(self, index: int) -> str:
         """Standard output and error of a process so far."""

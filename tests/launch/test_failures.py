@@ -11,11 +11,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from tests.launch import failing_script
+from tests import preforked
+from tests.launch import failing_script, job
 from tests.strategies.tasks import Case, fit
 from tests.world import free_port
 
@@ -23,31 +23,8 @@ pytestmark = pytest.mark.launch
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script as a user does; everything that it starts must have ended when it does."""
-    mark = f"JOB_MARK={tmp_path.name}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(tmp_path), "JOB_MARK": tmp_path.name}
-    finished = subprocess.run(
-        [sys.executable, "-m", failing_script.__name__, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    deadline = time.monotonic() + 20  # where the first rank is killed, the others and the guardian end after it
-    while [p.pid for p in psutil.process_iter() if _carries(p, mark)] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    left = [p.pid for p in psutil.process_iter() if _carries(p, mark)]
-    assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
-    return finished
-
-
-def _carries(process: psutil.Process, mark: str) -> bool:
-    try:
-        name, value = mark.split("=")
-        return process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    """Runs the script as a user does."""
+    return job.run(str(tmp_path), "-m", failing_script.__name__, *arguments, SAVE_TO=str(tmp_path))
 
 
 def test_a_program_that_goes_on_after_a_failure_learns_that_ranks_have_ended(tmp_path: Path) -> None:
@@ -169,7 +146,7 @@ def test_sigterm_at_different_times_ends_all_ranks(tmp_path: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(tmp_path), "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": port, "NODE_RANK": "0", "LOCAL_RANK": rank, "WORLD_SIZE": "2"}  # fmt: skip
         command = [sys.executable, "-m", failing_script.__name__, "ring_ddp", "2", "-1", "slow"]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+        ranks.append(preforked.Process(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     try:
         for process in ranks:
             assert process.stdout is not None

@@ -49,7 +49,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     def run(asked: Job) -> Outcome:
         strategy, combination = asked
         directory = tmp_path_factory.mktemp("job")
-        job = FaultJob(directory, combination.arguments(strategy), combination.launcher)
+        forked = combination != NOTHING
+        job = FaultJob(directory, combination.arguments(strategy), combination.launcher, forked=forked)
         return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
 
     with ThreadPoolExecutor(2) as pool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import preforked
 from tests.guardian.job import eventually
 from tests.launch import hang_script
 from tests.world import free_port
@@ -37,7 +37,7 @@ class HangingJob:
             each = [{**meeting, "LOCAL_RANK": str(rank)} for rank in range(2)]
         with (directory / "output").open("wb") as file:
             self.processes = [
-                subprocess.Popen(command, env={**environment, **own}, stdout=file, stderr=file, start_new_session=True)
+                preforked.Process(command, env={**environment, **own}, stdout=file, stderr=file, start_new_session=True)
                 for own in each
             ]
 

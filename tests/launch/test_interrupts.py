@@ -16,7 +16,9 @@ import psutil
 import pytest
 import torch
 
+from tests import preforked
 from tests.launch import interrupted_script
+from tests.launch.job import marked
 
 pytestmark = pytest.mark.launch
 
@@ -33,14 +35,14 @@ class Interrupted:
         command = [sys.executable, "-m", interrupted_script.__name__, method, phase]
         self.terminal, end = pty.openpty()
         with (place / "output").open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = preforked.Process(
                 command,
                 env=environment,
                 stdin=end,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # so that the terminal is its own
+                own_terminal=True,
             )
         os.close(end)
 
@@ -73,14 +75,7 @@ class Interrupted:
         return int(torch.load(self._place / "on_exception.ckpt", weights_only=True)["global_step"])
 
     def left(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            marked = process.environ().get("JOB_MARK") == str(self._place)
-            return marked and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        return marked(str(self._place))
 
     def close(self) -> None:
         for process in self.left():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.launch import failing_script, fault_script
+from tests.launch import failing_script, fault_script, job
 from tests.world import free_port
 
 pytestmark = pytest.mark.launch
@@ -20,49 +16,16 @@ DEADLINE_S = 90
 NOT_OURS = ("torchinductor_", "torchelastic_")  # torch's cache of compiled code, and torchrun's logs
 
 
-def environment(tmp_path: Path, **further: str) -> dict[str, str]:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir(exist_ok=True)
-    saved = tmp_path / "saved"
-    saved.mkdir(exist_ok=True)
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "SAVE_TO": str(saved),
-        "TMPDIR": str(temporary),
-        "JOB_MARK": str(tmp_path),
-        **further,
-    }
-
-
-def run(tmp_path: Path, *command: str, **further: str) -> subprocess.CompletedProcess[str]:
-    """Runs a job to its end; nothing of it may be left, neither a process nor a temporary file."""
-    finished = subprocess.run(
-        [sys.executable, "-m", *command],
-        env=environment(tmp_path, **further),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    deadline = time.monotonic() + 20  # the guardian ends after the last rank
-    while (left := marked(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
-    files = [path.name for path in (tmp_path / "temporary").iterdir() if not path.name.startswith(NOT_OURS)]
+def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a job to its end; no temporary file of it may be left."""
+    saved, temporary = tmp_path / "saved", tmp_path / "temporary"
+    saved.mkdir()
+    temporary.mkdir()
+    places = {"SAVE_TO": str(saved), "TMPDIR": str(temporary)}
+    finished = job.run(str(tmp_path), "-m", *command, timeout_s=DEADLINE_S, **places)
+    files = [path.name for path in temporary.iterdir() if not path.name.startswith(NOT_OURS)]
     assert not files, f"left in the temporary directory: {files}"
     return finished
-
-
-def marked(tmp_path: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("JOB_MARK") == str(tmp_path) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
 
 
 def fault(kind: str, method: str = "popen", where: str = "joining", rank: int = 1) -> list[str]:

@@ -26,7 +26,7 @@ Start = Callable[[Job, EmulatedHosts, list[str]], None]
 
 def plain_python(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
     for host in hosts:
-        job.start(host, [sys.executable, SCRIPT, *arguments], host.environment())
+        job.start(host, [sys.executable, SCRIPT, *arguments], host.environment(), forked=False)
 
 
 def torchrun(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
@@ -35,7 +35,7 @@ def torchrun(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"),
             *("--node-rank", str(host.node_rank), "--master-addr", host.master_address, "--master-port", "29600"),
         ]
-        job.start(host, [*launcher, SCRIPT, *arguments], {})
+        job.start(host, [*launcher, SCRIPT, *arguments], {}, forked=False)
 
 
 def slurm(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:

@@ -23,7 +23,9 @@ CASE = Case(num_samples=96)
 
 def failed(kind: str, directory: Path) -> Outcome:
     directory.mkdir()
-    job = FaultJob(directory, ["popen", kind, "training", str(KINDS.index(kind) % 2), str(STEP), "0"], "popen")
+    job = FaultJob(
+        directory, ["popen", kind, "training", str(KINDS.index(kind) % 2), str(STEP), "0"], "popen", forked=True
+    )
     return job.run(rank=0, kind=kind, deadline_s=60)
 
 

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import preforked
 from tests.launch import tuning_script
 
 pytestmark = pytest.mark.launch
 
 
 def run(strategy: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    path = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
+    return preforked.run(
         [sys.executable, "-m", tuning_script.__name__, strategy],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         cwd=directory,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
 
 
