@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Some tests wait while others compute, so that there is one process of tests more than cores; each takes about 3 GB.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -18,6 +20,7 @@ help: ## this list
 	@echo "PYTHON=python3.12 make install    another interpreter, 3.11 or newer"
 	@echo "make demo DEMO_ARGS='...'         options of examples/digits.py"
 	@echo "make test PYTEST_ARGS='...'       options of pytest, such as '-k ring'"
+	@echo "make test WORKERS=0               tests one after the other, in one process"
 
 install: $(INSTALLED) ## .venv with the package in editable mode and all that its tests need
 
@@ -41,7 +44,7 @@ docs: install ## the documentation pages in site/; a broken link or reference is
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: check ## check, and the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
 clean: ## removes .venv, builds and caches; results in runs/ stay
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

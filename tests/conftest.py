@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +29,47 @@ if _ENVIRONMENT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_ROOMS_THAT_WAIT = ("launch", "guardian")
+_LONGEST_ROOM = "strategies"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The groups of tests that pytest-xdist deals out to its workers, each to one of them.
+
+    A file is a group: its tests share fixtures. All files with tests on emulated hosts are one group, since such tests
+    look at the namespaces of the whole machine. (The group marks of pytest-xdist 3.8 have no effect in pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    files = Path(__file__).parent.rglob("test_*.py")
+    on_hosts = {str(file.relative_to(config.rootpath)) for file in files if "pytest.mark.hosts" in file.read_text()}
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, _ = nodeid.partition("::")
+            return "hosts" if file in on_hosts else file
+
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which pytest-xdist deals out the groups.
+
+    Tests of jobs and guardians mostly wait: their files come in turn with those of tests that compute, long ones first,
+    so that a core has work while a job is waited for.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    waiting, computing = [], []
+    for path in dict.fromkeys(item.path for item in items):
+        (waiting if path.parent.name in _ROOMS_THAT_WAIT else computing).append(path)
+    waiting.sort(key=lambda path: _ROOMS_THAT_WAIT.index(path.parent.name))
+    computing.sort(key=lambda path: path.parent.name != _LONGEST_ROOM)
+    place = {path: index for paths in (waiting, computing) for index, path in enumerate(paths)}
+    items.sort(key=lambda item: place[item.path])
 
 
 def _session_world(num_ranks: int) -> Iterator[World]:

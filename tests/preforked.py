@@ -148,12 +148,14 @@ class _Server:
 
 
 _running: list[_Server] = []
+_start = threading.Lock()
 
 
 def _server() -> _Server:
-    if not _running:
-        _running.append(_Server())
-    return _running[0]
+    with _start:
+        if not _running:
+            _running.append(_Server())
+        return _running[0]
 
 
 def close() -> None:

@@ -25,7 +25,8 @@ def test_a_slow_link_is_worth_a_compression(tmp_path: Path) -> None:
         job.wait()
         lines = [[x for x in job.output(i).splitlines() if x.startswith("compression='auto'")] for i in (0, 1)]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert first["chosen"] == second["chosen"] == "int8"
+    assert first["chosen"] == second["chosen"]
+    assert first["chosen"] != "none"  # which one is fastest depends on what else the processor has to do
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
     assert [len(found) for found in lines] == [1, 0]
-    assert lines[0][0].startswith("compression='auto': int8. A step's 3.82 MiB of gradients take: none ")
+    assert lines[0][0].startswith(f"compression='auto': {first['chosen']}. A step's 3.82 MiB of gradients take: none ")

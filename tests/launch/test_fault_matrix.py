@@ -50,7 +50,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         strategy, combination = asked
         directory = tmp_path_factory.mktemp("job")
         forked = combination != NOTHING
-        job = FaultJob(directory, combination.arguments(strategy), combination.launcher, forked=forked)
+        variables = {"JOIN_TIMEOUT_S": "90"}  # a busy machine imports Lightning in half a minute
+        job = FaultJob(directory, combination.arguments(strategy), combination.launcher, variables, forked=forked)
         return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
 
     with ThreadPoolExecutor(2) as pool:
