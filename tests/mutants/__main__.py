@@ -58,16 +58,16 @@ class Scratch:
             elif source.exists():
                 shutil.copy2(source, self._directory / name)
 
-    def apply(self, mutant: Mutant) -> None:
-        """Puts the fault into the copy.
-
-        Raises:
-            ValueError: it does not apply, or what comes of it is no Python (SyntaxError).
-        """
+    def apply(self, mutant: Mutant) -> str | None:
+        """Puts the fault into the copy; returns why that cannot be, or None."""
         path = self._directory / mutant.path
-        source = mutant.mutated(path.read_text())
-        compile(source, mutant.path, "exec")
+        try:
+            source = mutant.mutated(path.read_text())
+            compile(source, mutant.path, "exec")
+        except (ValueError, SyntaxError) as error:
+            return str(error)
         path.write_text(source)
+        return None
 
     def restore(self, mutant: Mutant) -> None:
         """Takes the fault out again."""
@@ -151,9 +151,14 @@ class Run:
             self.scratch.end_leftovers()
         return bool(pid)
 
+    def end(self) -> None:
+        """Ends it and what it has started."""
+        os.kill(self._pid, signal.SIGKILL)
+        self.scratch.end_leftovers()
+
     @property
     def status(self) -> int | None:
-        """Pytest's exit status; None where it took too long."""
+        """Pytest's exit status, or the negative number of the signal that ended it; None where it took too long."""
         return None if self._told_to_end else self._status
 
 
@@ -203,28 +208,28 @@ def run(mutants: Sequence[Mutant], *, jobs: int, timeout_s: float) -> Iterator[O
                 waiting.append(mutant)
         passing = _passing({mutant.node for mutant in waiting}, free[0], timeout_s)
         running: dict[int, tuple[Mutant, Run]] = {}
-        while waiting or running:
-            while waiting and free:
-                mutant, scratch = waiting.pop(0), free.pop()
-                if mutant.node not in passing:
-                    yield Outcome(mutant, BROKEN, f"{mutant.node} does not pass without the fault")
-                    free.append(scratch)
-                    continue
-                try:
-                    scratch.apply(mutant)
-                except (ValueError, SyntaxError) as error:
-                    yield Outcome(mutant, BROKEN, str(error))
-                    free.append(scratch)
-                    continue
-                started = Run(scratch, mutant.node, "-x", "-rfE", timeout_s=timeout_s)
-                running[started.descriptor] = mutant, started
-            select.select(list(running), [], [], 1.0)
-            for descriptor, (mutant, started) in list(running.items()):
-                if started.has_ended():
-                    del running[descriptor]
-                    started.scratch.restore(mutant)
-                    free.append(started.scratch)
-                    yield _outcome(mutant, started)
+        try:
+            while waiting or running:
+                while waiting and free:
+                    mutant, scratch = waiting.pop(0), free.pop()
+                    problem = None if mutant.node in passing else f"{mutant.node} does not pass without the fault"
+                    problem = problem or scratch.apply(mutant)
+                    if problem is not None:
+                        yield Outcome(mutant, BROKEN, problem)
+                        free.append(scratch)
+                        continue
+                    started = Run(scratch, mutant.node, "-x", "-rfE", timeout_s=timeout_s)
+                    running[started.descriptor] = mutant, started
+                select.select(list(running), [], [], 1.0)
+                for descriptor, (mutant, started) in list(running.items()):
+                    if started.has_ended():
+                        del running[descriptor]
+                        started.scratch.restore(mutant)
+                        free.append(started.scratch)
+                        yield _outcome(mutant, started)
+        finally:
+            for _, started in running.values():
+                started.end()
 
 
 def _passing(nodes: set[str], scratch: Scratch, timeout_s: float) -> set[str]:
@@ -232,8 +237,12 @@ def _passing(nodes: set[str], scratch: Scratch, timeout_s: float) -> set[str]:
     if not nodes:
         return set()
     run = Run(scratch, *sorted(nodes), "-rpfE", timeout_s=timeout_s * len(nodes))
-    while not run.has_ended():
-        select.select([run.descriptor], [], [], 1.0)
+    try:
+        while not run.has_ended():
+            select.select([run.descriptor], [], [], 1.0)
+    except BaseException:
+        run.end()
+        raise
     ended: dict[str, set[str]] = {"PASSED": set(), "FAILED": set(), "ERROR": set()}
     for line in scratch.output().splitlines():
         word, _, test = line.partition(" ")
@@ -255,7 +264,8 @@ def _outcome(mutant: Mutant, run: Run) -> Outcome:
     lines = run.scratch.output().strip().splitlines()
     told = [line.partition(" - ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     reason = [*told, *lines[-1:], ""][0]
-    return Outcome(mutant, CAUGHT if run.status == _SOME_TESTS_FAILED else BROKEN, reason, run.seconds)
+    failed = run.status == _SOME_TESTS_FAILED or run.status < 0
+    return Outcome(mutant, CAUGHT if failed else BROKEN, reason, run.seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
