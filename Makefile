@@ -41,7 +41,7 @@ check: install docs ## style, formatting, types and documentation
 	$(BIN)/mypy
 
 docs: install ## the documentation pages in site/; a broken link or reference is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/config/mkdocs.yml
 
 test: check ## check, and the whole test suite
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
