@@ -268,7 +268,8 @@ def _enter(namespace: str) -> None:
 def _run_main(command: Sequence[str]) -> None:
     """Runs the command as this process's ``__main__``."""
     _, *arguments = command
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    # multiprocessing's name for it too, under which exceptions of spawned processes come back.
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if arguments[0] == "-m":
         sys.path.insert(0, os.getcwd())
