@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightning_multigpu.guardian import RankFailedError
 from tests.leaks import ProcessState, leaks_since
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -108,8 +109,8 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
             warnings.filters.extend(call.warning_filters)  # type: ignore[attr-defined]
             result = _dumps(function(*args, **kwargs))
     except BaseException as error:
-        is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
-        answer = ("raised", time.monotonic(), _portable(error), _describe(error), is_exit)
+        follows = isinstance(error, SystemExit | KeyboardInterrupt | RankFailedError)  # another rank knows the cause
+        answer = ("raised", time.monotonic(), _portable(error), _describe(error), follows)
         if not call.may_raise:
             connection.send(answer)
             return
