@@ -164,12 +164,12 @@ def test_a_state_that_is_saved_before_the_first_step_is_the_one_that_was_loaded(
         assert all(torch.equal(saved["warm_starts"][n], factor) for n, factor in state["warm_starts"].items())
 
 
-def _other_buckets(name: str) -> Any:
+def _other_buckets(name: str, idle_steps: int = 0) -> Any:
     """Buckets change after the first step, and with them the owners of most elements."""
     with hierarchy(name) as reduce:
         total = torch.zeros(NUMEL)
-        for step in range(3):
-            tensor = given(step, rank())
+        for step in range(3 + idle_steps):
+            tensor = given(step, rank()) if step < 3 else torch.zeros(NUMEL)
             if step == 0:
                 reduce(tensor, PIECES, average=True)
             else:
@@ -186,6 +186,9 @@ def test_errors_follow_their_parameters_when_buckets_change(world4: World) -> No
     expected = torch.stack([given(step, r) for step in range(3) for r in range(4)]).sum(0) / 4
     for total, state in results:
         torch.testing.assert_close(total + _flat(state["errors"]), expected, rtol=1e-4, atol=1e-4)
+    # Steps without gradients send all errors, but not those of a rank that no longer reduces these elements.
+    for _, state in world4.run(_other_buckets, "int8", 6):
+        assert all(error.abs().max() < 1e-6 for error in state["errors"].values())
 
 
 def test_lossless_tensors_pass_a_compressing_hierarchy(world4: World) -> None:

@@ -61,7 +61,8 @@ class _Probe(L.Callback):
             self.answers["unknown"] = str(error)
         leaf = torch.tensor([float(rank + 1)], requires_grad=True)
         with torch.enable_grad():
-            strategy.all_gather(leaf, sync_grads=True).sum().backward()
+            gathered = strategy.all_gather(leaf, sync_grads=True)
+            ((rank + 1) * gathered * torch.tensor([[1.0], [10.0]])).sum().backward()
         self.answers["gradient through all_gather"] = leaf.grad.tolist() if leaf.grad is not None else None
 
 
@@ -98,4 +99,4 @@ def test_collectives_of_the_base(regime: Any, world2: World) -> None:
         assert answer["distributed"] is True
         assert "median" in answer["unknown"]
         assert "sum, mean" in answer["unknown"]
-        assert answer["gradient through all_gather"] == [2.0]
+        assert answer["gradient through all_gather"] == [[3.0], [30.0]][rank]
