@@ -114,10 +114,10 @@ def leaks_since(
 
 
 def shared_memory_entries() -> frozenset[str]:
-    """Names in /dev/shm, but for the semaphores of multiprocessing: those of any job on the machine have random names,
-    and multiprocessing's own tracker removes them."""
+    """Names in /dev/shm, but for the semaphores of multiprocessing and loky: those of any job have random names,
+    and the own tracker of each job removes them."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return frozenset(name for name in names if not name.startswith("sem.mp-"))
+    return frozenset(name for name in names if not name.startswith(("sem.mp-", "sem.loky-")))
 
 
 def abandoned_shared_memory(before: frozenset[str], *, patience_s: float = 1.0) -> list[str]:

@@ -50,8 +50,10 @@ def counters(interface: str) -> dict[str, int]:
 def sent_by_tcp() -> tuple[int, int]:
     """Payload of all TCP connections of this process, and how much of it TCP has sent more than once."""
     payload_bytes = sent_again_bytes = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        if not os.path.realpath(entry).rpartition("/")[2].startswith("socket:"):
+    # By the kernel's name of each: a descriptor that is duplicated meanwhile is the same connection.
+    sockets = {os.path.realpath(entry).rpartition("/")[2]: entry for entry in Path("/proc/self/fd").iterdir()}
+    for target, entry in sockets.items():
+        if not target.startswith("socket:"):
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:  # of any kind
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
