@@ -1,1 +1,1 @@
-"""The algorithms of each regime in plain torch; they never import Lightning."""
+"""Training algorithms of each strategy in plain torch; they never import Lightning."""

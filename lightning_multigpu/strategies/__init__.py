@@ -1,4 +1,4 @@
-"""The regimes as Lightning strategies: thin adapters between Lightning's hooks and an engine."""
+"""Strategies for Lightning: thin adapters between its hooks and an engine."""
 
 import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
 
