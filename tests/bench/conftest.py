@@ -23,7 +23,7 @@ def ranks() -> list[psutil.Process]:
     return [
         rank
         for server in psutil.Process().children()
-        if "multiprocessing.forkserver" in " ".join(server.cmdline())
+        if server.status() != psutil.STATUS_ZOMBIE and "multiprocessing.forkserver" in " ".join(server.cmdline())
         for rank in server.children()
         if rank.status() != psutil.STATUS_ZOMBIE
     ]

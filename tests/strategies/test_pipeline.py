@@ -612,6 +612,7 @@ def side_by_side(case: Case) -> dict[str, Any]:
     module = Classifier(case.optimizer)
     trainer = make_trainer(case, PipelineStrategy(pipeline_parallel_size=2), 4)
     trainer.fit(module, train_loader(case, trainer), eval_loader(batch_size=4))
+    trainer.strategy.meter.flush()
     steps = trainer.strategy.meter.steps
     return {
         "weights": state(module),
