@@ -161,6 +161,9 @@ class FailureWatch:
                 self.client.announced()
                 # Before the exception, which is to be the last word.
                 sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(self.client.waited)))
+                if failure is not None and is_own and failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED):
+                    # A launcher that has seen a rank end sends SIGTERM to the others, which says nothing of the cause.
+                    sys.stderr.write(f"{failure.describe()}\n")
             if failure is None or is_own:
                 raise
             if run.local_rank == 0:
