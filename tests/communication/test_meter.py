@@ -123,4 +123,4 @@ def test_history_is_bounded_and_survives_pickling_as_a_size() -> None:
 
 
 def test_union_of_intervals() -> None:
-    assert merged([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
+    assert merged([(4, 5), (4.2, 4.5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
