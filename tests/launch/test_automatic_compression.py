@@ -17,16 +17,15 @@ pytestmark = [pytest.mark.hosts, pytest.mark.launch]
 
 
 def test_a_slow_link_is_worth_a_compression(tmp_path: Path) -> None:
-    """200 Mbit/s: 4 MB take 160 ms each way, a half or a quarter of that compressed; coding takes a few."""
+    """50 Mbit/s: 4 MB take 640 ms each way, bf16 320 and int8 160: coding takes far less, also on a busy machine."""
     require_hosts()
-    with EmulatedHosts(2, bandwidth="200mbit", burst="64kb") as hosts, Job(tmp_path / "logs") as job:
+    with EmulatedHosts(2, bandwidth="50mbit", burst="64kb") as hosts, Job(tmp_path / "logs") as job:
         for host in hosts:
             job.start(host, [sys.executable, compression_script.__file__, str(tmp_path)], host.environment())
         job.wait()
         lines = [[x for x in job.output(i).splitlines() if x.startswith("compression='auto'")] for i in (0, 1)]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert first["chosen"] == second["chosen"]
-    assert first["chosen"] != "none"  # which one is fastest depends on what else the processor has to do
+    assert first["chosen"] == second["chosen"] == "int8"
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
     assert [len(found) for found in lines] == [1, 0]
-    assert lines[0][0].startswith(f"compression='auto': {first['chosen']}. A step's 3.82 MiB of gradients take: none ")
+    assert lines[0][0].startswith("compression='auto': int8. A step's 3.82 MiB of gradients take: none ")
