@@ -26,6 +26,11 @@ def test_nearest(wrong: str, right: str | None) -> None:
     assert nearest(wrong, SETTINGS) == right
 
 
+def test_hyphens_are_underscores() -> None:
+    """Four of nine characters differ, which alone would be too many."""
+    assert nearest("a-b-c-d-e", ["a_b_c_d_e"]) == "a_b_c_d_e"
+
+
 def test_a_part_of_several_names_is_near_to_none() -> None:
     assert nearest("max", SETTINGS) is None
 

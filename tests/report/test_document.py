@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_multigpu.report.document import build, read, write
+from lightning_multigpu.report.document import build, read, write, write_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.examples import constant, record, report_of
 from tests.report.shape import assert_follows_schema
@@ -75,6 +75,8 @@ def test_what_cannot_be_written_leaves_the_old_report(tmp_path: Path) -> None:
     write(old, path)
     with pytest.raises(TypeError):
         write(report_of(record(0), hook=object()), path)
+    with pytest.raises(UnicodeEncodeError):  # in the middle of the file, as on a full disk
+        write_text("{" + "\ud800", path)
     assert read(path) == old
     assert os.listdir(tmp_path) == [path.name]
 
