@@ -31,7 +31,7 @@ NUM_STEPS = 4
 
 
 def counters(interface: str) -> dict[str, int]:
-    """What the interface has counted, and the bytes that TCP has sent for this process: once, and again."""
+    """What the interface has counted, and the bytes that TCP has brought to the peers, and has sent again."""
     directory = Path("/sys/class/net") / interface / "statistics"
     names = {"sent": "tx", "received": "rx"}
     found = {
@@ -48,7 +48,11 @@ def counters(interface: str) -> dict[str, int]:
 
 
 def sent_by_tcp() -> tuple[int, int]:
-    """Payload of all TCP connections of this process, and how much of it TCP has sent more than once."""
+    """Payload of all TCP connections of this process that the peers have acknowledged, and how much was sent again.
+
+    An attempt to send again may count where it failed, so that what was sent, less what was sent again, came out too
+    small, and even negative, on a busy machine.
+    """
     payload_bytes = sent_again_bytes = 0
     # By the kernel's name of each: a descriptor that is duplicated meanwhile is the same connection.
     sockets = {os.path.realpath(entry).rpartition("/")[2]: entry for entry in Path("/proc/self/fd").iterdir()}
@@ -57,9 +61,8 @@ def sent_by_tcp() -> tuple[int, int]:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:  # of any kind
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            sent_bytes, retransmitted_bytes = struct.unpack_from("QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
-            payload_bytes += sent_bytes - retransmitted_bytes
-            sent_again_bytes += retransmitted_bytes
+            payload_bytes += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
+            sent_again_bytes += struct.unpack_from("Q", info, 208)[0]  # tcpi_bytes_retrans
     return payload_bytes, sent_again_bytes
 
 
