@@ -184,10 +184,13 @@ def test_ranks_of_two_hosts_in_one_report(waiting: int, tmp_path: Path, capfd: p
 
 def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A laptop that slept: clocks have gone on, ranks have not."""
-    go = tmp_path / "go"
-    with Job(waits_in("barrier", go) + GOODBYE, UNTIL.format(file=str(go)) + GOODBYE, hang_report_s=3.0) as job:
+    go, waits = tmp_path / "go", tmp_path / "waits"
+    first = NOTE.format(operation="barrier") + f"open({str(waits)!r}, 'w').close(); " + UNTIL.format(file=str(go))
+    second = UNTIL.format(file=str(go)) + GOODBYE
+    with Job(first + "note.ended(); " + GOODBYE, second, hang_report_s=3.0) as job:
+        assert eventually(waits.exists)
         pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
-        for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0.5)):
+        for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1.0)):
             for pid in pids:
                 os.kill(pid, number)
             time.sleep(pause_s)

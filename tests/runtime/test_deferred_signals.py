@@ -52,6 +52,17 @@ def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> N
     assert handled == [signal.SIGUSR1]
 
 
+def test_sigterm_waits_for_the_other_ranks() -> None:
+    signals = DeferredSignals([signal.SIGTERM])
+    signals.hold()
+    try:
+        send(signal.SIGTERM)
+        assert signals.received == 1
+    finally:
+        signals.received = 0
+        signals.release()
+
+
 def interrupts(signals: DeferredSignals, number: int) -> None:
     for _ in range(number):
         send(signal.SIGINT)
@@ -102,6 +113,7 @@ def test_what_waits_in_vain_acts_alone(how: str) -> None:
             signals.push() if how == "push" else signals.follow(signal.SIGINT)
         assert signals.received == 0
     finally:
+        signals.received = 0
         signals.release()
 
 
