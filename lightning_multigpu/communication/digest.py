@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -44,12 +44,27 @@ def fingerprint(table: Table) -> str:
     return hashlib.sha256(json.dumps(sorted(table.items())).encode()).hexdigest()
 
 
-def disagreement(tables: Mapping[int, Table], what: str) -> str | None:
+def compared(table: Table, gather: Callable[[Any], list[Any]], what: str) -> str | None:
+    """The differences between this rank's table and those of the others, as :func:`disagreement` words them.
+
+    Args:
+        table: of this rank.
+        gather: gathers an object of every rank, in rank order; called by all ranks the same number of times.
+        what: as in :func:`disagreement`.
+    """
+    own = fingerprint(table)
+    if set(gather(own)) == {own}:
+        return None
+    return disagreement(dict(enumerate(gather(table))), what)
+
+
+def disagreement(tables: Mapping[int, Table], what: str, *, absent_differs: bool = True) -> str | None:
     """One message that names the first entries that differ, each value, and which ranks have it; None if none differ.
 
     Args:
         tables: of each rank.
         what: the end of the message's first line: "are not set up alike".
+        absent_differs: a rank without an entry differs from ranks that have it.
     """
     # A list of dict keys keeps the order of the tables, where a set of names would not.
     names = list(dict.fromkeys(name for table in tables.values() for name in table))
@@ -57,7 +72,8 @@ def disagreement(tables: Mapping[int, Table], what: str) -> str | None:
     for name in names:
         ranks_of: dict[str, list[int]] = {}
         for rank, table in sorted(tables.items()):
-            ranks_of.setdefault(table.get(name, _ABSENT), []).append(rank)
+            if name in table or absent_differs:
+                ranks_of.setdefault(table.get(name, _ABSENT), []).append(rank)
         if len(ranks_of) > 1:
             values = "; ".join(f"{value} on {rank_list(ranks)}" for value, ranks in ranks_of.items())
             differing.append(f"  {name}: {values}")

@@ -185,6 +185,11 @@ class HierarchicalAllReduce:
                     )
         return self._can_move
 
+    def forget_moved(self) -> None:
+        """Gives the memory of all moved tensors back; no rank may be reducing one."""
+        if self.inside is not None:
+            self.inside.forget_moved()
+
     def end_step(self, loss_scale: float = 1.0) -> None:
         """Ends an optimizer step, whose errors compression then keeps; a collective.
 

@@ -38,9 +38,9 @@ class MeteredGroup:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        ranks = dist.get_process_group_ranks(group)
-        self.first_rank = ranks[0]
-        self._ranks = ranks_text(ranks)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.first_rank = self.ranks[0]
+        self._ranks = ranks_text(self.ranks)
         self._meter = meter
         self._name = name
         self._device = device

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_multigpu.communication.digest import disagreement, fingerprint, model_table, value_text
+from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -226,11 +226,9 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
         RendezvousError: they differ; the same message on all ranks.
     """
     table = model_table([*module.named_parameters(), *module.named_buffers()])
-    own = fingerprint(table)
-    if set(world.gather_objects(own)) == {own}:
-        return
-    found = disagreement(dict(enumerate(world.gather_objects(table))), "do not have the same model")
-    raise RendezvousError(f"{found}\nBuild it alike on all ranks: from the same configuration and the same code")
+    found = compared(table, world.gather_objects, "do not have the same model")
+    if found is not None:
+        raise RendezvousError(f"{found}\nBuild it alike on all ranks: from the same configuration and the same code")
 
 
 def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -13,16 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_multigpu.communication.compression import Compressor
+from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
-from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of
+from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 CHECKPOINT_KEY = "lightning_multigpu"
 """The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
+
+_ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
@@ -93,6 +100,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
                 f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
                 "models are averaged; leave one of the two out"
             )
+        if model_averaging_period is not None and options.get("check_replicas_every_n_steps"):
+            raise ValueError(
+                f"check_replicas_every_n_steps={options['check_replicas_every_n_steps']} and "
+                f"model_averaging_period={model_averaging_period}: ranks are meant to differ; leave one of the two out"
+            )
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)}: both say what travels; leave one of the two out")
         super().__init__(
@@ -117,7 +129,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._broadcast_buffers = broadcast_buffers
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
+        self._bookkeeping: dist.ProcessGroup | None = None
         self._reducer: GradientReducer | None = None
+        self._trained: TrainedParameters | None = None
         self._compressed: HierarchicalAllReduce | None = None
         self._average_every = average_every
         self._averager: ModelAverager | None = None
@@ -147,8 +161,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         assert self.lightning_module is not None
         assert self.groups is not None
-        bookkeeping = self.new_group("data")
-        self._buffers = self.metered(bookkeeping, "data")
+        self._bookkeeping = self.new_group("data")
+        self._buffers = self.metered(self._bookkeeping, "data")
         self._reducer, bucket_cap_mb = self._transport.open(
             self.lightning_module,
             self.groups,
@@ -161,16 +175,24 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         )
         all_reduce = self._reducer.all_reduce
         self._compressed = None if all_reduce is None or all_reduce.compressed is None else all_reduce
+        if self._average_every > 1:
+            self._averager = ModelAverager(self._average_every, self._reducer.average)
+        return self._wrap(model, bucket_cap_mb)
+
+    def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> DistributedDataParallel:
+        assert self._reducer is not None
+        assert self.lightning_module is not None
+        self._trained = TrainedParameters(self.lightning_module)
+        self._pl_static_graph_delay_done = False
         wrapped = DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
-            process_group=bookkeeping,
+            process_group=self._bookkeeping,
             bucket_cap_mb=bucket_cap_mb,
             **self._ddp_options,
+            **options,
         )
-        self._reducer.attach(wrapped)
-        if self._average_every > 1:
-            self._averager = ModelAverager(self._average_every, self._reducer.average)
+        self._reducer.attach(wrapped, pieces_of(self.lightning_module))
         return wrapped
 
     @override
@@ -192,6 +214,84 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             )
         super()._configure_launcher()
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        # Ranks that step alone average weights, frozen or not.
+        if self._trained is not None and self._averager is None and self._trained.has_changed(self.optimizers):
+            self._wrap_again()
+
+    def _wrap_again(self) -> None:
+        """Has the gradients averaged of the parameters that are trained from here on; a collective.
+
+        torch's wrapper averages the gradients of parameters that were trainable when it was made, and of no others.
+        """
+        assert self._reducer is not None
+        assert self._trained is not None
+        assert self._buffers is not None
+        assert self.lightning_module is not None
+        assert self.model is not None
+        self._compare_over_ranks(self._trained.differences(), "do not train the same parameters")
+        check_belong(self.lightning_module, self.optimizers)
+        self._buffers.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._buffers.first_rank)
+        model: Module = self.model
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+            del self.model.reducer, self.model.logger  # with them go its buckets
+            self._reducer.detach()
+        is_trained = any(parameter.requires_grad for parameter in self.lightning_module.parameters())
+        if is_trained:
+            bucket_cap_mb = self._transport.bucket_cap_mb_of(
+                self.lightning_module,
+                self._reducer,
+                self.root_device,
+                rank_zero_info,
+                is_hooked=self._ddp_comm_hook is not None,
+            )
+            self.model = self._wrap(model, bucket_cap_mb, init_sync=False)
+        else:
+            self.model, self._trained = model, TrainedParameters(self.lightning_module)
+
+    def _compare_over_ranks(self, changes: dict[str, str], what: str) -> None:
+        assert self._world is not None
+        world = self._world
+        listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
+        try:
+            if dist.get_backend() == "gloo" and self._timeout is not None:
+                # Ranks that do not come wait for this one's gradients: this one has to say so before they give up.
+                group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
+                with self.meter.blocking("barrier", size_bytes=0, **group):
+                    dist.monitored_barrier(timeout=self._timeout / 2, wait_all_ranks=True)
+            found = compared(changes, world.gather_objects, what)
+        except RuntimeError as error:
+            self.failure_watch.check()
+            raise RuntimeError(
+                f"rank {self.global_rank} has changed which parameters are trained ({listed}), and other ranks "
+                f"have not done so before the same batch: {error}. {_ON_ALL_RANKS}"
+            ) from error
+        if found is not None:
+            raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
+
+    def _check_averaged(self, is_complete: bool) -> None:
+        """Sees to it that no gradient of this step stays that of a rank."""
+        if not (isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync):
+            return
+        assert self._reducer is not None
+        assert self._trained is not None
+        if not is_complete:
+            missing = self._trained.without_gradient()
+            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise RuntimeError(
+                f"the loss of this step does not depend on {listed or 'every parameter'}, whose gradients the other "
+                "ranks wait for. If that is intended, use RingDDPStrategy(find_unused_parameters=True); freeze layers "
+                "before the step, in on_train_epoch_start or on_train_batch_start"
+            )
+        missed = self._trained.missed(self.optimizers)
+        if missed:
+            self._compare_over_ranks(dict.fromkeys(missed, "trained"), "have no gradients of the same parameters")
+            for gradients in alike(parameter.grad for parameter in missed.values() if parameter.grad is not None):
+                apply_flat(self._reducer.average, gradients)
+
     @property
     @override
     def loss_scale(self) -> float:
@@ -207,6 +307,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             self._synchronise_buffers()
         self._buffers_due = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
         return super().training_step(*args, **kwargs)
+
+    @property
+    @override
+    def replicas_differ(self) -> bool:
+        return self._model_averager is not None or (self._averager is not None and self._averager.steps_alone > 0)
 
     @override
     def on_optimizer_step_end(self) -> None:
@@ -271,7 +376,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._reducer is not None:
-            self._reducer.finish()
+            self._check_averaged(self._reducer.finish())
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -286,6 +391,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        self._averager = self._buffers = self._compressed = None
+        self._averager = self._buffers = self._compressed = self._trained = None
         self._buffers_due = True
         super().teardown()

@@ -200,6 +200,10 @@ class SharedMemoryAllReduce:
         self._buffers.run(_num_chunks(shards, size), write, read)
         return tensor
 
+    def forget_moved(self) -> None:
+        """Gives the memory of all moved tensors back; this rank's own stay usable, as tensors that were not moved."""
+        self._in_place.close()
+
     def abort(self) -> None:
         """Makes every rank raise that is in a collective or calls one later; any thread may call this."""
         self._buffers.abort()

@@ -25,6 +25,9 @@ class ModelAverager:
         every: optimizer steps from one average to the next.
         average: averages a flat, contiguous tensor of one dtype over the ranks, in place; a collective.
 
+    Attributes:
+        steps_alone: optimizer steps that ranks have taken since the last average.
+
     Raises:
         ValueError: ``every`` is below 1.
     """
@@ -34,12 +37,12 @@ class ModelAverager:
             raise ValueError(f"average_every={every}: ranks must meet every 1 or more steps")
         self.every = every
         self._average = average
-        self._steps_alone = 0
+        self.steps_alone = 0
 
     def stepped(self) -> bool:
         """Counts an optimizer step; True if an average is due."""
-        self._steps_alone += 1
-        return self._steps_alone >= self.every
+        self.steps_alone += 1
+        return self.steps_alone >= self.every
 
     def average(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> bool:
         """Averages weights and optimizer state, unless no step was taken since the last time; a collective.
@@ -50,9 +53,9 @@ class ModelAverager:
         Returns:
             Whether anything was averaged.
         """
-        if self._steps_alone == 0:
+        if self.steps_alone == 0:
             return False
-        self._steps_alone = 0
+        self.steps_alone = 0
         parameters = list(parameters)
         with torch.no_grad():
             moments = self._on_all_ranks([_moments(state) for state in _states(optimizers)], parameters[0].device)

@@ -92,7 +92,7 @@ class GradientTransport:
         uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or compressor is not None)
         all_reduce = over_hosts(compressor) if uses_host_memory else None
         reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces)
-        bucket_cap_mb = self._bucket_cap_mb(module, reducer, groups.device, info, is_hooked=hook is not None)
+        bucket_cap_mb = self.bucket_cap_mb_of(module, reducer, groups.device, info, is_hooked=hook is not None)
         if chooses and all_reduce is None and (dist.get_world_size() > ranks_per_host or self.compress_inside_hosts):
             all_reduce = over_hosts(None)  # the way around NCCL that compressed gradients would take
         if chooses and all_reduce is not None:
@@ -102,7 +102,7 @@ class GradientTransport:
             )
         return reducer, bucket_cap_mb
 
-    def _bucket_cap_mb(
+    def bucket_cap_mb_of(
         self,
         module: Module,
         reducer: GradientReducer,
@@ -111,6 +111,7 @@ class GradientTransport:
         *,
         is_hooked: bool,
     ) -> float | None:
+        """The MiB of the buckets for the parameters that require gradients now, None for DDP's own; may measure."""
         total_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         if self.bucket_cap_mb is None:
             all_reduce = reducer.all_reduce

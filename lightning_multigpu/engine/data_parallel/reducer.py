@@ -76,6 +76,7 @@ class GradientReducer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_complete = False
         # The end of the last hook, on the main thread's clock or on its stream: from there on it can only wait.
         self._last_bucket_s: float | None = None
         self._last_bucket: torch.cuda.Event | None = None
@@ -84,12 +85,27 @@ class GradientReducer:
         """A reducer in this one's place, whose tensors travel through ``all_reduce``."""
         return GradientReducer(self._group, self._meter, axis=self._axis, all_reduce=all_reduce, pieces=pieces)
 
-    def attach(self, module: DistributedDataParallel) -> None:
-        """Makes ``module`` reduce its gradients through this reducer."""
+    def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, Piece] | None = None) -> None:
+        """Makes ``module`` reduce its gradients through this reducer, in place of a module that was attached before.
+
+        Args:
+            module: in the same state on all ranks.
+            pieces: the name and shape of each of its parameters; by default those given before.
+        """
+        if self._pieces is not None and pieces is not None:
+            self._pieces = pieces
         module.register_comm_hook(state=self, hook=_run_hook)
 
-    def finish(self) -> None:
+    def detach(self) -> None:
+        """Gives the memory of the attached module's buckets back; that module is not used any more."""
+        if self.all_reduce is not None:
+            self.all_reduce.forget_moved()
+
+    def finish(self) -> bool:
         """Ends a backward pass on the main thread: meters its wait and raises the exception of a failed transfer.
+
+        Returns:
+            Whether all buckets have come. DistributedDataParallel averages none before the last one is full.
 
         Raises:
             BaseException: the exception that the transfer of a bucket raised, as itself.
@@ -103,6 +119,8 @@ class GradientReducer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        is_complete, self._is_complete = self._is_complete, False
+        return is_complete
 
     def average(self, tensor: Tensor) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
@@ -140,6 +158,7 @@ class GradientReducer:
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
+        self._is_complete = bucket.is_last()
         try:
             if self._hook is not None:
                 return self._reduce_by_user_hook(*self._hook, bucket)

@@ -172,7 +172,7 @@ class RunningPipeline:
             return output.get("loss")
 
         # Frozen parameters decide whether the tensors that travel have a gradient.
-        trainable = sum(parameter.requires_grad for parameter in self._model.ownership.parameters())
+        trainable = tuple(parameter.requires_grad for parameter in self._model.ownership.parameters())
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self._model.module.trainer
         seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)

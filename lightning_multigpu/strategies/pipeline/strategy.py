@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -312,6 +312,13 @@ class PipelineStrategy(MultiGPUStrategy):
             yield
         finally:
             self._accumulating = False
+
+    @override
+    def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
+        assert self._split_model is not None
+        position, holdings = self._split_model.ownership.position, self._split_model.ownership.holdings
+        shared = [h for h in holdings if len(h.holders) > 1 and h.is_parameter and position in h.holders]
+        return [*super()._held_in_common(), (self._split_model.stages, [(h.name, h.tensor) for h in shared])]
 
     @override
     def on_train_end(self) -> None:

@@ -194,9 +194,16 @@ class Stage:
             self._headers_out[key] = header
             self._group.send_object(header, self._following)
         elif header != self._headers_out[key]:
+            before = self._headers_out[key]
+            if [tensor[:2] for tensor in header.tensors] == [tensor[:2] for tensor in before.tensors]:
+                raise ValueError(
+                    f"stage {self.index} sends an output that {'' if header.tensors[0][2] else 'no longer '}requires a "
+                    "gradient, unlike in an earlier micro-batch: unfreeze and freeze layers before the step, in "
+                    "on_train_epoch_start or on_train_batch_start"
+                )
             raise ValueError(
                 f"stage {self.index} sends {header.tensors}, and for an earlier micro-batch of the same shapes it sent "
-                f"{self._headers_out[key].tensors}: shapes that depend on values cannot be pipelined"
+                f"{before.tensors}: shapes that depend on values cannot be pipelined"
             )
         tensors = [tensor.detach().contiguous() for tensor in output.tensors]
         self._send(Message("forward", self.index, micro_batch), tensors, self._following)

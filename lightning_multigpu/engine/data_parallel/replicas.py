@@ -1,0 +1,54 @@
+"""The check that ranks which train the same parameters still hold the same values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_multigpu.communication.digest import disagreement
+from lightning_multigpu.communication.metered_group import MeteredGroup
+
+
+def check_replicas(parameters: Iterable[tuple[str, Tensor]], group: MeteredGroup) -> None:
+    """Compares checksums of parameters over the ranks of a group; a collective.
+
+    Args:
+        parameters: by name, any shape; only ranks that have a name are compared. Sparse ones are left out.
+        group: the ranks; where there is only one, nothing is done.
+
+    Raises:
+        RuntimeError: on all ranks, if values differ in a single bit: it names the first such parameters with their
+            norms, and the ranks.
+    """
+    if group.size == 1:
+        return
+    own = {name: parameter.detach() for name, parameter in parameters if parameter.layout == torch.strided}
+    checksums = {name: _checksum(value) for name, value in own.items()}
+    found: dict[str, set[int]] = {}
+    for table in group.gather_objects(checksums):
+        for name, checksum in table.items():
+            found.setdefault(name, set()).add(checksum)
+    differing = [name for name, values in found.items() if len(values) > 1]
+    if not differing:
+        return
+    tables = group.gather_objects({name: _described(own[name], checksums[name]) for name in differing if name in own})
+    by_rank: Mapping[int, Mapping[str, str]] = dict(zip(group.ranks, tables, strict=True))
+    raise RuntimeError(
+        f"{disagreement(by_rank, 'do not hold the same parameters any more', absent_differs=False)}\n"
+        "Likely causes: a hook that draws random numbers, which differ from rank to rank; a parameter that is changed "
+        "outside the optimizer, by values of one rank; gradients that are set or changed on one rank. Make such "
+        "changes from values that all ranks have, or broadcast them from one rank. check_replicas_every_n_steps=1 "
+        "finds the step; 0 checks nothing, where ranks are meant to differ or their processors round differently"
+    )
+
+
+def _checksum(value: Tensor) -> int:
+    return zlib.crc32(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _described(value: Tensor, checksum: int) -> str:
+    norm = torch.linalg.vector_norm(value if value.is_floating_point() or value.is_complex() else value.double())
+    return f"norm {float(norm):.9g}, checksum {checksum:08x},"

@@ -1,0 +1,95 @@
+"""The parameters whose gradients are averaged, and the changes that a module's hooks make in them during training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class TrainedParameters:
+    """The parameters of a module, and which of them required gradients when this object was made.
+
+    Args:
+        module: the module as it is now.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._parameters = list(self._names)
+        self._required = [parameter.requires_grad for parameter in self._parameters]
+        self._optimized: list[int] | None = None
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.averaged = {p: name for p, name in self._names.items() if p.requires_grad and name not in ignored}
+        self._others = [p for p, name in self._names.items() if not p.requires_grad and name not in ignored]
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter requires a gradient."""
+        return bool(self.averaged)
+
+    def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
+        """True if parameters have been unfrozen, frozen, added or replaced since this object was made.
+
+        It looks at every known parameter and every parameter of the optimizers: 0.2 ms for 1,000 parameters. A new
+        layer counts as soon as an optimizer has it; until then it is not trained.
+        """
+        optimized = [id(parameter) for parameter in _of(optimizers)]
+        if optimized != self._optimized:
+            self._optimized = optimized
+            if list(map(id, self._module.parameters())) != list(map(id, self._parameters)):
+                return True
+        return list(map(_requires_grad, self._parameters)) != self._required
+
+    def added(self) -> list[Parameter]:
+        """Parameters that the module has now and did not have before."""
+        return [parameter for parameter in self._module.parameters() if parameter not in self._names]
+
+    def differences(self) -> dict[str, str]:
+        """Name -> "trained" or "frozen", for each parameter that has changed; it has to be the same on all ranks."""
+        before = dict(zip(self._parameters, self._required, strict=True))
+        return {
+            name: "trained" if parameter.requires_grad else "frozen"
+            for name, parameter in self._module.named_parameters()
+            if before.get(parameter) != parameter.requires_grad
+        }
+
+    def without_gradient(self) -> list[str]:
+        """Names of averaged parameters that have no gradient."""
+        return [name for parameter, name in self.averaged.items() if parameter.grad is None]
+
+    def missed(self, optimizers: Iterable[Optimizer]) -> dict[str, Parameter]:
+        """Optimized parameters by name that have a gradient which nobody averages.
+
+        They were unfrozen within the step, or frozen while batches were being accumulated.
+        """
+        found = [parameter for parameter in self._others if parameter.grad is not None]
+        optimized = {id(parameter) for parameter in _of(optimizers)} if found else set()
+        return {self._names[parameter]: parameter for parameter in found if id(parameter) in optimized}
+
+
+def check_belong(module: Module, optimizers: Iterable[Optimizer]) -> None:
+    """Checks that every parameter of the optimizers belongs to the module, so that ranks keep it equal.
+
+    Raises:
+        ValueError: one does not.
+    """
+    own = set(module.parameters())
+    for number, optimizer in enumerate(optimizers):
+        for parameter in _of([optimizer]):
+            if parameter.requires_grad and parameter not in own:
+                raise ValueError(
+                    f"optimizer {number} ({type(optimizer).__name__}) trains a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in {type(module).__name__}.parameters(): its gradients "
+                    "would differ from rank to rank. Make it a part of the module: self.name = nn.Parameter(...), and "
+                    "nn.ModuleList in place of a list of layers"
+                )
+
+
+def _of(optimizers: Iterable[Optimizer]) -> Iterable[Parameter]:
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,321 @@
+"""Layers that are unfrozen, frozen or added while training runs.
+
+torch's DistributedDataParallel averages the gradients of parameters that were trainable when it was made. A backbone
+that was unfrozen later trained on each rank for itself, and nothing said so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
+from tests.world import World, rank
+
+
+class Frozen(Classifier):
+    """Begins with its first layer frozen, and changes in one of its hooks which layers are trained."""
+
+    def __init__(self, change: Callable[[Frozen], None] | None = None, hook: str = "on_train_epoch_start") -> None:
+        super().__init__()
+        self.backbone = self.first  # where BackboneFinetuning looks for it
+        self.extra: nn.Linear | None = None
+        self.change, self.hook = change, hook
+        if change is not None:
+            self.first.requires_grad_(False)
+
+    def changes(self, hook: str) -> None:
+        if self.change is not None and hook == self.hook:
+            self.change(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.extra is None else x + self.extra(x))
+
+    def on_train_epoch_start(self) -> None:
+        self.changes("on_train_epoch_start")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+        self.changes("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.changes("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        trained = self.parameters() if self.change else [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.2, momentum=0.9)
+
+
+def unfreeze(module: Frozen) -> None:
+    module.first.requires_grad_(module.current_epoch >= 1)
+
+
+def swap(module: Frozen) -> None:
+    module.first.requires_grad_(module.current_epoch % 2 == 1)
+    module.second.requires_grad_(module.current_epoch % 2 == 0)
+
+
+def unfreeze_while_accumulating(module: Frozen) -> None:
+    if (module.current_epoch, module.batch_idx) == (1, 1):
+        module.first.requires_grad_(True)
+
+
+def freeze_while_accumulating(module: Frozen) -> None:
+    module.second.requires_grad_((module.current_epoch, module.batch_idx) < (1, 1))
+    module.first.requires_grad_(True)
+
+
+def add_layer(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        torch.manual_seed(4 + rank() if torch.distributed.is_initialized() else 4)  # each rank draws its own
+        module.extra = nn.Linear(6, 6, dtype=torch.float64)
+        module.trainer.optimizers[0].add_param_group({"params": module.extra.parameters()})
+
+
+@dataclass
+class Story:
+    change: Callable[[Frozen], None] | None = unfreeze
+    hook: str = "on_train_epoch_start"
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    is_exact: bool = True
+
+
+ACCUMULATING = {"accumulate_grad_batches": 2}
+STORIES = {
+    "BackboneFinetuning": Story(None),
+    "at the start of an epoch": Story(),
+    "at the start of a batch": Story(hook="on_train_batch_start"),
+    "in the training step": Story(hook="training_step"),
+    "frozen and unfrozen in turns": Story(swap),
+    "a new layer": Story(add_layer, trainer={"gradient_clip_val": 0.1}),
+    "unfrozen while batches are accumulated": Story(
+        unfreeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING
+    ),
+    "frozen while batches are accumulated": Story(
+        freeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING
+    ),
+    "accumulating, over sockets": Story(strategy={"shared_memory": False}, trainer=ACCUMULATING),
+    "without views of buckets": Story(strategy={"gradient_as_bucket_view": False}),
+    "unused parameters": Story(strategy={"find_unused_parameters": True}),
+    "a static graph": Story(strategy={"static_graph": True}),
+    "a measured bucket size": Story(strategy={"bucket_cap_mb": "auto"}),
+    "compressed": Story(strategy={"compression": "int8", "compress_inside_hosts": True}, is_exact=False),
+    "local SGD": Story(strategy={"average_every": 2}, is_exact=False),
+}
+
+
+def train(story: Story, ranks: int, strategy: str = "ring_ddp") -> dict[str, Any]:
+    made: Any = make_strategy(strategy, **story.strategy) if ranks > 1 else "auto"
+    module = Frozen(story.change, story.hook)
+    callbacks: list[Any] = []
+    if story.change is None:
+        callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.1, train_bn=False)]
+    trainer = make_trainer(Case(trainer=story.trainer), made, ranks, callbacks=callbacks)
+    trainer.fit(module, train_loader(Case(), trainer))
+    return {"weights": state(module)}
+
+
+def attempt(stories: dict[str, Story], strategy: str) -> dict[str, Any]:
+    return {name: train(story, 2, strategy) for name, story in stories.items()}
+
+
+def problems_of(name: str, expected: dict[str, Any], found: list[dict[str, Any]], *, is_exact: bool) -> list[str]:
+    problems = []
+    for key, value in expected["weights"].items():
+        first, second = (result["weights"][key] for result in found)
+        if not torch.equal(first, second):
+            problems.append(f"{name}: {key} differs between the ranks by {float((first - second).abs().max()):.1e}")
+        elif is_exact and not torch.allclose(first, value, rtol=1e-9, atol=1e-11):
+            problems.append(f"{name}: {key} is off by {float((first - value).abs().max()):.1e} from one device")
+    return problems
+
+
+def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> None:
+    """After 3 epochs all tensors of the replicas differed by about 5e-3."""
+    results = world2.run(attempt, STORIES, "ring_ddp")
+    problems = []
+    for name, story in STORIES.items():
+        both = [result[name] for result in results]
+        problems += problems_of(name, train(story, 1), both, is_exact=story.is_exact)
+    assert not problems, "\n".join(problems)
+
+
+def test_stages_of_a_pipeline_follow_the_changes(world2: World) -> None:
+    stories = {name: STORIES[name] for name in ("at the start of a batch", "frozen and unfrozen in turns")}
+    results = world2.run(attempt, stories, "pipeline_1f1b")
+    problems = []
+    for name, story in stories.items():
+        both = [result[name] for result in results]
+        problems += problems_of(name, train(story, 1), both, is_exact=True)
+    assert not problems, "\n".join(problems)
+
+
+def moved_tensors() -> list[int]:
+    """The tensors that lie in shared memory after each of three epochs; in the second there is nothing to average."""
+
+    class Count(L.Callback):
+        def __init__(self) -> None:
+            self.moved: list[int] = []
+
+        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            all_reduce = trainer.strategy._reducer.all_reduce  # type: ignore[attr-defined]
+            assert isinstance(all_reduce.inside, SharedMemoryAllReduce)
+            self.moved.append(len(all_reduce.inside._in_place._by_key))
+
+    class Sleeping(Frozen):
+        """Trains nothing in the second epoch."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = Classifier.training_step(self, batch, batch_idx)
+            return loss if loss.requires_grad else loss.clone().requires_grad_()
+
+    count = Count()
+    module = Sleeping(lambda each: each.requires_grad_(each.current_epoch != 1), "on_train_epoch_start")
+    make_trainer(Case(), make_strategy("ring_ddp"), 2, callbacks=[count]).fit(module, train_loader(Case(), 2))
+    return count.moved
+
+
+def test_shared_memory_of_former_buckets_is_given_back(world2: World) -> None:
+    assert world2.run(moved_tensors) == [[1, 0, 1]] * 2
+
+
+class AloneError(Frozen):
+    """Only rank 0 unfreezes; its own loss has told it to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: module.first.requires_grad_(rank() == 0), "on_train_batch_start")
+
+
+class DifferentlyError(Frozen):
+    """Each rank unfreezes another layer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: [module.first, module.second][rank()].requires_grad_(True), "training_step")
+        self.requires_grad_(False)
+        self.layers[0].weight.requires_grad_(True)
+
+
+class FreezingError(Frozen):
+    """Freezes a layer in the middle of a step that has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: module.second.requires_grad_(False), "training_step")
+        self.first.requires_grad_(True)
+
+
+class UnfreezingError(Frozen):
+    """Unfreezes a layer in the middle of a step, in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze, "training_step")
+
+
+class NoiseError(Frozen):
+    """Adds random numbers to a weight; ranks draw different ones."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.second.weight += 1e-9 * torch.randn(3, 16, generator=torch.Generator().manual_seed(rank()))
+
+
+class NoiseOfStagesError(Frozen):
+    """Does so to a layer that all stages have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.shared(x))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.shared.weight += 1e-9 * torch.randn(6, 6, generator=torch.Generator().manual_seed(rank()))
+
+
+class OutsideError(Frozen):
+    """Has layers in a plain list, of which the module does not know."""
+
+    def configure_optimizers(self) -> Any:
+        self.hidden = [nn.Linear(6, 6).double()]
+        return torch.optim.SGD([*self.parameters(), *self.hidden[0].parameters()], lr=0.1)
+
+
+def fail(module: Frozen, strategy: Any) -> tuple[str, int]:
+    trainer = make_trainer(Case(), strategy, 2)
+    with pytest.raises((RuntimeError, ValueError, SystemExit)) as caught:
+        trainer.fit(module, train_loader(Case(), trainer))
+    return str(caught.value), trainer.global_step
+
+
+QUICK = {"timeout": timedelta(seconds=6), "failure_timeout_s": 10.0}
+FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
+    "one rank alone unfreezes": (
+        AloneError,
+        RingDDPStrategy(**QUICK),
+        r"rank 0 has changed .*layers\.0\.weight \(trained\).* other ranks have not",
+        0,
+    ),
+    "each rank unfreezes another layer": (
+        DifferentlyError,
+        RingDDPStrategy(find_unused_parameters=True),
+        r"layers\.0\.bias: trained on rank 0; \(none\) on rank 1\n.*Unfreeze, freeze and add layers on all ranks",
+        0,
+    ),
+    "a layer is frozen within the step": (
+        FreezingError,
+        RingDDPStrategy(),
+        r"does not depend on layers\.2\.weight, layers\.2\.bias.*find_unused_parameters=True.*on_train_epoch_start",
+        0,
+    ),
+    "a stage is unfrozen within the step": (
+        UnfreezingError,
+        PipelineStrategy(balance=[1, 7]),
+        r"stage 0 sends an output that requires a gradient.*on_train_epoch_start",
+        7,
+    ),
+    "a hook draws random numbers": (
+        NoiseError,
+        RingDDPStrategy(check_replicas_every_n_steps=3),
+        r"same parameters any more:\n  layers\.2\.weight: norm .* rank 0; norm .* rank 1\n.*hook that draws random",
+        2,
+    ),
+    "unnoticed until the end": (NoiseError, RingDDPStrategy(), r"layers\.2\.weight: norm .*, on rank 0; norm", 21),
+    "a hook draws random numbers on each stage": (
+        NoiseOfStagesError,
+        PipelineStrategy(balance=[4, 4], check_replicas_every_n_steps=3),
+        r"shared\.weight: norm .* rank 0; norm .* rank 1",
+        2,
+    ),
+    "a layer in a plain list": (
+        OutsideError,
+        RingDDPStrategy(),
+        r"optimizer 0 \(SGD\) trains a parameter of shape \(6, 6\) .*OutsideError.*nn\.ModuleList",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("story", FAILURES)
+def test_what_cannot_train_alike_is_refused(story: str, world2: World) -> None:
+    module, strategy, words, steps = FAILURES[story]
+    try:
+        results = world2.run(fail, module(), strategy)
+    finally:
+        world2.kill()  # the process groups of that job are gone
+    messages = "\n".join(message for message, _ in results)
+    assert re.search(words, messages, re.DOTALL), messages
+    assert [global_step for _, global_step in results] == [steps, steps]
