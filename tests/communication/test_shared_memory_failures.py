@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import re
@@ -28,13 +27,17 @@ from tests.leaks import shared_memory_entries
 from tests.world import World, init_group
 
 
-def _descriptors() -> tuple[int, frozenset[str], int, int]:
+def _open_files() -> set[tuple[str, str]]:
+    folder = Path("/proc/self/fd")
+    return {(entry.name, os.readlink(entry)) for entry in folder.iterdir() if entry.is_symlink()}
+
+
+def _left() -> tuple[set[tuple[str, str]], frozenset[str], int, int]:
     init_group()
     dist.barrier()
     group = dist.new_group(backend="gloo")
     dist.barrier(group)
-    gc.collect()  # descriptors of earlier tests would go meanwhile
-    before, names = len(os.listdir("/proc/self/fd")), shared_memory_entries()
+    before, names = _open_files(), shared_memory_entries()
     shared = SharedMemoryAllReduce(group)
     shared(torch.ones(10))
     new_names = shared_memory_entries() - names
@@ -44,9 +47,9 @@ def _descriptors() -> tuple[int, frozenset[str], int, int]:
     with pytest.raises(RuntimeError, match="closed"):
         shared(torch.ones(10))
     shared.abort()
-    after = len(os.listdir("/proc/self/fd"))
+    opened = _open_files() - before  # those of earlier tests may be closed meanwhile
     dist.destroy_process_group(group)
-    return after - before, new_names, mapped, _mapped()
+    return opened, new_names, mapped, _mapped()
 
 
 def _mapped() -> int:
@@ -54,8 +57,9 @@ def _mapped() -> int:
 
 
 def test_leaves_neither_descriptors_nor_memory_nor_names(world2: World) -> None:
-    for descriptors, names, mapped, mapped_after in world2.run(_descriptors):
-        assert (descriptors, mapped, mapped_after) == (0, 1, 0)
+    for opened, names, mapped, mapped_after in world2.run(_left):
+        assert not opened
+        assert (mapped, mapped_after) == (1, 0)
         assert not {name for name in names if "multigpu" in name}
 
 
