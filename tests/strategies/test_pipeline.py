@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -309,6 +310,34 @@ def test_pipelines_side_by_side_draw_numbers_of_their_own(world4: World) -> None
     assert first == last
     assert other_first == other_last
     assert not set(first) & set(other_first)
+
+
+class Shifting(Classifier):
+    """Changes its targets in place, and draws a number of NumPy before the layers, as mixup does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = SimpleNamespace(drawn=[])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.own.drawn.append(np.random.rand())
+        batch[1].add_(1).remainder_(3)
+        return super().training_step(batch, batch_idx)
+
+
+def shift(ranks: int) -> dict[str, Any]:
+    module = Shifting()
+    strategy = PipelineStrategy(schedule="interleaved", num_micro_batches=2) if ranks > 1 else "auto"
+    make_trainer(Case(max_epochs=1), strategy, ranks).fit(module, train_loader(Case(), 1))
+    return {"weights": state(module), "drawn": sorted(module.own.drawn)}
+
+
+def test_stages_of_a_rank_start_from_the_same_batch_and_all_stages_draw_alike(world2: World) -> None:
+    """A rank runs the step once for each of its stages: the second one trained on targets that were shifted twice."""
+    results, reference = world2.run(shift, 2), shift(1)
+    for result in results:
+        assert_same_weights(result, reference)
+    assert results[0]["drawn"] == results[1]["drawn"]
 
 
 class Watched(Classifier):

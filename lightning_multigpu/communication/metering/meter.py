@@ -59,6 +59,8 @@ class Meter:
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()
         self._next_index = 0
+        self._transfers: list[Transfer]
+        self._waits: list[Wait]
         self._open_step()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,6 +157,18 @@ class Meter:
         with self._lock:
             self._open_step()
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Forgets, at the end of the block, what was recorded within it."""
+        with self._lock:
+            kept = self._transfers, self._waits
+            self._open_step(self._start_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._transfers, self._waits = kept
+
     def flush(self) -> None:
         """Waits for the events of all ended steps, so that :attr:`steps` is complete.
 
@@ -168,8 +182,8 @@ class Meter:
         self._resolve()
 
     def _open_step(self, start_s: float | None = None) -> None:
-        self._transfers: list[Transfer] = []
-        self._waits: list[Wait] = []
+        self._transfers = []
+        self._waits = []
         self._start_s = self.now() if start_s is None else start_s
 
     def _add_wait(self, wait: Wait) -> None:

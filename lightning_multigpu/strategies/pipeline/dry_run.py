@@ -14,9 +14,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.gradient_check import GradientCheck, Run, Verdict, gradient_tolerance
 from lightning_multigpu.engine.pipeline.stages.micro_batches import disagreement, relative_tolerance, split_batch
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
@@ -125,13 +127,73 @@ def _disagreement(
     if not torch.isfinite(losses[0]).all():
         return None
     dtypes = {loss.dtype for loss in losses} | {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if "16" in module.trainer.precision or "transformer" in module.trainer.precision:
-        dtypes.add(torch.bfloat16)
+    dtypes |= _precision_dtypes(module)
     rtol = relative_tolerance(sorted(dtypes, key=str), losses[0].device.type)
     given = repr(loss_reduction)
     if callable(loss_reduction):
         given = getattr(loss_reduction, "__name__", "a function")
     return disagreement(whole, rest, weights, samples, given=given, rtol=rtol)
+
+
+def check_gradients(model: SplitModel, batch: Any, run: Run, num_parts: int, *, loss_reduction: LossReduction) -> None:
+    """Checks that the gradients of two micro-batches add up to those of both together; a collective of the pipeline.
+
+    Layers but those of dropout and BatchNorm are in training mode. The check leaves no trace, as :func:`check_losses`.
+
+    Args:
+        model: the split model.
+        batch: the same on every stage.
+        run: see :class:`.GradientCheck`.
+        num_parts: micro-batches of the batch.
+        loss_reduction: how the losses of micro-batches make that of their batch.
+
+    Raises:
+        ValueError: on every stage, if the gradients do not add up.
+    """
+    parameters = {
+        held.name: held.tensor
+        for held in model.ownership.holdings
+        if isinstance(held.tensor, Parameter) and model.ownership.position in held.holders
+    }
+    check = GradientCheck(
+        model.module,
+        parameters,
+        run,
+        traceless=lambda: without_trace(model.module),
+        gather=model.stages.gather_objects,
+        loss_reduction=loss_reduction,
+        rtol=gradient_rtol(model.module, model.device),
+    )
+    finding = check.find(batch, num_parts)
+    model.group.finish()  # the run may end here
+    if finding is None or finding.verdict == Verdict.UNCLEAR:
+        rank_zero_info(
+            "Whether the gradients of micro-batches add up to those of their batch cannot be told: "
+            + ("its micro-batches do not count." if finding is None else "some of them are not finite.")
+        )
+    elif finding.verdict == Verdict.STATEFUL:
+        rank_zero_info(
+            "The module keeps values that each micro-batch changes and the next one trains with (as spectral norm, "
+            "codebooks and queues do). One device changes them once a batch, and trains a little differently."
+        )
+    elif finding.verdict == Verdict.COUPLED:
+        raise ValueError(
+            f"training_step couples the samples of a batch: {finding.describe()}. Training in micro-batches would "
+            "follow other gradients than one device's, as with the balancing loss of a mixture of experts, a "
+            "contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
+            "on_after_batch_transfer, which gets whole batches; or accept the difference by check_loss=False"
+        )
+
+
+def gradient_rtol(module: pl.LightningModule, device: torch.device) -> float:
+    """The relative difference of two gradients of the module that rounding explains, under the Trainer's precision."""
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} | _precision_dtypes(module)
+    return max((gradient_tolerance(dtype, device.type) for dtype in dtypes), default=0.0)
+
+
+def _precision_dtypes(module: pl.LightningModule) -> set[torch.dtype]:
+    precision = module.trainer.precision
+    return {torch.bfloat16} if "16" in precision or "transformer" in precision else set()
 
 
 def _is_loss(value: Any) -> bool:

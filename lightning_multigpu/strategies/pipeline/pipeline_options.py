@@ -34,6 +34,7 @@ class PipelineOptions:
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
     activation_checkpointing: bool | Sequence[str | type]
+    check_loss: bool
 
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)

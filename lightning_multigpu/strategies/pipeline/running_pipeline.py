@@ -19,8 +19,10 @@ from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, s
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
+from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     checksum_of,
+    cloned,
     combined_loss,
     first_part,
     num_micro_batches_of,
@@ -33,7 +35,7 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.pipeline.dry_run import check_losses, unlogged_loss, without_trace
+from lightning_multigpu.strategies.pipeline.dry_run import check_gradients, check_losses, unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
@@ -96,12 +98,14 @@ class RunningPipeline:
         self._will_train = model.module.trainer.state.fn == TrainerFn.FITTING
         # What is still to be done with the first batch.
         self._balance_due = options.measured_balance if self._will_train else None
-        self._losses_unchecked = True
+        self._is_checked = False
+        self._is_new_form = False
+        self._loss_forms = LossForms()
         self._buffers_due = True
         if self._balance_due is None and not model.is_untraced:
             rank_zero_info(model.describe())
 
-    def _new_runner(self) -> PipelineRunner:
+    def _new_runner(self, recorder: Recorder | None = None) -> PipelineRunner:
         model = self._model
         return PipelineRunner(
             model.chain,
@@ -111,7 +115,7 @@ class RunningPipeline:
             schedule=self._options.schedule,
             parameters=model.ownership.held,
             recompute=self._recompute,
-            recorder=self._recorder,
+            recorder=recorder or self._recorder,
         )
 
     # Training
@@ -140,7 +144,8 @@ class RunningPipeline:
             outputs.
 
         Raises:
-            ValueError: the losses of the first batch's micro-batches do not add up to its own.
+            ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch, which is
+                checked for the first batch and for the first one whose loss has another form.
         """
         if self._buffers_due:
             self.share_buffers()
@@ -148,28 +153,40 @@ class RunningPipeline:
         self._decide_split(batch, others)
         parts = split_batch(batch, num_micro_batches_of(batch, self._num_micro_batches))
         weights = weights_of(parts, self._loss_reduction)
-        if self._losses_unchecked and len(parts) > 1:
-            self._losses_unchecked = False
-            self._check_losses(batch, others, weights)
-        outputs = self._train_parts(parts, weights, others, multiplier)
+        may_check = self._options.check_loss and len(parts) > 1 and multiplier != 0
+        if may_check and not self._is_checked:
+            self._check(batch, others, weights, multiplier)
+        outputs, is_new = self._train_parts(parts, weights, others, multiplier)
+        if may_check and is_new and self._is_checked:
+            self._check(batch, others, weights, multiplier)
+        self._is_checked = self._is_checked or may_check
         if not accumulating:
             self._reduce_gradients()
         return outputs
 
     def _train_parts(
         self, parts: Sequence[Any], weights: Sequence[float], others: Sequence[Any], multiplier: float
-    ) -> dict[str, Any]:
-        """Runs the micro-batches through the schedule; returns and logs their outputs as those of one batch."""
+    ) -> tuple[dict[str, Any], bool]:
+        """Runs the micro-batches through the schedule, and logs their outputs as those of one batch.
+
+        Returns:
+            These outputs, and whether the loss has a form that none had before.
+        """
         records: list[list[Record]] = [[] for _ in parts]
         outputs: list[dict[str, Any]] = [{} for _ in parts]
+        # A step may change its batch in place, and runs on it for each stage of this rank.
+        own = cloned if self._options.num_stages_of_rank > 1 else lambda part: part
 
         def step(micro_batch: int) -> Any:
             with self._plugin.train_step_context(), self._logs.recording(pass_on=False) as records[micro_batch]:
-                output = self._call("training_step", parts[micro_batch], *others)
-            if not isinstance(output, Mapping):
-                return output
-            outputs[micro_batch] = {key: value for key, value in output.items() if key != "loss"}
-            return output.get("loss")
+                output = self._call("training_step", own(parts[micro_batch]), *others)
+            loss = output
+            if isinstance(output, Mapping):
+                outputs[micro_batch] = {key: value for key, value in output.items() if key != "loss"}
+                loss = output.get("loss")
+            if micro_batch == 0 and self._options.check_loss and isinstance(loss, Tensor):
+                self._is_new_form = self._loss_forms.is_new(loss)
+            return loss
 
         # Frozen parameters decide whether the tensors that travel have a gradient.
         trainable = tuple(parameter.requires_grad for parameter in self._model.ownership.parameters())
@@ -181,12 +198,13 @@ class RunningPipeline:
         further: dict[str, Any] = {}
         if self._model.is_last:
             sizes = weights if callable(self._loss_reduction) else [float(leading_size(part) or 1) for part in parts]
-            message = combined(records, sizes, losses, weights), combined_loss(losses, weights), trainer.should_stop
+            logged, loss = combined(records, sizes, losses, weights), combined_loss(losses, weights)
+            message = logged, loss, trainer.should_stop, self._is_new_form
             further = _merged(outputs)
-        (replayed, loss, stops), further = self._outputs.from_last(message, further, "on_train_batch_end")
+        (replayed, loss, stops, is_new), further = self._outputs.from_last(message, further, "on_train_batch_end")
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
-        return {"loss": loss, **further}
+        return {"loss": loss, **further}, is_new
 
     def _reduce_gradients(self) -> None:
         """Averages a stage's own gradients first: later stages have them while earlier ones still run backward."""
@@ -284,7 +302,9 @@ class RunningPipeline:
             num_micro_batches=num_micro_batches_of(batch, self._num_micro_batches),
         )
 
-    def _check_losses(self, batch: Any, others: Sequence[Any], weights: Sequence[float]) -> None:
+    def _check(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
+        """Checks losses, and then gradients, of a batch's micro-batches; see :mod:`.dry_run`."""
+
         def loss_of(part: Any, seed: tuple[int, ...]) -> Any:
             def step() -> Any:
                 try:
@@ -296,7 +316,23 @@ class RunningPipeline:
 
             return unlogged_loss(self._plugin, self._logs, lambda: self._runner.evaluate(step, seed)[1])
 
-        check_losses(self._model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
+        runner = self._new_runner(Recorder(self._model.meter, self._model.device, self._model.ownership.held))
+        trainer = self._model.module.trainer
+
+        def run(parts: Sequence[Any], of_parts: Sequence[float], seed: int) -> None:
+            def step(number: int) -> Any:
+                return unlogged_loss(
+                    self._plugin, self._logs, lambda: self._call("training_step", cloned(parts[number]), *others)
+                )
+
+            kinds = [signature_of(part) for part in parts]
+            scales = [weight * multiplier for weight in of_parts]
+            runner.train(step, kinds, scales, (self._seed, 3, seed, trainer.current_epoch, trainer.fit_loop.batch_idx))
+            self._model.group.finish()
+
+        with self._model.meter.unrecorded():
+            check_losses(self._model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
+            check_gradients(self._model, batch, run, len(weights), loss_reduction=self._loss_reduction)
 
     # Evaluation
 

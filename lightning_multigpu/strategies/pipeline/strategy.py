@@ -73,6 +73,8 @@ class PipelineStrategy(MultiGPUStrategy):
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             all layers, or a list of classes, names of classes ("Block") and names of layers ("blocks.3"). Under
             "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
+        check_loss: before the first step, and where the loss has a new term, check that losses and gradients of
+            micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
             says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
             samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
@@ -80,7 +82,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     Raises:
         ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training,
-            before the first step, the losses of the micro-batches do not add up to the loss of their batch.
+            before the first step, the losses or gradients of the micro-batches do not add up to those of their batch.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class PipelineStrategy(MultiGPUStrategy):
         pipeline_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
         activation_checkpointing: bool | Sequence[str | type] = False,
+        check_loss: bool = True,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
@@ -108,6 +111,7 @@ class PipelineStrategy(MultiGPUStrategy):
             pipeline_parallel_size=pipeline_parallel_size,
             data_parallel_size=data_parallel_size,
             activation_checkpointing=activation_checkpointing,
+            check_loss=check_loss,
         )
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}

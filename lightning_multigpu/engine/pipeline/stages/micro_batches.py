@@ -46,7 +46,14 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     size = leading_size(batch)
     assert size is not None
     bounds = [part.tolist() for part in torch.arange(size).tensor_split(num_parts)]
-    return [_cut(batch, part[0], part[-1] + 1, size, "batch") for part in bounds]
+    return [_cut(batch, slice(part[0], part[-1] + 1), size, "batch") for part in bounds]
+
+
+def samples_of(batch: Any, samples: list[int]) -> Any:
+    """The samples of these numbers, in this order, as a batch of its own; copies. Raises as :func:`split_batch`."""
+    size = leading_size(batch)
+    assert size is not None
+    return _cut(batch, samples, size, "batch")
 
 
 def first_part(batch: Any, wanted: int) -> Any:
@@ -55,7 +62,7 @@ def first_part(batch: Any, wanted: int) -> Any:
     A view would keep the whole batch in memory.
     """
     part = split_batch(batch, num_micro_batches_of(batch, wanted))[0]
-    return _cloned(part)
+    return cloned(part)
 
 
 def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[float]:
@@ -145,7 +152,7 @@ def disagreement(
     if fitting:
         fix = f"With loss_reduction={fitting[0]!r} both agree; pass that"
     return (
-        f"the loss of the first batch is {whole:.10g} as a whole, and {combined:.10g} in {len(losses)} micro-batches "
+        f"the loss of a batch is {whole:.10g} as a whole, and {combined:.10g} in {len(losses)} micro-batches "
         f"under loss_reduction={given} (relative difference {difference:.2g}, rounding explains {rtol:.0e}): training "
         f"would follow other gradients than one device's. {fix}"
     )
@@ -167,7 +174,7 @@ def checksum_of(batch: Any) -> int:
     return checksum
 
 
-def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
+def _cut(value: Any, samples: slice | list[int], size: int, where: str) -> Any:
     if isinstance(value, Tensor):
         if value.ndim == 0:
             return value
@@ -178,11 +185,11 @@ def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
                 "num_micro_batches=1"
             )
         # With a version counter of its own: a step may change its micro-batch in place, and autograd counts writes.
-        return value[start:stop].data
+        return value[samples].data
     if isinstance(value, list) and len(value) == size and next(tensors_in(value), None) is None:
-        return value[start:stop]
+        return value[samples] if isinstance(samples, slice) else [value[sample] for sample in samples]
     if _is_container(value):
-        return _rebuilt(value, lambda entry, place: _cut(entry, start, stop, size, where + place))
+        return _rebuilt(value, lambda entry, place: _cut(entry, samples, size, where + place))
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return value
     raise ValueError(
@@ -191,10 +198,11 @@ def _cut(value: Any, start: int, stop: int, size: int, where: str) -> Any:
     )
 
 
-def _cloned(value: Any) -> Any:
+def cloned(value: Any) -> Any:
+    """The batch with copies of its tensors; containers are made anew, other objects are the same."""
     if isinstance(value, Tensor):
         return value.clone()
-    return _rebuilt(value, lambda entry, place: _cloned(entry)) if _is_container(value) else value
+    return _rebuilt(value, lambda entry, place: cloned(entry)) if _is_container(value) else value
 
 
 def _is_container(value: Any) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -29,8 +30,9 @@ def seed_of(*parts: int) -> int:
 
 
 def set_random_state(seed: int, device: torch.device) -> None:
-    """Seeds Python's random numbers, torch's on the CPU and, if ``device`` is a GPU, torch's on that GPU."""
+    """Seeds the random numbers of Python, of NumPy, of torch on the CPU and, if ``device`` is a GPU, on that GPU."""
     random.seed(seed)
+    numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -39,12 +41,13 @@ def set_random_state(seed: int, device: torch.device) -> None:
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Restores at the end of the block the random states that :func:`set_random_state` sets."""
-    python_state = random.getstate()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
             random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

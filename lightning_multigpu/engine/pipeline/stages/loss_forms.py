@@ -1,0 +1,46 @@
+"""The forms of a loss: what its autograd graph consists of, so that a term that comes later is noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_DEPTH = 8
+_MOST_NODES = 2000
+
+
+class LossForms:
+    """Remembers from which operations losses were computed.
+
+    A form is the set of pairs of successive operations, with their distances from the loss; from the distance of 8 on
+    all count alike, so that loops of varying length make few forms. Operations that a loss lacks are no new form.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, str, str]] = set()
+
+    def is_new(self, loss: Tensor) -> bool:
+        """Whether the graph of ``loss``, before backward, has a part that no loss before had.
+
+        The graph is followed to the leaves and to the stage's inputs, over at most 2000 operations.
+        """
+        found: set[tuple[int, str, str]] = set()
+        nodes: list[Any] = [loss.grad_fn]
+        seen = set(nodes)
+        depth = 0
+        while nodes and len(seen) < _MOST_NODES:
+            following: list[Any] = []
+            for node in nodes:
+                name = node.name() if node is not None else ""
+                for other, _ in () if node is None else node.next_functions:
+                    if other is None:
+                        continue
+                    found.add((depth, name, other.name()))
+                    if other not in seen:
+                        seen.add(other)
+                        following.append(other)
+            nodes, depth = following, min(depth + 1, _DEPTH)
+        new = found - self._known
+        self._known |= new
+        return bool(new)

@@ -1,0 +1,219 @@
+"""Losses that couple the samples of a batch are refused before they train other gradients than one device's.
+
+Cut into micro-batches, or dealt out to ranks, such a batch loses the couplings between its parts. Their losses
+may agree all the same: to the last bit of float32, at the initial weights, in evaluation mode, or in the first epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.strategies.pipeline import dry_run
+from tests.strategies.tasks import Case, make_trainer
+from tests.world import World
+
+WIDTH, CLASSES = 6, 3
+REFUSED = "training_step couples the samples of a batch: the gradients of .* samples do not add up"
+
+
+class Mixtral(L.LightningModule):
+    """Hugging Face computes the router's balancing loss in float32, within the tolerance of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = MixtralForCausalLM(
+            MixtralConfig(
+                hidden_size=8,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                num_local_experts=4,
+                vocab_size=24,
+                max_position_embeddings=8,
+                output_router_logits=True,
+                experts_implementation="eager",
+                bos_token_id=0,
+                eos_token_id=1,
+            )
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = (batch[0].abs() * 100).long() % 24
+        return self.model(tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Task(L.LightningModule):
+    """Layers, and a loss that a test replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.steps = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(*batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ZeroGate(Task):
+    """Four experts, of which one has all samples until the gate, which starts at zero, has been trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.layers(x)
+        shares = self.gate(x).softmax(-1)
+        used = nn.functional.one_hot(shares.argmax(-1), 4).to(shares.dtype).mean(0)
+        return nn.functional.cross_entropy(logits, y) + 0.1 * 4 * (used * shares.mean(0)).sum()
+
+
+class MixedUp(Task):
+    """Mixes samples, with numbers of NumPy as the original code of mixup does, in training alone."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if not self.training:
+            return super().loss(x, y)
+        share, order = np.random.beta(1.0, 1.0), torch.randperm(len(x))
+        logits = self.layers(share * x + (1 - share) * x[order])
+        return sum(
+            part * nn.functional.cross_entropy(logits, target) for part, target in ((share, y), (1 - share, y[order]))
+        )  # type: ignore[return-value]
+
+
+class Later(Task):
+    """Another term joins in the second epoch."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.layers(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        return loss if self.current_epoch == 0 else loss + 0.1 * logits.var(0).sum()
+
+
+class Contrastive(Task):
+    """Agrees within half precision's tolerance of losses, which is wide, and not in its gradients."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.layers(x)
+        return 100 + nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+class Noisy(Task):
+    """Draws its own noise for each sample, in evaluation too, and has a layer that drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.RNN(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.drop(x.unsqueeze(1))[0].squeeze(1)
+        return super().loss(x + 0.1 * torch.randn_like(x), y)
+
+
+class Normal(Task):
+    """Spectral norm goes on from the vector of the last forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = spectral_norm(self.layers[2])
+
+
+class Built(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(CLASSES, (40,), generator=generator)), batch_size=8)
+
+
+def train(module: Callable[[], Any], options: dict[str, Any], trainer_options: dict[str, Any]) -> tuple[int, list[str]]:
+    """The steps and the lines that the check has printed."""
+    task, lines = module(), []
+    case = Case(max_epochs=2, trainer={"use_distributed_sampler": False, **trainer_options})
+    ranks = trainer_options.get("devices", 2)
+    trainer = make_trainer(case, PipelineStrategy(**{"num_micro_batches": 2, **options}), ranks)
+    dry_run.rank_zero_info = lines.append
+    try:
+        trainer.fit(task, data())
+    except ValueError as error:
+        raise ValueError(f"{error} | after {trainer.global_step} steps") from error
+    finally:
+        dry_run.rank_zero_info = rank_zero_info
+    return trainer.global_step, lines
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "trainer_options", "steps"),
+    [
+        (Mixtral, {}, {}, 0),
+        (Mixtral, {"num_micro_batches": 3}, {"precision": "32-true"}, 0),
+        (ZeroGate, {"schedule": "zero_bubble"}, {"accumulate_grad_batches": 2}, 0),
+        (MixedUp, {}, {}, 0),
+        (Later, {"schedule": "interleaved"}, {}, 5),
+        (Contrastive, {}, {"precision": "bf16-mixed"}, 0),
+    ],
+    ids=["router", "float32", "gate-of-zeros", "mixup", "later", "half-precision"],
+)
+def test_couplings_that_the_loss_hides_are_refused(
+    module: Any, options: dict[str, Any], trainer_options: dict[str, Any], steps: int, world2: World
+) -> None:
+    words = REFUSED if module is not Later else "the loss of a batch is .* as a whole, and .* in 2 micro-batches"
+    world2.run_raising(ValueError, rf"{words}.* \| after {steps} steps", train, module, options, trainer_options)
+
+
+def test_one_of_two_pipelines_is_enough_to_refuse(world4: World) -> None:
+    with pytest.raises(ValueError, match=REFUSED):
+        world4.run(train, ZeroGate, {"data_parallel_size": 2}, {"devices": 4})
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (MixedUp, {"check_loss": False}, []),
+        (MixedUp, {"num_micro_batches": 1}, []),
+        (Noisy, {}, ["Whether the losses"]),
+        (Normal, {"num_micro_batches": 3}, ["The module keeps values"]),
+        (Built, {}, []),
+    ],
+    ids=["accepted", "whole", "noise", "spectral-norm", "batch-norm"],
+)
+def test_other_losses_train(module: Any, options: dict[str, Any], words: list[str], world2: World) -> None:
+    for steps, lines in world2.run(train, module, options, {}):
+        assert steps == 10
+        assert [line[: len(words[0])] for line in lines] == words
