@@ -48,7 +48,8 @@ class CountedGPT(TinyGPT):
 def count(choice: Any) -> int:
     """Forward passes with gradients of the counted blocks, of which each of two ranks has one."""
     FORWARDS.clear()
-    train(CountedGPT(), PipelineStrategy(num_micro_batches=4, activation_checkpointing=choice), 2)
+    strategy = PipelineStrategy(num_micro_batches=4, activation_checkpointing=choice, check_loss=False)
+    train(CountedGPT(), strategy, 2)
     return sum(FORWARDS)
 
 

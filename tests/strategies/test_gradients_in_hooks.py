@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning as L
@@ -40,6 +41,15 @@ class ByConfiguration(Classifier):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
 
 
+class ByHand(Classifier):
+    """Calls the closure itself, clips, and steps without it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+        optimizer.step()
+
+
 class ClipEach(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         for gradient in gradients(pl_module):
@@ -73,9 +83,10 @@ def train(module: type[Classifier], strategy: Any, ranks: int, trainer_options: 
         (Clipping, "zero_bubble", {}),
         (Clipping, "1f1b", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         (ByConfiguration, "1f1b", {}),
+        (ByHand, "1f1b", {"accumulate_grad_batches": 2}),
         (Classifier, "1f1b", {"callbacks": [ClipEach()]}),
     ],
-    ids=["by hand", "zero-bubble", "and by the Trainer", "configured", "by a callback"],
+    ids=["by hand", "zero-bubble", "and by the Trainer", "configured", "in optimizer_step", "by a callback"],
 )
 def test_trains_as_on_one_device(
     module: type[Classifier], schedule: Any, options: dict[str, Any], world2: World
@@ -170,3 +181,56 @@ def ask_for_values() -> None:
 def test_what_is_not_known_is_refused(world2: World) -> None:
     with pytest.raises(PipelineError, match=r"the gradient of parameter layers.*strategy\.holds\(parameter\)"):
         world2.run(ask_for_values)
+
+
+class ClippingAdam(torch.optim.AdamW):
+    """Clips by the norm of what it holds: on a stage, of that stage's gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.3)
+        super().step()
+        return loss
+
+
+class Unprobed(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].numel() < 10:
+            raise RuntimeError("too small")
+        return super().step(closure)
+
+
+class Optimized(Classifier):
+    kind: Any = None
+    hook = False
+
+    def configure_optimizers(self) -> Any:
+        if self.hook:
+            self.first.weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+        return self.kind(self.parameters(), lr=0.1)
+
+
+def optimize(kind: Any, hook: bool) -> list[str]:
+    module = Optimized()
+    module.kind, module.hook = kind, hook
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(Case(max_epochs=1), PipelineStrategy(), 2).fit(module, train_loader(Case(), 1))
+    return [str(each.message) for each in caught if "parameter by parameter" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "words"),
+    [
+        (ClippingAdam, False, r"ClippingAdam works on all parameters at once.*gradient_clip_val"),
+        (torch.optim.SGD, True, r"such a hook runs after each micro-batch"),
+    ],
+)
+def test_optimizers_that_need_all_gradients_are_refused(kind: Any, hook: bool, words: str, world2: World) -> None:
+    """Each stage stepped by the norm of its own gradients, and the run ended as if nothing were wrong."""
+    world2.run_raising(ValueError, words, optimize, kind, hook)
+
+
+def test_optimizers_that_cannot_be_checked_warn(world2: World) -> None:
+    warned, _ = world2.run(optimize, Unprobed, False)
+    assert "Unprobed works parameter by parameter could not be checked: RuntimeError: too small" in warned[0]

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import draws_graph
+from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -58,9 +60,26 @@ def check_loggers(loggers: Iterable[Logger], module: pl.LightningModule) -> None
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Every optimizer works parameter by parameter."""
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "LBFGS works on all parameters at once, and a pipeline has them on different ranks; use an optimizer that "
-            "works parameter by parameter, such as SGD or AdamW"
-        )
+    """Every optimizer works parameter by parameter, when the gradients of a batch are complete."""
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        try:
+            couples = couples_parameters(optimizer)
+        except ProbeError as error:
+            rank_zero_warn(
+                f"Whether {name} works parameter by parameter could not be checked: {error}. In a pipeline each stage "
+                "has the gradients of its own layers: an optimizer that computes with all of them, such as their norm, "
+                "would train wrongly"
+            )
+            couples = False
+        if couples:
+            raise ValueError(
+                f"{name} works on all parameters at once, and a pipeline has them on different ranks; use an optimizer "
+                "that works parameter by parameter, such as SGD or AdamW, and clip by "
+                "Trainer(gradient_clip_val=...), which takes the norm over all stages"
+            )
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for g in optimizer.param_groups for p in g["params"]):
+            raise ValueError(
+                "register_post_accumulate_grad_hook: in a pipeline such a hook runs after each micro-batch, when the "
+                "gradients of the batch are not complete; use on_before_optimizer_step"
+            )

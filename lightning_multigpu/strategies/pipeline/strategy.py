@@ -124,6 +124,8 @@ class PipelineStrategy(MultiGPUStrategy):
         self._outputs: LastStageOutputs | None = None
         self._agreement: StageAgreement | None = None
         self._undo = ExitStack()
+        self._gradients_shown = ExitStack()
+        self._in_optimizer_step = False
 
     @property
     @override
@@ -236,6 +238,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
+        self._gradients_shown.close()
         self._undo.close()
         if self._running is not None and not self.failure_watch.failed:
             assert self._split_model is not None
@@ -296,6 +299,7 @@ class PipelineStrategy(MultiGPUStrategy):
         assert self._outputs is not None
         assert self._agreement is not None
         assert self._step_args is not None
+        self._gradients_shown.close()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
@@ -306,7 +310,19 @@ class PipelineStrategy(MultiGPUStrategy):
         with self._agreement.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
+        if not (accumulating or self._in_optimizer_step):
+            # The module's optimizer_step has called the closure itself, and may clip before it steps.
+            self._gradients_shown.enter_context(self._agreement.gradients_for("optimizer_step"))
         return multiplier
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._gradients_shown.close()
+        self._in_optimizer_step = True
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            self._in_optimizer_step = False
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

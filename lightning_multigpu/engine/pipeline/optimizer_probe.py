@@ -1,0 +1,123 @@
+"""Optimizer probe: whether an optimizer's update of one parameter depends on other parameters.
+
+A stage of a pipeline has the gradients of its own parameters only. An optimizer that clips by the norm of all
+gradients, or divides by it, would take another step on each stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+_STEPS = 2
+_FACTORS = (1e-4, 1e4)
+_torchs = (value for value in vars(torch.optim).values() if isinstance(value, type) and issubclass(value, Optimizer))
+_KNOWN = {inspect.unwrap(cls.step) for cls in _torchs if cls not in (Optimizer, LBFGS)}
+
+
+class ProbeError(Exception):
+    """The optimizer cannot be probed."""
+
+
+def couples_parameters(optimizer: Any) -> bool:
+    """Whether the optimizer changes a parameter by the values or gradients of others.
+
+    torch's optimizers other than LBFGS, and subclasses that step alike, are known not to. Others take a few steps as a
+    copy, whose parameters are of 2 numbers in each dimension, with small and large gradients of every other parameter.
+
+    Args:
+        optimizer: has ``param_groups`` and ``step``; it is not changed.
+
+    Raises:
+        ProbeError: the copy cannot be made, or fails. Hooks around ``step`` may look at parameters that are no copies.
+    """
+    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    if inspect.unwrap(type(optimizer).step) in _KNOWN and not any(hooks) and not _has_own_step(optimizer):
+        return False
+    if isinstance(optimizer, LBFGS):
+        return True
+    if _has_own_step(optimizer):
+        raise ProbeError("its step has been replaced")
+    failures: list[Exception] = []
+    with torch.random.fork_rng(devices=[]):
+        for with_closure in (True, False):
+            try:
+                if _couples(optimizer, with_closure):
+                    return True
+            except Exception as error:  # of whatever the optimizer does
+                failures.append(error)
+    if len(failures) == 2:
+        raise ProbeError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
+    if any(hooks):
+        raise ProbeError("it has hooks around its step")
+    return False
+
+
+def _couples(optimizer: Any, with_closure: bool) -> bool:
+    expected = _updated(optimizer, 0, 1.0, with_closure)
+    for kept in (0, 1):
+        for factor in _FACTORS:
+            found = _updated(optimizer, kept, factor, with_closure)
+            if not all(torch.equal(a, b) for a, b in list(zip(found, expected, strict=True))[kept::2]):
+                return True
+    return False
+
+
+def _has_own_step(optimizer: Any) -> bool:
+    """Whether the object has a step of its own, which is no scheduler's."""
+    step = vars(optimizer).get("step")
+    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+
+
+def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> list[Tensor]:
+    """The parameters of a copy after a few steps; those of index ``kept`` modulo 2 are the same for every factor."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    memo: dict[int, Any] = {}
+    tiny: list[Parameter] = []
+    slopes: list[Tensor] = []
+    for parameter in _parameters(optimizer):
+        scale = 1.0 if len(tiny) % 2 == kept else factor
+        values = torch.randn((2, *[2] * parameter.ndim), generator=generator, dtype=torch.float64)
+        slopes.append(scale * values[1])
+        memo[id(parameter)] = Parameter((1.0 if scale == 1.0 else 3.0) * values[0])
+        tiny.append(memo[id(parameter)])
+        for state in optimizer.state.get(parameter, {}).values():
+            if isinstance(state, Tensor) and state.shape == parameter.shape:
+                memo[id(state)] = torch.zeros_like(tiny[-1])
+    stepping = _copied(optimizer, memo)
+
+    def closure() -> Tensor:
+        loss = torch.zeros((), dtype=torch.float64)
+        for parameter, slope in zip(tiny, slopes, strict=True):
+            parameter.grad = 0.5 * parameter.detach() + slope
+            loss = loss + (0.25 * parameter.detach().square() + slope * parameter.detach()).sum()
+        return loss
+
+    for _ in range(_STEPS):
+        closure()
+        stepping.step(closure) if with_closure else stepping.step()
+    return [parameter.detach() for parameter in tiny]
+
+
+def _parameters(optimizer: Any) -> Iterable[Tensor]:
+    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return unique.values()
+
+
+def _copied(optimizer: Any, memo: dict[int, Any]) -> Any:
+    """A copy with the parameters of ``memo``; an optimizer that it holds is copied with its attributes as well."""
+    memo[id(optimizer)] = made = object.__new__(type(optimizer))
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and id(value) not in memo:
+            _copied(value, memo)
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    vars(made).update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
+    return made
