@@ -5,6 +5,7 @@ When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,10 @@ from lightning.pytorch.trainer.call import (
     # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
     _interrupt as interrupt,
 )
+from lightning.pytorch.trainer.connectors.accelerator_connector import (
+    # The one place where the Trainer's argument precision is still what the user has written.
+    _AcceleratorConnector as AcceleratorConnector,
+)
 from lightning.pytorch.utilities.exceptions import (
     # Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure. Lightning's Tuner
     # raises it, and so do we.
@@ -72,6 +77,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "argument_of",
+    "asked_precision",
     "check_cuda_fork",
     "check_main_guard",
     "collect_rng_states",
@@ -109,6 +115,18 @@ def logger_step(trainer: Trainer) -> int:
     ``trainer.global_step`` is another axis: it is one ahead, and counts each optimizer of a module with several.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def asked_precision() -> str | None:
+    """The ``precision`` of the ``Trainer(...)`` that is being made, as it was given; None outside.
+
+    On CPU Lightning takes "bf16-mixed" for "16-mixed" and keeps no trace of what was asked for but the argument.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not AcceleratorConnector.__init__.__code__:
+        frame = frame.f_back
+    given = None if frame is None else frame.f_locals.get("precision")
+    return None if given is None else str(given)
 
 
 def argument_of(strategy: Strategy, name: str) -> Any:

@@ -24,7 +24,8 @@ class WatchedRank:
     Attributes:
         slot: the index of the rank's page in the shared memory.
         introduced: True once the process itself has told its rank.
-        finished: True once the rank needs nobody any more: it said goodbye or ended with exit status 0.
+        finished: True once the rank needs nobody any more: it said goodbye, or its process ended with exit status 0
+            before it had told its rank.
         at_end: True once the rank has come to the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         temporary: a directory that its workers use too, and that it cannot remove if it is killed.
@@ -151,11 +152,12 @@ class Ranks:
             if state == ENDED:
                 exit_code = rank.process.exit_code()
                 exit_code = rank.told_exit_code if exit_code is None else exit_code
-                if exit_code == 0:
+                if exit_code == 0 and not rank.introduced:
                     rank.finished = True
-                elif exit_code is not None or self._waited_for_parent(rank, now_s):
+                elif exit_code or self._waited_for_parent(rank, now_s):
                     by_signal = exit_code is not None and exit_code < 0
-                    found.append((not by_signal, Found(rank.failure(ended_text(exit_code), None), now_s)))
+                    what = ended_text(exit_code) + (" in the middle of the run" if exit_code == 0 else "")
+                    found.append((not by_signal, Found(rank.failure(what, None), now_s)))
             elif state == STOPPED:
                 stopped.append(rank)
                 rank.stopped_since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
@@ -180,7 +182,7 @@ class Ranks:
         return None
 
     def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:
-        """True once the process that started the rank has had time to tell its exit status."""
+        """True once its exit status, from the process that started it, and its own goodbye have had time to come."""
         if rank.ended_since_s is None:
             rank.ended_since_s = now_s
         return now_s - rank.ended_since_s > _WORD_OF_PARENT_S

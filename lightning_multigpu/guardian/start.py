@@ -56,7 +56,7 @@ class Guardian:
     ) -> Guardian:
         """Starts it, and sets the environment variables by which the ranks that are started afterwards find it.
 
-        The guardian ends by itself when all ranks have said goodbye or have ended with exit status 0.
+        The guardian ends by itself when all ranks have said goodbye.
 
         Args:
             num_ranks: ranks on this host.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
@@ -131,10 +131,12 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         self._check_replicas_every = check_replicas_every_n_steps
         self._steps_unchecked = 0
 
-    @staticmethod
-    def option_names() -> list[str]:
-        """The options that every strategy of the pack has."""
-        parameters = inspect.signature(MultiGPUStrategy.__init__).parameters.values()
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """The options of the strategy: its own, and those that every strategy of the pack has."""
+        strategies = [each for each in cls.__mro__ if issubclass(each, MultiGPUStrategy) and "__init__" in vars(each)]
+        signatures = [inspect.signature(each.__init__) for each in strategies]
+        parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
         return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     @property
@@ -175,6 +177,8 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     @override
     def _configure_launcher(self) -> None:
         run = self.run_context
+        if asked_precision() in ("16", "16-mixed") and self.precision_plugin.precision == "bf16-mixed":
+            option_checks.check_precision("16-mixed", run.device_type, explicit=False)
         option_checks.check_run(
             run,
             precision=str(self.precision_plugin.precision),

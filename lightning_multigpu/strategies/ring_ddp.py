@@ -89,7 +89,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if bucket_cap_mb not in ("auto", None):
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         option_checks.check_positive("average_every", average_every, whole=True)

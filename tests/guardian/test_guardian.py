@@ -60,14 +60,16 @@ def test_a_rank_that_hangs_on_its_way_to_the_others(capfd: pytest.CaptureFixture
     assert "has not joined the others in time (join_timeout_s)" in err
 
 
-@pytest.mark.parametrize("how", ["sys.exit(3)", "os._exit(3)"])
+@pytest.mark.parametrize("how", ["sys.exit(3)", "os._exit(3)", "os._exit(0)"])
 def test_a_rank_that_exits_without_a_word(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever its status: with 0, the others waited until their connections to it told them, and knew no cause."""
+    status = int(how[-2])
     with Job(WORK, how) as job:
-        assert job.outcome()[0] == [1, 3]
+        assert job.outcome()[0] == [1, status]
         assert job.guardian_ends()
     err = message(capfd)
     assert "rank 1" in err
-    assert "ended with exit status 3" in err
+    assert f"ended with exit status {status}" in err
 
 
 def test_a_zombie_has_ended_although_nobody_collects_it(capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,13 +79,6 @@ def test_a_zombie_has_ended_although_nobody_collects_it(capfd: pytest.CaptureFix
         assert job.guardian_ends()
         assert job.ranks[1].returncode is None, "not collected so far"
     assert "ended with exit status 3" in message(capfd)
-
-
-def test_a_rank_that_ends_well_without_goodbye_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job("time.sleep(1); client.goodbye()", "sys.exit(0)") as job:
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()
-    assert message(capfd) == ""
 
 
 def test_after_goodbye_an_exit_status_means_nothing(capfd: pytest.CaptureFixture[str]) -> None:

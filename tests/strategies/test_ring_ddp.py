@@ -9,10 +9,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
-from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.data_parallel import bucket_size
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
@@ -285,9 +286,26 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: list[str
     assert all(word in str(caught.value) for word in words)
 
 
-def test_unknown_options_are_named() -> None:
-    with pytest.raises(TypeError, match="bucket_cap"):
+def test_an_option_that_is_nearly_right_is_suggested() -> None:
+    """Only options of the base were: ``bucket_cap`` was told of 15 others, and not of ``bucket_cap_mb``."""
+    with pytest.raises(TypeError, match=r"no option 'bucket_cap'\. Did you mean 'bucket_cap_mb'\?"):
         RingDDPStrategy(bucket_cap=3)
+    with pytest.raises(TypeError, match=r"no option 'micro_batches'\. Did you mean 'num_micro_batches'\?"):
+        PipelineStrategy(micro_batches=4)
+    with pytest.raises(TypeError, match=r"no option 'failure_timeout'\. Did you mean 'failure_timeout_s'\?"):
+        RingDDPStrategy(failure_timeout=4)
+
+
+@pytest.mark.filterwarnings("ignore:You passed", "ignore:`precision=16`", "ignore:The `accelerator`")
+@pytest.mark.parametrize("precision", ["16-mixed", 16])
+@pytest.mark.parametrize("strategy", [RingDDPStrategy, PipelineStrategy])
+def test_half_precision_on_cpu_is_not_taken_for_another_silently(precision: Any, strategy: Any) -> None:
+    """Lightning takes bf16-mixed for it with a warning among others; our command line alone refused that."""
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
+    with pytest.raises(ValueError, match="precision='16-mixed' on CPU.*pass precision='bf16-mixed'"):
+        L.Trainer(strategy=strategy(), precision=precision, **options)
+    for asked in ({"precision": "bf16-mixed"}, {"plugins": MixedPrecision("16-mixed", "cpu")}):
+        L.Trainer(strategy=strategy(), **asked, **options)
 
 
 def _rank_number() -> int:

@@ -100,7 +100,7 @@ class PipelineStrategy(MultiGPUStrategy):
         check_loss: bool = True,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, MultiGPUStrategy.option_names())
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         self.pipeline_options = PipelineOptions(
             module=module,
             schedule=schedule,
