@@ -302,7 +302,7 @@ def test_an_option_that_is_nearly_right_is_suggested() -> None:
 def test_half_precision_on_cpu_is_not_taken_for_another_silently(precision: Any, strategy: Any) -> None:
     """Lightning takes bf16-mixed for it with a warning among others; our command line alone refused that."""
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
-    with pytest.raises(ValueError, match="precision='16-mixed' on CPU.*pass precision='bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"precision='16-mixed' on CPU.*pass precision='bf16-mixed'"):
         L.Trainer(strategy=strategy(), precision=precision, **options)
     for asked in ({"precision": "bf16-mixed"}, {"plugins": MixedPrecision("16-mixed", "cpu")}):
         L.Trainer(strategy=strategy(), **asked, **options)
