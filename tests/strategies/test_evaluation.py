@@ -51,7 +51,9 @@ def test_every_sample_once_and_values_of_one_device(regime: Regime, num_samples:
     ranks = world2.run(evaluate, regime.name, 2, num_samples)
     for result in ranks:
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
-    assert sorted(x for result in ranks for x in result["predicted"]) == sorted(reference["predicted"])
+    predicted = {result["data rank"]: result["predicted"] for result in ranks}
+    assert all(result["predicted"] == predicted[result["data rank"]] for result in ranks)
+    assert sorted(x for of_one in predicted.values() for x in of_one) == sorted(reference["predicted"])
     by_data_rank = {result["data rank"]: result["tested"] for result in ranks}
     assert all(result["tested"] == by_data_rank[result["data rank"]] for result in ranks), (
         "all stages have what one saw"

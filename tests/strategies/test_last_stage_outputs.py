@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
@@ -308,3 +309,38 @@ def test_a_view_is_sent_without_the_memory_around_it() -> None:
     found = unpacked(package, torch.device("cpu"))["view"]
     assert found.tolist() == [0.0] * 10
     assert not found.requires_grad
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, batch_idx: int, loader_idx: int
+    ) -> None:
+        self.batches.append((prediction.tolist(), indices))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.epochs.append(([prediction.tolist() for prediction in predictions], indices))
+
+
+class Predicting(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(dim=1)
+
+
+def predict(strategy: Any, ranks: int) -> dict[str, Any]:
+    writer = Writer()
+    trainer = make_trainer(Case(), strategy, ranks, callbacks=[writer])
+    predicted: Any = trainer.predict(Predicting(), eval_loader())
+    return {"predicted": torch.cat(predicted).tolist(), "batches": writer.batches, "epochs": writer.epochs}
+
+
+def test_predictions_are_on_every_stage_and_are_written_once(world2: World) -> None:
+    """Other ranks than 0 had a list of empty lists, on which torch.cat failed, and writers got it with all indices."""
+    expected = predict("auto", 1)
+    first, second = world2.run(predict, PipelineStrategy(), 2)
+    assert first == expected
+    assert second == {"predicted": expected["predicted"], "batches": [], "epochs": []}

@@ -118,6 +118,14 @@ class LastStageOutputs(Callback):
         own = package is None or self._is_last
         return message, output if own else unpacked(package, self._module.device)
 
+    def prediction(self, output: Any) -> Any:
+        """The last stage's output of ``predict_step``, on every stage; an empty list if it cannot be pickled."""
+        package = packed(output, "what predict_step returns") if self._is_last else None
+        package = self._group.from_last(package)
+        if self._is_last:
+            return output
+        return [] if package is None else unpacked(package, self._module.device)
+
     # Attributes of the module
 
     @contextmanager

@@ -340,8 +340,8 @@ class RunningPipeline:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 
         Returns:
-            The output of the step, on the last stage and, except for ``predict_step``, where a hook looks at it; None
-            elsewhere.
+            The output of the step: of ``predict_step`` on every stage, of others on the last stage and where a hook
+            looks at it; None elsewhere.
         """
         if self._model.is_untraced:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
@@ -355,6 +355,8 @@ class RunningPipeline:
             replayed, output = self._outputs.from_last(records, output, batch_end)
             if not is_last:
                 self._logs.replay(replayed, hook)
+        else:
+            output = self._outputs.prediction(output)
         self._model.group.finish()
         return output
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -365,11 +366,22 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module's ``predict_step``, on the last stage; an empty list elsewhere."""
-        assert self._split_model is not None
+        """The output of the module's ``predict_step``, on every stage of the pipeline."""
         with self.precision_plugin.predict_step_context():
-            output = self._pipeline.evaluate("predict_step", *args, **kwargs)
-        return output if self._split_model.is_last else []
+            return self._pipeline.evaluate("predict_step", *args, **kwargs)
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        assert self.lightning_module is not None
+        assert self._split_model is not None
+        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+        if not self._split_model.is_last:  # each prediction is written once
+            for writer in writers:
+                for method in ("write_on_batch_end", "write_on_epoch_end"):
+                    setattr(writer, method, _write_nothing)
+                    self._undo.callback(delattr, writer, method)
 
     # Collectives
 
@@ -447,3 +459,7 @@ class PipelineStrategy(MultiGPUStrategy):
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+
+def _write_nothing(*args: Any) -> None:
+    """Stands in for the methods of a prediction writer on a stage whose predictions the last stage writes."""
