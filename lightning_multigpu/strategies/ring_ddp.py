@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -23,8 +24,13 @@ from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
+from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
+from lightning_multigpu.engine.pipeline.stages.micro_batches import cloned
+from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.pipeline.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 
 CHECKPOINT_KEY = "lightning_multigpu"
 """The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
@@ -61,6 +67,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
             in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
             with a warning.
+        check_loss: before the first step, check that the gradients of two halves of each rank's first batch add up to
+            those of the whole, as they do unless the loss couples the samples of a batch; see
+            :class:`.GradientCheck`. Has no effect in manual optimization; excludes ``static_graph``.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -68,7 +77,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: an option is out of its range; with ``check_loss``, on all ranks, the gradients do not add up.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         compression: str | Mapping[str, Any] | Compressor | None = None,
         compress_inside_hosts: bool = False,
         shared_memory: bool = True,
+        check_loss: bool = False,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -105,6 +115,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
                 f"check_replicas_every_n_steps={options['check_replicas_every_n_steps']} and "
                 f"model_averaging_period={model_averaging_period}: ranks are meant to differ; leave one of the two out"
             )
+        if check_loss and static_graph:
+            raise ValueError(
+                "check_loss=True and static_graph=True: DDP would count the check's gradients among those of the first "
+                "step; leave one of the two out"
+            )
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)}: both say what travels; leave one of the two out")
         super().__init__(
@@ -126,6 +141,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             "static_graph": static_graph,
             "forward_sync_buffers": False,  # done here, where the meter sees it, and never in the middle of validation
         }
+        self._check_loss = check_loss
+        self._is_checked = False
         self._broadcast_buffers = broadcast_buffers
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
@@ -151,6 +168,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             "compression": compressor if compressor in (None, AUTO) else repr(compressor),
             "compress_inside_hosts": transport.compress_inside_hosts,
             "shared_memory": transport.shared_memory,
+            "check_loss": self._check_loss,
         }
 
     @override
@@ -306,12 +324,56 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._buffers_due:
             self._synchronise_buffers()
         self._buffers_due = isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+        if self._check_loss and not self._is_checked:
+            self._is_checked = True
+            self._check_gradients(*args, *kwargs.values())
         return super().training_step(*args, **kwargs)
 
     @property
     @override
     def replicas_differ(self) -> bool:
         return self._model_averager is not None or (self._averager is not None and self._averager.steps_alone > 0)
+
+    def _check_gradients(self, batch: Any, *others: Any) -> None:
+        module, plugin, scale = self.lightning_module, self.precision_plugin, self._loss_scaler_scale()
+        assert module is not None
+        assert self._world is not None
+        if not module.automatic_optimization:
+            rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
+            return
+        logs = StageLogs(module)
+
+        def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
+            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                set_random_state(seed_of(seed, number, self.global_rank), self.root_device)
+                step = functools.partial(module.training_step, cloned(part), *others)
+                loss = unlogged_loss(plugin, logs, step)
+                if loss is not None:
+                    (loss * (weight * scale)).backward()
+
+        check = GradientCheck(
+            module,
+            dict(module.named_parameters()),
+            run,
+            traceless=lambda: without_trace(module),
+            gather=self._world.gather_objects,
+            loss_reduction=self.feed.loss_reduction,
+            rtol=gradient_rtol(module, self.root_device),
+        )
+        with self.meter.unrecorded():
+            finding = check.find(batch, 2)
+        if finding is None or finding.verdict == Verdict.UNCLEAR:
+            reason = "gradients are not finite" if finding else "a rank's first batch cannot be cut into two halves"
+            rank_zero_info(
+                f"check_loss=True: whether the loss couples the samples of a batch cannot be told: {reason}."
+            )
+        elif finding.verdict == Verdict.COUPLED:
+            raise ValueError(
+                f"training_step couples the samples of a batch: {finding.describe()}. Each rank has a share of the "
+                "global batch, so that training follows other gradients than one device's. A contrastive loss over "
+                "all ranks gathers their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in "
+                "the loader's collate_fn. check_loss=False accepts the difference, and is needed after all_gather too"
+            )
 
     @override
     def on_optimizer_step_end(self) -> None:

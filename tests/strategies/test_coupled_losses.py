@@ -6,6 +6,7 @@ may agree all the same: to the last bit of float32, at the initial weights, in e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightning_multigpu import PipelineStrategy
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.strategies.pipeline import dry_run
 from tests.strategies.tasks import Case, make_trainer
 from tests.world import World
@@ -217,3 +218,72 @@ def test_other_losses_train(module: Any, options: dict[str, Any], words: list[st
     for steps, lines in world2.run(train, module, options, {}):
         assert steps == 10
         assert [line[: len(words[0])] for line in lines] == words
+
+
+class Quiet(Task):
+    """Logs, counts its batches, and has layers that work in one way in training and in another in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(CLASSES))
+        self.layers.append(nn.Dropout(0.5))
+        self.calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        x.mul_(0.5)
+        loss = super().loss(x, y)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class ByHand(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(self.loss(*batch))
+        optimizer.step()  # type: ignore[union-attr]
+
+
+def train_shares(module: Callable[[], Any], ranks: int = 2, **options: Any) -> dict[str, Any]:
+    """On two ranks, each with its share of a batch."""
+    task = module()
+    torch.manual_seed(4)
+    trainer = make_trainer(Case(max_epochs=1), RingDDPStrategy(**options), ranks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(task, data())
+    return {
+        "state": {name: value.tolist() for name, value in task.state_dict().items()},
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "calls": getattr(task, "calls", 0),
+        "sent": [(t.operation, t.size_bytes) for step in trainer.strategy.meter.steps for t in step.operations],
+        "warned": [str(each.message) for each in caught if "check_loss" in str(each.message)],
+    }
+
+
+@pytest.mark.parametrize("module", [ZeroGate, MixedUp], ids=["gate-of-zeros", "mixup"])
+def test_ranks_that_share_a_coupled_batch_are_refused_if_that_is_asked_for(module: Any, world2: World) -> None:
+    world2.run_raising(ValueError, f"{REFUSED}.*all_gather", train_shares, module, check_loss=True)
+
+
+def test_the_check_of_shares_leaves_no_trace(world2: World) -> None:
+    expected = world2.run(train_shares, Quiet)
+    assert world2.run(train_shares, Quiet, check_loss=True, find_unused_parameters=True) == expected
+    assert expected[0]["calls"] == 3
+
+
+def test_where_shares_cannot_be_checked_a_warning_says_so(world2: World) -> None:
+    warned, _ = world2.run(train_shares, ByHand, check_loss=True)
+    assert warned["warned"] == [
+        "check_loss=True has no effect in manual optimization, where only the step knows its losses"
+    ]
+
+
+def test_a_graph_that_is_counted_cannot_be_checked() -> None:
+    with pytest.raises(ValueError, match=r"check_loss=True and static_graph=True: .* leave one of the two out"):
+        RingDDPStrategy(check_loss=True, static_graph=True)
