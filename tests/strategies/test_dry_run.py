@@ -138,12 +138,13 @@ def count(num_micro_batches: int, noise: float = 0.0) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("num_micro_batches", "noise", "runs"),
-    [(1, 0.0, (6, 0)), (4, 0.0, (24 + 3, 5)), (4, 0.1, (24 + 3, 10))],
+    [(1, 0.0, (6, 0)), (4, 0.0, (24 + 3 + 2, 5)), (4, 0.1, (24 + 3 + 2, 10))],
     ids=["one", "four", "noise"],
 )
 def test_one_batch_is_computed_once_more(
     num_micro_batches: int, noise: float, runs: tuple[int, int], world2: World
 ) -> None:
+    """And the first of several micro-batches twice, in training mode: does its loss depend on what a step keeps?"""
     assert world2.run(count, num_micro_batches, noise) == [runs] * 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,15 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.gradient_check import GradientCheck, Run, Verdict, gradient_tolerance
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.stages.micro_batches import disagreement, relative_tolerance, split_batch
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
+from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 
@@ -111,6 +113,65 @@ def check_losses(
         "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws "
         "random numbers in evaluation mode too, or does not return a loss there."
     )
+
+
+def check_kept_state(
+    model: SplitModel,
+    kept: KeptState,
+    loss_of_step: Callable[[bool], Any],
+    *,
+    repeats: str | None,
+    recomputed: Collection[Module],
+) -> None:
+    """Checks that no step depends on what an earlier step has kept elsewhere; a collective of the pipeline.
+
+    A step runs twice on the same micro-batch with the same random numbers, forward only and in the modules' own modes.
+    As the check of the losses, this one leaves no trace.
+
+    Args:
+        model: the split model.
+        kept: of this rank; it knows afterwards what the steps of all ranks change.
+        loss_of_step: runs the step, and scans for changes if its argument is true; returns what ``loss_of`` of
+            :func:`check_losses` returns.
+        repeats: why stages run the step several times a batch, and the fix; None if they run it once.
+        recomputed: the modules that run again in backward.
+
+    Raises:
+        PipelineError: on every stage, if a stage reads an old value, or if a step that runs several times a batch, or
+            a layer that runs again in backward, depends on what it has kept.
+    """
+    with without_trace(model.module), torch.no_grad():
+        first = loss_of_step(True)
+        model.group.finish()
+        for places in model.stages.gather_objects(list(kept.changes)):
+            kept.learn(places)
+        with kept.watching():
+            second = loss_of_step(False)
+        model.group.finish()
+    depends = _is_loss(first) and _is_loss(second) and not _same(first, second)
+    found = model.stages.gather_objects((kept.changes, kept.reads, depends, kept.changes_within(recomputed)))
+    all_changes, all_reads, all_depend, all_recompute = zip(*found, strict=True)
+    for position, reads in enumerate(all_reads):
+        message = kept.old_value(all_changes[-1], reads, model.modules_of(position))
+        if message is not None:
+            raise PipelineError(message)
+    if not any(all_depend):
+        return
+    if kept.all_are_buffers(all_reads):
+        repeats = None  # check_gradients tells of it
+    if any(all_recompute):
+        repeats = "layers under activation_checkpointing run again in backward. Leave out those that keep something"
+    if repeats is not None:
+        raise PipelineError(
+            f"the loss of a step depends on what the step before has kept ({kept.suspects(all_reads)}), and {repeats}"
+        )
+
+
+def _same(loss: Tensor, other: Tensor) -> bool:
+    """Whether two runs of one computation on one device gave these losses."""
+    eps = torch.finfo(loss.dtype).eps
+    rtol = 8 * eps if loss.device.type == "cpu" else relative_tolerance([loss.dtype], loss.device.type)
+    return torch.allclose(loss, other, rtol=rtol, atol=0.0, equal_nan=True)
 
 
 def _disagreement(

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,7 @@ from lightning_multigpu.strategies.hook_detection import has_hook
 
 _DEPTH = 3
 _LARGEST = 16  # entries of a container whose own containers are compared: it is done twice a micro-batch
+_LARGEST_COMPARED = 256  # entries of a container whose entries are compared by identity
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -42,8 +44,9 @@ class LastStageOutputs(Callback):
     As the first of the Trainer's callbacks it replaces, after a training batch, the loss that Lightning was given by
     the loss and the further outputs that the pipeline has computed since. At the end of an epoch it copies attributes
     of the module that steps have changed. An attribute counts as changed when it is assigned, when a tensor in it is
-    changed in place, or when a list, dictionary, set or deque gets another length, also up to three levels within
-    containers of at most 16 entries. Other objects are compared by identity. Attributes of submodules are not copied.
+    changed in place, or when a list, dictionary, set or deque gets another length or, with at most 256 entries, another
+    entry; containers of at most 16 entries are looked into, three levels deep. Other objects are compared by identity.
+    Attributes of submodules are not copied.
 
     Args:
         module: the user's module.
@@ -59,8 +62,6 @@ class LastStageOutputs(Callback):
         self._module = module
         self._group = group
         self._is_last = is_last
-        # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
-        self._lightnings = {*vars(pl.LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"}
         self._changed: dict[str, None] = {}
 
     # Among the callbacks
@@ -88,6 +89,10 @@ class LastStageOutputs(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.share()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.share()  # what training steps have kept: the epoch of training has not ended
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -167,10 +172,19 @@ class LastStageOutputs(Callback):
             fill(value)
 
     def _marks(self) -> dict[str, Any]:
-        return {name: _mark(value) for name, value in vars(self._module).items() if name not in self._lightnings}
+        return {
+            name: mark(value) for name, value in vars(self._module).items() if name not in attributes_of_lightning()
+        }
 
 
-def _mark(value: Any, depth: int = _DEPTH) -> Any:
+@cache
+def attributes_of_lightning() -> frozenset[str]:
+    """Names of attributes that Lightning sets in a LightningModule."""
+    # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
+    return frozenset((*vars(pl.LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"))
+
+
+def mark(value: Any, depth: int = _DEPTH) -> Any:
     """A value that differs after a change, and is quick to make."""
     if type(value) in _PLAIN:
         return value
@@ -178,7 +192,9 @@ def _mark(value: Any, depth: int = _DEPTH) -> Any:
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, list | tuple | dict | set | frozenset | deque):
         entries: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
-        within = [_mark(entry, depth - 1) for entry in entries] if depth and len(value) <= _LARGEST else []
+        if len(value) > _LARGEST:
+            return id(value), len(value), [*map(id, entries)] if len(value) <= _LARGEST_COMPARED else []
+        within = [mark(entry, depth - 1) for entry in entries] if depth else []
         return id(value), len(value), within
     return id(value)
 

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+_BEFORE_ZERO_GRAD = (
+    "on_before_zero_grad comes between the training step and its backward, and a pipeline runs both after it: what the "
+    "hook changes would count one step too early; use on_train_batch_start or on_train_batch_end"
+)
+
+
 def check_module(module: pl.LightningModule) -> None:
     """The module leaves backward to Lightning, and its training step takes a batch."""
     name = type(module).__name__
@@ -32,13 +38,17 @@ def check_module(module: pl.LightningModule) -> None:
         )
     if is_overridden("backward", module):
         raise ValueError(f"{name} overrides backward, which a pipeline's schedule calls by itself; remove it")
+    if is_overridden("on_before_zero_grad", module):
+        raise ValueError(f"{name}.{_BEFORE_ZERO_GRAD}")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ValueError(f"{name}.training_step takes dataloader_iter; a pipeline needs the batch: take batch instead")
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """No callback copies the whole model, or compares all weights."""
+    """No callback copies the whole model, compares all weights, or comes between a step and its backward."""
     for callback in callbacks:
+        if is_overridden("on_before_zero_grad", callback, Callback):
+            raise ValueError(f"{type(callback).__name__}.{_BEFORE_ZERO_GRAD}")
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             need = "averages a copy of the whole model"
         elif isinstance(callback, ModelPruning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchmetrics import Metric
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
@@ -35,7 +37,14 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.pipeline.dry_run import check_gradients, check_losses, unlogged_loss, without_trace
+from lightning_multigpu.strategies.pipeline.dry_run import (
+    check_gradients,
+    check_kept_state,
+    check_losses,
+    unlogged_loss,
+    without_trace,
+)
+from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
@@ -88,6 +97,7 @@ class RunningPipeline:
         self._num_micro_batches = options.num_parts(model.group.num_ranks)
         self._recompute = layers_of(model.chain, options.activation_checkpointing)
         self._recorder = Recorder(model.meter, model.device, model.ownership.held, model.ownership.buffers)
+        self._kept = KeptState(model.module, model.chain)
         self._runner = self._new_runner()
         seed = model.stages.broadcast_object(torch.initial_seed() & _SEED_BITS, model.group.ranks[0])
         self._seed = seed_of(seed, number)
@@ -101,6 +111,7 @@ class RunningPipeline:
         self._is_checked = False
         self._is_new_form = False
         self._loss_forms = LossForms()
+        self._is_first = True
         self._buffers_due = True
         if self._balance_due is None and not model.is_untraced:
             rank_zero_info(model.describe())
@@ -116,6 +127,7 @@ class RunningPipeline:
             parameters=model.ownership.held,
             recompute=self._recompute,
             recorder=recorder or self._recorder,
+            enter=self._kept.enter,
         )
 
     # Training
@@ -146,6 +158,7 @@ class RunningPipeline:
         Raises:
             ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch, which is
                 checked for the first batch and for the first one whose loss has another form.
+            PipelineError: a stage reads an old value of something that another stage has changed in an earlier step.
         """
         if self._buffers_due:
             self.share_buffers()
@@ -153,19 +166,25 @@ class RunningPipeline:
         self._decide_split(batch, others)
         parts = split_batch(batch, num_micro_batches_of(batch, self._num_micro_batches))
         weights = weights_of(parts, self._loss_reduction)
+        is_first, self._is_first = self._is_first, False
+        if is_first:
+            self._check_kept_state(batch, others)
         may_check = self._options.check_loss and len(parts) > 1 and multiplier != 0
         if may_check and not self._is_checked:
             self._check(batch, others, weights, multiplier)
-        outputs, is_new = self._train_parts(parts, weights, others, multiplier)
+        outputs, is_new = self._train_parts(parts, weights, others, multiplier, scan=is_first)
         if may_check and is_new and self._is_checked:
             self._check(batch, others, weights, multiplier)
         self._is_checked = self._is_checked or may_check
+        if is_first:
+            for places in self._model.stages.gather_objects(list(self._kept.changes)):
+                self._kept.learn(places)
         if not accumulating:
             self._reduce_gradients()
         return outputs
 
     def _train_parts(
-        self, parts: Sequence[Any], weights: Sequence[float], others: Sequence[Any], multiplier: float
+        self, parts: Sequence[Any], weights: Sequence[float], others: Sequence[Any], multiplier: float, *, scan: bool
     ) -> tuple[dict[str, Any], bool]:
         """Runs the micro-batches through the schedule, and logs their outputs as those of one batch.
 
@@ -178,7 +197,11 @@ class RunningPipeline:
         own = cloned if self._options.num_stages_of_rank > 1 else lambda part: part
 
         def step(micro_batch: int) -> Any:
-            with self._plugin.train_step_context(), self._logs.recording(pass_on=False) as records[micro_batch]:
+            with (
+                self._plugin.train_step_context(),
+                self._logs.recording(pass_on=False) as records[micro_batch],
+                self._kept.step(scan=scan),
+            ):
                 output = self._call("training_step", own(parts[micro_batch]), *others)
             loss = output
             if isinstance(output, Mapping):
@@ -193,15 +216,21 @@ class RunningPipeline:
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self._model.module.trainer
         seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        losses = self._runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
+        with self._kept.batch(), self._kept.watching():
+            losses = self._runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
         message: Any = None
         further: dict[str, Any] = {}
         if self._model.is_last:
             sizes = weights if callable(self._loss_reduction) else [float(leading_size(part) or 1) for part in parts]
             logged, loss = combined(records, sizes, losses, weights), combined_loss(losses, weights)
-            message = logged, loss, trainer.should_stop, self._is_new_form
+            last = self._model.group.num_ranks - 1
+            old_value = self._kept.old_value(self._kept.changes, self._kept.reads, self._model.modules_of(last))
+            message = logged, loss, trainer.should_stop, self._is_new_form, old_value
             further = _merged(outputs)
-        (replayed, loss, stops, is_new), further = self._outputs.from_last(message, further, "on_train_batch_end")
+        received, further = self._outputs.from_last(message, further, "on_train_batch_end")
+        replayed, loss, stops, is_new, old_value = received
+        if old_value is not None:
+            raise PipelineError(old_value)
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         self._logs.replay(replayed, "training_step")
         return {"loss": loss, **further}, is_new
@@ -306,15 +335,7 @@ class RunningPipeline:
         """Checks losses, and then gradients, of a batch's micro-batches; see :mod:`.dry_run`."""
 
         def loss_of(part: Any, seed: tuple[int, ...]) -> Any:
-            def step() -> Any:
-                try:
-                    return self._call("training_step", part, *others)
-                except Exception as error:
-                    if not self._runner.is_past_chain:
-                        raise
-                    return error
-
-            return unlogged_loss(self._plugin, self._logs, lambda: self._runner.evaluate(step, seed)[1])
+            return self._loss_of(part, others, seed)
 
         runner = self._new_runner(Recorder(self._model.meter, self._model.device, self._model.ownership.held))
         trainer = self._model.module.trainer
@@ -333,6 +354,46 @@ class RunningPipeline:
         with self._model.meter.unrecorded():
             check_losses(self._model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
             check_gradients(self._model, batch, run, len(weights), loss_reduction=self._loss_reduction)
+
+    def _check_kept_state(self, batch: Any, others: Sequence[Any]) -> None:
+        """Where stages run steps or layers several times a batch, which shows before the first step what they keep."""
+        part, seed = first_part(batch, self._num_micro_batches), (self._seed, 2, 2)
+
+        def loss_of_step(scan: bool) -> Any:
+            return self._loss_of(copy.deepcopy(part), others, seed, scan=scan)
+
+        repeats = None
+        if self._num_micro_batches > 1:
+            repeats = (
+                f"with num_micro_batches={self._num_micro_batches} every stage runs the step as often for a batch. "
+                "Change it in on_train_batch_start or on_train_batch_end(outputs, batch, batch_idx), which every stage "
+                "calls once a batch, or pass num_micro_batches=1"
+            )
+        elif self._options.num_stages_of_rank > 1:
+            repeats = (
+                f"with {self._options.num_stages_of_rank} stages a rank runs the beginning of the step as often. "
+                "Change it in on_train_batch_start, or use schedule='1f1b'"
+            )
+        layers = [self._model.chain.layers[index] for index in self._recompute]
+        if repeats is None and not layers:
+            return
+        recomputed = {part for layer in layers for part in layer.modules()}
+        with self._model.meter.unrecorded():
+            check_kept_state(self._model, self._kept, loss_of_step, repeats=repeats, recomputed=recomputed)
+
+    def _loss_of(self, part: Any, others: Sequence[Any], seed: tuple[int, ...], *, scan: bool = False) -> Any:
+        """The loss of the step, forward only, on the last stage; or an exception that it raised after the layers."""
+
+        def step() -> Any:
+            try:
+                with self._kept.step(scan=scan):
+                    return self._call("training_step", part, *others)
+            except Exception as error:
+                if not self._runner.is_past_chain:
+                    raise
+                return error
+
+        return unlogged_loss(self._plugin, self._logs, lambda: self._runner.evaluate(step, seed)[1])
 
     # Evaluation
 

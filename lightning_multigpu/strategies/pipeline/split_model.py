@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -36,7 +37,8 @@ _CPU = torch.device("cpu")
 class SplitModel:
     """A module of which one rank of a pipeline holds some stages.
 
-    Every method except :meth:`own_optimizer_state` and :meth:`describe` is a collective of the pipeline. A checkpoint
+    Every method except :meth:`modules_of`, :meth:`own_optimizer_state` and :meth:`describe` is a collective of the
+    pipeline. A checkpoint
     is put together on the last stage, whose rank writes it, in host memory: keys keep their order, and parameters are
     numbered as on one device.
 
@@ -119,6 +121,11 @@ class SplitModel:
         self.bounds = bounds
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(self.own_optimizer_state(state, optimizer))
+
+    def modules_of(self, position: int) -> set[Module]:
+        """All modules in the layers of the rank at this position; no collective."""
+        own = self.bounds[position :: self.group.num_ranks]
+        return {part for start, stop in own for layer in self.chain.layers[start:stop] for part in layer.modules()}
 
     def make_whole(self, *, is_first: bool) -> None:
         """Gives every rank all values, or rank 0 alone if no other rank had them; and rank 0 the optimizers' states.

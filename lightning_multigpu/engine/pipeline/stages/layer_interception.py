@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -93,6 +94,14 @@ class _StageEnd(BaseException):
         self.output = output
 
 
+class Region(IntEnum):
+    """The parts of a step: every stage runs what is before the layers; the last stage alone what is behind them."""
+
+    BEFORE = 0
+    WITHIN = 1
+    BEHIND = 2
+
+
 class LayerInterception:
     """Runs the layers of one stage within the user's step, and skips those of the other stages.
 
@@ -102,6 +111,7 @@ class LayerInterception:
         begin_part: called where a new random state begins: with 0 before the step, with 1 + i before layer i of this
             stage, and with 1 + n after the last of n layers.
         run_layer: called as ``run_layer(i, forward, args, kwargs)`` to run layer i of this stage.
+        enter: called where a running step comes to the layers, and where it leaves them.
     """
 
     def __init__(
@@ -111,6 +121,7 @@ class LayerInterception:
         stop: int,
         begin_part: Callable[[int], None] = lambda part: None,
         run_layer: Callable[..., Any] = lambda index, forward, args, kwargs: forward(*args, **kwargs),
+        enter: Callable[[Region], None] = lambda region: None,
     ) -> None:
         self.chain = chain
         self.start = start
@@ -119,6 +130,7 @@ class LayerInterception:
         self._run_layer = run_layer
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
+        self._enter = enter
         self._next = 0
         self._forget()
 
@@ -193,6 +205,8 @@ class LayerInterception:
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
         self._next = index + 1
+        if index == 0:
+            self._enter(Region.WITHIN)
         if index < self.start:
             return self._skip(index)
         arriving = self._incoming if index == self.start else {}
@@ -212,6 +226,7 @@ class LayerInterception:
             raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
+            self._enter(Region.BEHIND)
         self._remember(output)
         return output
 

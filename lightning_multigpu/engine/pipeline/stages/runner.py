@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception, Region
 from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
@@ -44,6 +44,7 @@ class PipelineRunner:
         recorder: records what this rank does.
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
+        enter: called where a running step comes to the layers, and where it leaves them.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PipelineRunner:
         parameters: Callable[[], list[Parameter]],
         recorder: Recorder,
         recompute: Collection[int] = (),
+        enter: Callable[[Region], None] = lambda region: None,
     ) -> None:
         self.group = group
         self.position = dist.get_rank(group.process_group)
@@ -68,7 +70,7 @@ class PipelineRunner:
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
-        self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer)
+        self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer, enter)
         self.stages = [
             Stage(
                 functools.partial(self._compute, index // group.num_ranks),

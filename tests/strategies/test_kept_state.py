@@ -1,0 +1,406 @@
+"""Steps that keep something for later steps train as on one device, or are refused: stages must not read old values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Region
+from lightning_multigpu.strategies.pipeline.kept_state import KeptState
+from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module
+from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
+from tests.world import World
+
+
+class Plain(L.LightningModule):
+    """Keeps nothing; its subclasses keep something in one way each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+        self.n = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.layers(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(*batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class CountsBatches(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0] * (1 + 0.5 * self.n), batch[1])
+        self.n += 1
+        return loss
+
+
+class ScalesByTheLatestLoss(Plain):
+    latest: float | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0] if self.latest is None else batch[0] * self.latest, batch[1])
+        self.latest = float(loss.detach())
+        return loss
+
+
+class AveragesInABuffer(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0] * self.average, batch[1])
+        self.average.mul_(0.5).add_(0.5 * loss.detach())  # type: ignore[operator]
+        return loss
+
+
+class Counter(nn.Module):
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x
+
+
+class CountsInASubmodule(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind = Counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return cross_entropy(self.behind(self.layers(x * (1 + 0.3 * self.behind.n))), y)
+
+
+class Annealing:
+    def __init__(self) -> None:
+        self.n = self.latest_batch = 0
+
+    def advance(self) -> None:
+        self.n += 1
+
+
+class CountsInAHelper(Plain):
+    def __init__(self, helper: Any = Annealing) -> None:
+        super().__init__()
+        self.helper = helper()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0] * (1 + 0.5 * self.helper.n), batch[1])
+        self.helper.n += 1
+        return loss
+
+
+class CountsInANamespace(CountsInAHelper):
+    def __init__(self) -> None:
+        super().__init__(lambda: SimpleNamespace(n=0))
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) + self.outer(hidden))
+
+
+class KeepsHiddenStates(Plain):
+    """Truncated backpropagation through time: hidden states of 20 cells, kept from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Cell() for _ in range(20))
+        self.head = nn.Linear(6, 3)
+        self.hidden = [torch.zeros(1, 6, dtype=torch.float64)] * 20
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.hidden[number])
+            self.hidden[number] = x.detach()
+        return cross_entropy(self.head(x), y)
+
+
+class RecurrentLayer(Cell):
+    """Keeps its hidden state for itself."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = super().forward(x, torch.zeros_like(x) if self.hidden is None else self.hidden)
+        self.hidden = x.detach()
+        return x
+
+
+class Recurrent(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(RecurrentLayer() for _ in range(4)), nn.Linear(6, 3))
+
+
+class Expert(nn.Linear):
+    own_loss: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.own_loss = y.square().mean()
+        return y
+
+
+class Experts(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Expert(6, 6) for _ in range(4)), nn.Linear(6, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        return loss + sum(layer.own_loss for layer in self.layers[:4])
+
+
+class PassingExpert(Expert):
+    def forward(self, given: Any) -> Any:
+        x, losses = given
+        x = super().forward(x)
+        return x, losses + self.own_loss
+
+
+class PassingExperts(Plain):
+    """Do what the message says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(PassingExpert(6, 6) for _ in range(4)))
+        self.head = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, losses = self.layers((batch[0], batch[0].new_zeros(())))
+        return cross_entropy(self.head(x), batch[1]) + losses
+
+
+class CountsFirst(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.n += 1
+        return self.loss(batch[0] * (1 + 0.1 * self.n), batch[1])
+
+
+class AnnealsItsLoss(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.n += 1
+        return loss * (1 + 0.1 * self.n)
+
+
+def train(kind: type[Plain], ranks: int, **options: Any) -> dict[str, Any]:
+    module = kind()
+    strategy = PipelineStrategy(start_method="popen", **options) if ranks > 1 else "auto"
+    case = Case(max_epochs=1, trainer={"use_distributed_sampler": False})
+    make_trainer(case, strategy, ranks).fit(module, DataLoader(dataset(24), batch_size=8))
+    kept = [float(module.n), vars(module).get("best", 0.0), *vars(module).get("seen", [])]
+    return {"weights": state(module), "kept": kept}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (CountsBatches, "self.n"),
+        (ScalesByTheLatestLoss, "self.latest"),
+        (AveragesInABuffer, "self.average"),
+        (CountsInASubmodule, "self.behind.n"),
+        (CountsInAHelper, "self.helper.n"),
+        (CountsInANamespace, "self.helper"),
+        (KeepsHiddenStates, "self.hidden"),
+    ],
+)
+def test_the_first_stage_trained_on_what_the_last_one_had_kept_long_ago(
+    kind: type[Plain], name: str, num_micro_batches: int, world2: World
+) -> None:
+    """The statements behind the layers run on the last stage only: 12 of 12 weights were wrong, and nothing said so."""
+    words = rf"training_step changes {name} .* reads it \(training_step, line \d+ of test_kept_state.py\).*"
+    options = {"num_micro_batches": num_micro_batches}
+    world2.run_raising(PipelineError, words + r"Change it in on_train_batch_end\(outputs", train, kind, 2, **options)
+
+
+class KeepsAtBatchEnds(Plain):
+    """Does what the message says."""
+
+    average = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch[0] * (self.average + 0.5 * self.n), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average = 0.5 * self.average + 0.5 * float(outputs["loss"])
+        self.n += 1
+
+
+class CountsAtBatchStarts(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.n += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale = float(self.trainer.callback_metrics.get("loss", 1.0))  # of the batch before
+        loss = self.loss(batch[0] * (scale + 0.1 * self.n), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+class Collects(Plain):
+    """Keeps values for hooks, and a helper that is used on every stage but changed on the last one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.best = 10.0
+        self.helper = Annealing()
+        self.norm = nn.BatchNorm1d(6, momentum=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.helper.latest_batch = batch_idx
+        loss = self.loss(*batch)
+        self.seen.append(float(loss.detach()))
+        self.best = min(self.best, self.seen[-1])
+        self.n += 1
+        self.helper.advance()
+        return loss
+
+
+def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> None:
+    """As the messages advise: hooks run once a batch, and a layer alone reads what it keeps."""
+    for kind, parts in (
+        (KeepsAtBatchEnds, 1),
+        (KeepsAtBatchEnds, 4),
+        (CountsAtBatchStarts, 4),
+        (Collects, 1),
+        (Collects, 4),
+        (Recurrent, 1),
+        (PassingExperts, 4),
+        (CountsFirst, 1),
+        (AnnealsItsLoss, 1),
+    ):
+        reference = train(kind, 1)
+        for result in world2.run(train, kind, 2, num_micro_batches=parts):
+            assert_same_weights(result, reference)
+            if parts == 1:
+                assert result["kept"] == pytest.approx(reference["kept"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (
+            Recurrent,
+            {"num_micro_batches": 2},
+            r"\(self.layers.0.hidden, .*num_micro_batches=2.*pass num_micro_batches=1",
+        ),
+        (
+            Recurrent,
+            {"num_micro_batches": 1, "activation_checkpointing": True},
+            "under activation_checkpointing run ag",
+        ),
+        (CountsFirst, {"num_micro_batches": 2}, r"\(self.n\).*on_train_batch_start"),
+        (CountsFirst, {"num_micro_batches": 1, "schedule": "interleaved"}, "2 stages.*use schedule='1f1b'"),
+        (AnnealsItsLoss, {"num_micro_batches": 2}, r"\(self.n\).*on_train_batch_end"),
+        (Experts, {"num_micro_batches": 1}, r"self.layers.\d.own_loss changes where its layer runs.*<genexpr>"),
+        (Experts, {"num_micro_batches": 2}, r"self.layers.\d.own_loss changes where its layer runs"),
+    ],
+)
+def test_what_changed_once_a_micro_batch_was_trained_on_in_silence(
+    kind: type[Plain], options: dict[str, Any], words: str, world2: World
+) -> None:
+    """Hidden states went from one micro-batch to the next, and losses that layers keep stayed on their stages."""
+    world2.run_raising(PipelineError, words, train, kind, 2, **options)
+
+
+class Mixes(Plain):
+    """Mixes samples by a number of NumPy's, as mixup does."""
+
+    drawn: list[float]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        share = np.random.beta(0.5, 0.5)
+        self.helper.n.append(share)
+        logits = self.layers(share * x + (1 - share) * x.flip(0))
+        return share * cross_entropy(logits, y) + (1 - share) * cross_entropy(logits, y.flip(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = SimpleNamespace(n=[])
+
+
+def mix() -> tuple[list[float], float]:
+    module = Mixes()
+    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(num_micro_batches=1), 2)
+    np.random.seed(trainer.global_rank)
+    trainer.fit(module, DataLoader(dataset(16), batch_size=8))
+    return module.helper.n, float(np.random.rand())
+
+
+def test_stages_mix_samples_in_the_same_shares(world2: World) -> None:
+    """Each stage drew its own share of NumPy's numbers: inputs were mixed in another share than targets."""
+    (last, of_last), (first, of_first) = world2.run(mix)
+    assert last == first
+    assert len(set(last)) == 2
+    np.random.seed(0)
+    expected = float(np.random.rand())
+    np.random.seed(1)
+    assert (of_last, of_first) == (expected, float(np.random.rand())), "numbers outside of steps are the rank's own"
+
+
+class Averaging(L.Callback):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+class AveragingModule(Plain):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+def test_a_hook_between_a_step_and_its_backward_is_refused() -> None:
+    """On one device it comes after the step, and in a pipeline before it: what it changed counted a step early."""
+    with pytest.raises(ValueError, match=r"AveragingModule.on_before_zero_grad .* use on_train_batch_start"):
+        check_module(AveragingModule())
+    with pytest.raises(ValueError, match=r"Averaging.on_before_zero_grad .* use on_train_batch_start"):
+        check_callbacks([Averaging()])
+
+
+# Without processes
+
+
+def test_watched_classes_are_as_before() -> None:
+    module = CountsInASubmodule()
+    kept = KeptState(module, Chain("layers", tuple(module.layers)))
+    with kept.step(scan=True):
+        module.behind(torch.zeros(1))
+    before = vars(Counter).copy()
+    with kept.watching(), kept.step():
+        module.behind.n = 5
+        kept.enter(Region.WITHIN)
+        assert module.behind.n == 5
+        assert Counter.n == Counter().n == 0
+        assert not hasattr(module.behind, "other")
+    assert kept.reads == {}, "a step may read what it has assigned on every stage itself"
+    assert kept.changes == {("behind", "n"): {Region.BEFORE}}
+    with kept.watching(), kept.step():
+        del module.behind.n
+        assert module.behind.n == 0
+    assert vars(Counter) == before
+    assert list(kept.reads) == [("behind", "n")]
