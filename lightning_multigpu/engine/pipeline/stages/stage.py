@@ -6,13 +6,21 @@ micro-batches of different sizes and a smaller last batch need nothing further.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    get_param_groups,
+    reverse_closure,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from torch.nn import Parameter
 
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
@@ -26,6 +34,8 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import (
 )
 
 Gradients = tuple[Tensor | None, ...]
+
+_INDIVISIBLE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 
 
 class Stage:
@@ -74,6 +84,7 @@ class Stage:
         self._headers_in: dict[Any, Header] = {}
         self._headers_out: dict[Any, Header] = {}
         self._divisible: dict[Any, bool] = {}
+        self._undivided_is_said = False
         self._received: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, Gradients] = {}
@@ -239,7 +250,16 @@ class Stage:
             return (None,) * len(received)
         key = self._keys[micro_batch]
         if not full and key not in self._divisible:
-            self._divisible[key] = _divisible(outputs, received)
+            obstacle = _obstacle_to_division(outputs, received, self._parameters())
+            self._divisible[key] = obstacle is None
+            if obstacle is not None and not self._undivided_is_said:
+                self._undivided_is_said = True
+                warnings.warn(
+                    f"stage {self.index} computes the gradients of its inputs and of its weights together, because "
+                    f"{obstacle}. The result is the same; idle time of its rank is filled less than schedule="
+                    "'zero_bubble' can, as under 'interleaved'",
+                    stacklevel=2,
+                )
         if full or not self._divisible[key]:
             torch.autograd.backward(outputs, gradients)
         else:
@@ -293,7 +313,8 @@ def _backward_of_inputs(
     """Computes the gradients of ``received`` only; returns the function that adds those of the parameters.
 
     The two parts of the backward pass are those of Qi et al. 2023, arXiv:2401.10241. torch has them as functions
-    without a public name. They are correct only for :func:`_divisible` outputs, and detach the outputs in place.
+    without a public name. They are correct only without an :func:`_obstacle_to_division`, and detach the outputs in
+    place.
     """
     given: Any = None if all(gradient is None for gradient in gradients) else gradients
     try:
@@ -307,28 +328,31 @@ def _backward_of_inputs(
     return add_gradients
 
 
-def _divisible(outputs: Iterable[Tensor], received: Iterable[Tensor]) -> bool:
-    """Whether each output was computed from a received tensor that needs a gradient.
+def _obstacle_to_division(
+    outputs: Sequence[Tensor], received: Sequence[Tensor], parameters: Sequence[Parameter]
+) -> str | None:
+    """Why torch cannot compute the gradients of ``received`` first and those of the parameters later; None if it can.
 
-    torch looks for parameters behind the received tensors, and would lose those of any other output.
+    torch looks for parameters behind the received tensors only, so it would lose those of an output that has none of
+    them behind it. It computes the gradients of a parameter from those of all nodes that use it; if one of these nodes
+    lies behind another, the nodes between the two would run once more after they have been freed. ::
+
+        output -> mul -> tanh -> linear -> mul -> received tensor
+                   |               |        |
+                   g             weight     g
     """
-    wanted = {id(tensor) for tensor in received if tensor.requires_grad}
-    return all(any(id(leaf) in wanted for leaf in _leaves(output)) for output in outputs)
-
-
-def _leaves(output: Tensor) -> Iterable[Tensor]:
-    """The tensors that accumulate gradients when ``output`` runs backward."""
-    if output.grad_fn is None:
-        yield output
-        return
-    nodes: list[Any] = [output.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
+    roots, inputs, weights = (
+        [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]
+        for tensors in (outputs, received, parameters)
+    )
+    users = construct_reverse_graph(roots)
+    behind_inputs, _ = reverse_closure(inputs, set(), users)
+    if not behind_inputs.issuperset(roots):
+        return "one of its outputs depends on none of its inputs"
+    for group in get_param_groups(inputs, weights, users):
+        nodes = group["intermediates"]
+        if len(nodes) > 1 and any(reverse_closure([node], nodes - {node}, users)[1] for node in nodes):
+            return "a parameter is used again on the result of its first use"
+    if any(type(node).__name__ in _INDIVISIBLE for node in behind_inputs):
+        return "the backward pass of a compiled layer, or of one under a reentrant checkpoint, comes in one part"
+    return None
