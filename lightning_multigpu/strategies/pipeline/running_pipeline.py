@@ -283,6 +283,7 @@ class RunningPipeline:
 
         with without_trace(self._model.module):
             self._model.arrange(step, will_train=will_train)
+        self._model.split_again(self._model.bounds)
         rank_zero_info(self._model.describe())
 
     def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:

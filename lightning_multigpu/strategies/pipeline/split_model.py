@@ -97,7 +97,7 @@ class SplitModel:
         return isinstance(self.chain, TracedChain) and not self.chain.is_arranged
 
     def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
-        """Traces a step to find out which stage uses which parameters, and leaves each rank those of its stages.
+        """Traces a step to find out which stage uses which parameters; :meth:`split_again` then hands them out.
 
         Args:
             step: runs the user's step up to the split part.
@@ -108,7 +108,6 @@ class SplitModel:
         """
         assert isinstance(self.chain, TracedChain)
         self.chain.arrange(step, will_train=will_train)
-        self.split_again(self.bounds)
 
     def split_again(self, bounds: Bounds) -> None:
         """Gives each rank the parameters, buffers and optimizer states of its new stages."""

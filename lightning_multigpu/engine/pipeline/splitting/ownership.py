@@ -7,12 +7,14 @@ their place, under the same names and in the same order. Tensors outside of the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, RNNBase
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
@@ -53,6 +55,7 @@ class Ownership:
         self.position = position
         self.num_ranks = num_ranks
         self.holdings = list(_holdings(module, chain, bounds, num_ranks))
+        self._recurrent = [part for part in module.modules() if isinstance(part, RNNBase)]
 
     def parameters(self) -> list[Parameter]:
         """All parameters, in the module's order."""
@@ -190,7 +193,8 @@ class Ownership:
             if holding.is_parameter and holding.tensor is not tensor:
                 raise PipelineError(
                     f"parameter {holding.name} cannot move to another stage: something made before the first step "
-                    "refers to it, such as a weak reference; leave that out, or use balance='parameters'"
+                    "refers to it, such as a weak reference; leave that out or, where the balance is measured, use "
+                    "balance='parameters'"
                 )
 
     def _host_copy(self, holding: Holding) -> Tensor:
@@ -206,15 +210,27 @@ class Ownership:
         if isinstance(old, Parameter):
             new = Parameter(value, requires_grad=old.requires_grad)
             old.grad = None
-        try:
-            exchange(old, new)
-        except RuntimeError:  # an autograd graph still refers to it
-            for module in self._module.modules():
-                for table in (module._parameters, module._buffers):
-                    for name, entry in table.items():
-                        if entry is old:
-                            table[name] = new  # type: ignore[assignment]
-            holding.tensor = new
+        with self._without_weak_references():
+            try:
+                exchange(old, new)
+            except RuntimeError:  # an autograd graph still refers to it
+                for module in self._module.modules():
+                    for table in (module._parameters, module._buffers):
+                        for name, entry in table.items():
+                            if entry is old:
+                                table[name] = new  # type: ignore[assignment]
+                holding.tensor = new
+
+    @contextmanager
+    def _without_weak_references(self) -> Iterator[None]:
+        """Drops the weak references of ``nn.LSTM`` and its like to their parameters within the block."""
+        for part in self._recurrent:
+            part._flat_weight_refs = []
+        yield
+        for part in self._recurrent:
+            weights = [getattr(part, name, None) for name in part._flat_weights_names]
+            part._flat_weights = weights
+            part._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def _holdings(module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int) -> Iterator[Holding]:
