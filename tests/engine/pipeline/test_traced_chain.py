@@ -323,6 +323,14 @@ def test_names_that_do_not_exist_are_refused(points: list[str], name: str, messa
         chain_of(Outer(), points, name)
 
 
+def test_a_backward_hook_within_a_traced_module_is_refused() -> None:
+    """It was left out of the pieces, and gradients were those without the hook."""
+    outer = Outer()
+    outer.net.a.register_full_backward_hook(lambda module, given, out: None)
+    with pytest.raises(ValueError, match=r"'net.a' has a backward hook.*remove it, or split a chain"):
+        chain_of(outer)
+
+
 @pytest.mark.parametrize(
     ("points", "name"),
     [(["net.b"], "net"), (["net.b", "head"], ""), (["net.b", "net.c"], "net"), (["blocks.1", "blocks.2"], "")],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter, Sequential
 
@@ -56,8 +59,17 @@ class Chain:
 
     @contextmanager
     def intercepted(self, call: Callable[..., Any]) -> Iterator[None]:
-        """Runs ``call(i, forward, args, kwargs)`` in place of layer i's forward within the block."""
-        with patched_forward(self.layers, call), self.entered():
+        """Runs ``call(places, own, args, kwargs)`` in place of each call of a layer within the block.
+
+        ``places`` are the layer's indices: several, if it stands in the container several times. ``own`` is the call
+        itself, with hooks and compiled code. Calls within ``own`` stay as they are.
+        """
+        running: list[Module] = []
+        with ExitStack() as undo:
+            for layer in dict.fromkeys(self.layers):
+                places = [index for index, other in enumerate(self.layers) if other is layer]
+                undo.enter_context(_patched_call(layer, functools.partial(call, places), running))
+            undo.enter_context(self.entered())
             yield
 
     def parameter_bytes(self) -> list[int]:
@@ -73,24 +85,50 @@ class Chain:
             yield own
 
 
+_CALLS = ("forward", "_compiled_call_impl")
+
+
 @contextmanager
-def patched_forward(modules: Sequence[Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Runs ``call(i, forward, args, kwargs)`` in place of the forward of module i within the block."""
-    before = [module.__dict__.get("forward") for module in modules]
+def _patched_call(module: Module, call: Callable[..., Any], running: list[Module]) -> Iterator[None]:
+    """Runs ``call(own, args, kwargs)`` in place of the module and of its forward within the block.
 
-    def patched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(index, forward, args, kwargs)
+    torch runs what a module has as ``_compiled_call_impl`` in place of hooks and forward. While ``own`` runs, the
+    module is as it was, and in ``running``. While any module is in ``running``, calls are not replaced.
+    """
+    table = vars(module)
+    before = {name: table[name] for name in _CALLS if name in table}
 
-    for index, module in enumerate(modules):
-        module.__dict__["forward"] = patched(index, module.forward)
+    def put(entries: dict[str, Any]) -> None:
+        for name in _CALLS:
+            table.pop(name, None)
+        table.update(entries)
+
+    def patched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def own(*args: Any, **kwargs: Any) -> Any:
+            put(before)
+            running.append(module)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                running.pop()
+                put(patches)
+
+        return uncompiled(lambda *args, **kwargs: own(*args, **kwargs) if running else call(own, args, kwargs))
+
+    functions = (module.forward, module._compiled_call_impl or module._call_impl)
+    patches = {name: patched(function) for name, function in zip(_CALLS, functions, strict=True)}
+    put(patches)
     try:
         yield
     finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
+        put(before)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, into which compiled code that calls it does not look."""
+    reason = "the layers of a pipeline run apart from each other; compile each of them, without fullgraph around them"
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def find_chain(module: Module, name: str, num_stages: int) -> Chain:
@@ -117,7 +155,7 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
             f"{num_stages} stages. {_listing(found)} Use fewer devices, or put the layers into such a container"
         )
     path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals, which is the outer one
-    return Chain(path, tuple(usable[path]))
+    return _chain(module, path, usable[path])
 
 
 def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList]) -> Chain:
@@ -130,7 +168,24 @@ def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequenti
             f"module={name!r} has {len(found[name])} layers for {num_stages} stages; use {len(found[name])} or fewer "
             "devices, or name a longer chain"
         )
-    return Chain(name, tuple(found[name]))
+    return _chain(module, name, found[name])
+
+
+def _chain(module: Module, path: str, container: Sequential | ModuleList) -> Chain:
+    """The chain; warns where only what is around the layers has been compiled."""
+    parts = path.split(".")
+    around = [module.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    if any(map(_is_compiled, around)) and not all(map(_is_compiled, container)):
+        warnings.warn(
+            f"the layers of {path.replace('._orig_mod', '')!r} are compiled as a whole, and run one by one on their "
+            "stages: they run uncompiled; compile each layer by itself with layer.compile()",
+            stacklevel=2,
+        )
+    return Chain(path, tuple(container))
+
+
+def _is_compiled(module: Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _candidates(module: Module, found: dict[str, Sequential | ModuleList]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain, patched_forward
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain, uncompiled
 from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
 
 _MANY_TRACES = 8
@@ -147,11 +147,20 @@ class TracedChain(Chain):
             self._arranging = False
         raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
 
-    def entered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         """Runs the module in pieces within the block."""
-        return patched_forward([self._whole], self._forward)
+        table = vars(self._whole)
+        before = {"forward": table["forward"]} if "forward" in table else {}
+        forward = self._whole.forward
+        table["forward"] = uncompiled(lambda *args, **kwargs: self._forward(forward, args, kwargs))
+        try:
+            yield
+        finally:
+            del table["forward"]
+            table.update(before)
 
-    def _forward(self, _: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         trace = self._trace(forward, leaves, structure)
         if self._arranging:
@@ -251,6 +260,12 @@ def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
             )
         if name and not point.startswith(f"{name}."):
             raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
+    for path, part in whole.named_modules():
+        if part is not whole and (part._backward_hooks or part._backward_pre_hooks):
+            raise ValueError(
+                f"{'.'.join(filter(None, (name, path)))!r} has a backward hook, which a traced forward pass would "
+                "leave out; remove it, or split a chain of layers with module="
+            )
     return whole
 
 

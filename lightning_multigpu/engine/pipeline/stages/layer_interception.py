@@ -1,4 +1,4 @@
-"""Layer interception: runs one stage's part of a step by patching each layer's forward.
+"""Layer interception: runs one stage's part of a step by patching the calls of each layer.
 
 Every stage runs the user's step from its beginning. Layers of earlier stages compute nothing and return placeholders.
 The first layer of this stage gets the received tensors in their place. After its last layer the stage ends the step;
@@ -14,7 +14,7 @@ that, and any other use of the layers raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -110,7 +110,7 @@ class LayerInterception:
         start, stop: the stage has the layers ``[start, stop)``.
         begin_part: called where a new random state begins: with 0 before the step, with 1 + i before layer i of this
             stage, and with 1 + n after the last of n layers.
-        run_layer: called as ``run_layer(i, forward, args, kwargs)`` to run layer i of this stage.
+        run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage.
         enter: called where a running step comes to the layers, and where it leaves them.
     """
 
@@ -120,7 +120,7 @@ class LayerInterception:
         start: int,
         stop: int,
         begin_part: Callable[[int], None] = lambda part: None,
-        run_layer: Callable[..., Any] = lambda index, forward, args, kwargs: forward(*args, **kwargs),
+        run_layer: Callable[..., Any] = lambda index, own, args, kwargs: own(*args, **kwargs),
         enter: Callable[[Region], None] = lambda region: None,
     ) -> None:
         self.chain = chain
@@ -132,6 +132,7 @@ class LayerInterception:
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._enter = enter
         self._next = 0
+        self._running = False
         self._forget()
 
     def _forget(self) -> None:
@@ -180,12 +181,14 @@ class LayerInterception:
         """
         self._receive, self._values = receive, values
         self._next = 0
+        self._running = True
         self._begin_part(0)
         try:
             result = step()
         except _StageEnd as end:
             return True, end.output
         finally:
+            self._running = False
             self._forget()
         if 0 < self._next < len(self.chain):
             raise PipelineError(
@@ -200,7 +203,15 @@ class LayerInterception:
             )
         return False, result
 
-    def _call(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, places: Sequence[int], own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        index = self._next if self._next in places else places[0]
+        if not self._running:
+            raise PipelineError(
+                f"layer {self._name(index)} is called outside of the step, as torch.utils.checkpoint does in backward: "
+                "leave the checkpoint around the layers out, and pass activation_checkpointing=True to the strategy"
+            )
         self._check_order(index)
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
@@ -221,7 +232,7 @@ class LayerInterception:
             assert self._arrived is not None
             values = self._arrived.tensors if self._values is None else self._values()
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
-        output = self._run_layer(index, forward, args, kwargs)
+        output = self._run_layer(index, own, args, kwargs)
         if index == self.stop - 1 and not self.is_last:
             raise _StageEnd(output)
         if index == len(self.chain) - 1:

@@ -1,0 +1,280 @@
+"""Layers of a pipeline that people write and that once crashed it, or trained wrongly without a word.
+
+Each trains as on one device, or is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_multigpu import PipelineStrategy
+from tests.strategies.tasks import Case, assert_same_weights, make_trainer
+from tests.world import World
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+class Task(L.LightningModule):
+    """Runs the layers one after the other, by iterating over them."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return (self(x).sum(-1) - y).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Iterating(Task):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:  # type: ignore[attr-defined]
+            x = layer(x)
+        return x
+
+
+class CallingForward(Task):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:  # type: ignore[attr-defined]
+            x = layer.forward(x)
+        return x
+
+
+class CompiledStep(Task):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.run = torch.compile(lambda x: self.layers(x.sin()).cos(), backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)  # type: ignore[no-any-return]
+
+
+class Gate(nn.Module):
+    """Its weights are used again on the result of their first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.gate).tanh() * self.gate
+
+
+class Reader(nn.Module):
+    """Several of them share a memory."""
+
+    def __init__(self, memory: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.memory = nn.Linear(WIDTH, WIDTH), memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.memory(self.own(x).tanh())  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner = kind(2, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, WIDTH // 2, 2))[0].flatten(1)  # type: ignore[no-any-return]
+
+
+def readers() -> nn.ModuleList:
+    memory = nn.Linear(WIDTH, WIDTH)
+    return nn.ModuleList(Reader(memory) for _ in range(8))
+
+
+def one_activation() -> nn.Sequential:
+    activation = nn.Tanh()
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else activation for i in range(8)))
+
+
+def box_twice() -> nn.Sequential:
+    box = nn.Sequential(Block(), nn.Tanh())
+    return nn.Sequential(box, Block(), nn.Sequential(box, nn.Tanh()), box)
+
+
+def tied() -> nn.Sequential:
+    layers = blocks()
+    layers[3].linear.weight = layers[0].linear.weight  # type: ignore[union-attr,assignment]
+    return layers
+
+
+def hooked(register: str, hook: Callable[..., Any]) -> nn.Sequential:
+    layers = blocks()
+    for layer in layers:
+        getattr(layer, register)(hook)
+    return layers
+
+
+def doubled(layer: nn.Module, given: tuple[Tensor | None, ...], out: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else 2 * gradient for gradient in given)
+
+
+def compiled(backend: str) -> nn.Sequential:
+    layers = blocks()
+    for layer in layers:
+        layer.compile(backend=backend)
+    return layers
+
+
+def compiled_around() -> nn.Module:
+    return torch.compile(blocks(), backend="eager")  # type: ignore[return-value]
+
+
+def pruned() -> nn.Sequential:
+    layers = blocks()
+    for layer in layers:
+        prune.l1_unstructured(layer.linear, "weight", 0.5)  # type: ignore[arg-type]
+    return layers
+
+
+def normalised() -> nn.Sequential:
+    layers = blocks()
+    for layer in layers:
+        parametrizations.weight_norm(layer.linear)  # type: ignore[arg-type]
+    return layers
+
+
+MODULES: dict[str, Callable[[], Task]] = {
+    "a parameter that is used twice": lambda: Task(lambda: nn.Sequential(*(Gate() for _ in range(4)))),
+    "a memory that all layers share": lambda: Iterating(readers),
+    "one layer four times": lambda: Iterating(lambda: nn.ModuleList([Block()] * 4)),
+    "one activation between all layers": lambda: Task(one_activation),
+    "a container within two others": lambda: Task(box_twice),
+    "two layers with one weight": lambda: Task(tied),
+    "compiled layers": lambda: Task(lambda: compiled("eager")),
+    "layers compiled with their backward": lambda: Task(lambda: compiled("aot_eager")),
+    "layers in a compiled container": lambda: Task(compiled_around),
+    "layers in a compiled function": lambda: CompiledStep(blocks),
+    "hooks before layers": lambda: Task(lambda: hooked("register_forward_pre_hook", lambda m, a: (2 * a[0],))),
+    "hooks behind layers": lambda: Task(lambda: hooked("register_forward_hook", lambda m, a, out: out + a[0])),
+    "hooks in backward": lambda: Task(
+        lambda: hooked(
+            "register_full_backward_hook", lambda m, given, out: tuple(g if g is None else 2 * g for g in given)
+        )
+    ),
+    "layers whose forward is called": lambda: CallingForward(blocks),
+    "pruned layers": lambda: Task(pruned),
+    "layers with weight norm": lambda: Task(normalised),
+    "recurrent layers": lambda: Task(
+        lambda: nn.Sequential(*(Recurrent(k) for k in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTM)))
+    ),
+}
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(
+        TensorDataset(torch.randn(24, WIDTH, generator=generator), torch.randn(24, generator=generator)), batch_size=8
+    )
+
+
+def train(module: Task, strategy: Any, ranks: int) -> dict[str, Any]:
+    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, data())
+    return {
+        "weights": {name: value.detach().clone() for name, value in module.state_dict().items()},
+        "said": [str(warning.message) for warning in said],
+    }
+
+
+def train_all(names: list[str], **options: Any) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        try:
+            strategy = PipelineStrategy(num_micro_batches=4, start_method="popen", **options)
+            found[name] = train(MODULES[name](), strategy, 2)
+        except Exception as error:
+            error.add_note(f"in: {name}")
+            raise
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, Any]:
+    return {name: train(make(), "auto", 1) for name, make in MODULES.items()}
+
+
+def assert_all_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    for result in results:
+        wrong = []
+        for name, trained in result.items():
+            try:
+                assert_same_weights(trained, reference[name])
+            except AssertionError as error:
+                wrong.append(f"{name}: {error}")
+        assert not wrong
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stranger_layer_trains_as_on_one_device(schedule: str, one_device: dict[str, Any], world2: World) -> None:
+    """Several of them crashed, and hooks were left out.
+
+    Under zero_bubble the second batch raised "Trying to backward through the graph a second time" where a parameter is
+    used twice. A layer that stands in its container twice raised KeyError, and a compiled one RecursionError.
+    """
+    results = world2.run(train_all, list(MODULES), schedule=schedule)
+    assert_all_same(results, one_device)
+    for result in results:
+        said = {name: " ".join(trained["said"]) for name, trained in result.items()}
+        assert "run uncompiled; compile each layer by itself" in said["layers in a compiled container"]
+        assert "uncompiled" not in said["compiled layers"]
+        together = "computes the gradients of its inputs and of its weights together"
+        names = {name for name, text in said.items() if together in text}
+        expected = {"a parameter that is used twice", "a memory that all layers share", "recurrent layers"}
+        assert names == ({*expected, "layers compiled with their backward"} if schedule == "zero_bubble" else set())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.second = Recurrent(nn.LSTM), nn.Linear(WIDTH, WIDTH), Recurrent(nn.GRU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)) + x)  # type: ignore[no-any-return]
+
+
+def train_cut() -> dict[str, Any]:
+    strategy = PipelineStrategy(split_points=["layers.between"], num_micro_batches=4, start_method="popen")
+    return train(Task(Net), strategy, 2)
+
+
+def test_recurrent_layers_behind_split_points(world2: World) -> None:
+    """They keep weak references to their parameters, which could not move to their stage because of that."""
+    reference = train(Task(Net), "auto", 1)
+    for result in world2.run(train_cut):
+        assert_same_weights(result, reference)
