@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World
 
@@ -278,3 +279,9 @@ def test_recurrent_layers_behind_split_points(world2: World) -> None:
     reference = train(Task(Net), "auto", 1)
     for result in world2.run(train_cut):
         assert_same_weights(result, reference)
+
+
+def test_one_layer_twelve_times_is_split_in_halves() -> None:
+    """It counted once, so that one stage had one layer and the other had eleven."""
+    chain = find_chain(Iterating(lambda: nn.ModuleList([Block()] * 12)), "layers", 2)
+    assert PipelineStrategy().pipeline_options.bounds(chain, 2) == [(0, 6), (6, 12)]

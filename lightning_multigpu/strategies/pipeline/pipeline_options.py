@@ -167,5 +167,7 @@ class PipelineOptions:
         """
         num_stages = num_ranks * self.num_stages_of_rank
         if isinstance(self.balance, str):
-            return balanced_bounds(chain.parameter_bytes(), num_stages)
+            sizes = chain.parameter_bytes()
+            # A layer that stands in its container several times runs as often, and counts as often.
+            return balanced_bounds([sizes[chain.layers.index(layer)] for layer in chain.layers], num_stages)
         return bounds_of_counts(self.balance, len(chain), num_stages)
