@@ -143,6 +143,8 @@ class TestAccepted:
             "{class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
             "{class_path: lightning_multigpu.strategies.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
             "{class_path: RingDDPStrategy}",
+            "RingDDPStrategy",
+            "lightning_multigpu.RingDDPStrategy",
             "{class_path: RingDDPStrategy, init_args: {compression: auto}}",
         ],
     )
@@ -167,6 +169,17 @@ class TestAccepted:
         strategy = yaml.safe_load(printed[0])["trainer"]["strategy"]
         assert strategy["class_path"] == "lightning_multigpu.RingDDPStrategy"
         assert strategy["init_args"]["bucket_cap_mb"] == 5
+
+    def test_hosts_and_ranks_of_emulate(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Host 0 trained alone, and host 1 waited in vain."""
+        monkeypatch.setenv("PL_TRAINER_NUM_NODES", "3")
+        monkeypatch.setenv("PL_TRAINER_DEVICES", "2")
+        with pytest.raises(SystemExit):
+            main(["fit", "--model=project.Model", "--trainer.devices=5", "--print_config"])
+        trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+        assert (trainer["num_nodes"], trainer["devices"]) == (3, "5"), "what is given stands"
 
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_the_other_commands(self, command: str, project: Path) -> None:

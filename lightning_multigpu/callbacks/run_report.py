@@ -134,6 +134,10 @@ class RunReport(Callback):
         if self._write_file and not _is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture())
 
+    def results(self) -> dict[str, Any]:
+        """The attributes that a spawned rank 0 hands to the process that has started it."""
+        return {"report": self.report, "path": self.path, "picture_path": self.picture_path}
+
     def _monitor(self, trainer: Trainer, kind: type[_Monitor]) -> _Monitor:
         """The trainer's monitor of this kind, so that nothing is measured twice; else a silent one of our own."""
         for callback in _callbacks(trainer):

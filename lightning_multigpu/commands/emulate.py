@@ -27,9 +27,9 @@ Run a command on several emulated hosts of this machine, to see num_nodes=2 at h
 
 Each host is a network namespace; what one sends is limited to the bandwidth. The command is started once a host, with
 MASTER_ADDR, MASTER_PORT and NODE_RANK set, so that Trainer(strategy="ring_ddp", num_nodes=2, devices=2) finds the
-other hosts. A Trainer without num_nodes and devices takes them from --nodes and --devices; the configuration file or
-the options of "{PROGRAM} fit" must name them. Hosts share this machine's processors, memory and files, and
-reach nothing outside. It needs root, or a kernel that lets users make user namespaces.
+other hosts. A Trainer without num_nodes and devices takes them from --nodes and --devices, and so does
+"{PROGRAM} fit". Hosts share this machine's processors, memory and files, and reach nothing outside.
+It needs root, or a kernel that lets users make user namespaces.
 """
 
 

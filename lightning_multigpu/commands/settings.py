@@ -53,17 +53,20 @@ def check_strategy_name(strategy: object) -> None:
     lightnings = ["auto", *(name for name in StrategyRegistry.available_strategies() if name not in ours)]
     if strategy.lower() in (*ours, *lightnings):
         return
-    for regime in REGIMES:
-        if strategy.rpartition(".")[2] == regime.strategy.__name__:
-            raise ValueError(
-                f"strategy={strategy!r} is a class; pass the name, strategy={regime.name!r}, "
-                f"or the class as strategy.class_path=lightning_multigpu.{regime.strategy.__name__}"
-            )
+    names = [regime.name for regime in REGIMES if regime.strategy.__name__ == strategy.rpartition(".")[2]]
+    if names:
+        raise ValueError(f"strategy={strategy!r} is a class; pass a name that stands for it: {', '.join(names)}")
     raise ValueError(
         f"strategy={strategy!r} is unknown. {did_you_mean(strategy, [*ours, *lightnings])}\n"
         f"  this pack's: {', '.join(ours)}\n"
         f"  Lightning's: {', '.join(lightnings)}".replace(". \n", ".\n")
     )
+
+
+def path_of_strategy_class(strategy: str) -> str | None:
+    """The path of this pack's strategy class of that name, given with or without its modules; None for other names."""
+    name = strategy.rpartition(".")[2]
+    return f"lightning_multigpu.{name}" if any(regime.strategy.__name__ == name for regime in REGIMES) else None
 
 
 def check_checkpoint(path: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_multigpu.commands.settings import check_checkpoint, check_trainer_settings
+from lightning_multigpu.commands.settings import check_checkpoint, check_trainer_settings, path_of_strategy_class
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.commands.wrong_key import condensed, raise_for_wrong_key
 from lightning_multigpu.registry import REGIMES
@@ -33,6 +34,12 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """
     TrainingCLI([name, *arguments])
     return 0
+
+
+def _defaults_of_environment() -> dict[str, int]:
+    """The numbers of hosts and ranks that ``emulate`` has set; a Trainer reads them only where it is given none."""
+    names = {"num_nodes": "PL_TRAINER_NUM_NODES", "devices": "PL_TRAINER_DEVICES"}
+    return {name: int(os.environ[variable]) for name, variable in names.items() if variable in os.environ}
 
 
 class TrainingParser(LightningArgumentParser):
@@ -82,6 +89,7 @@ class TrainingCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            trainer_defaults=_defaults_of_environment(),
             parser_kwargs={
                 "prog": PROGRAM,
                 "exit_on_error": False,
@@ -94,6 +102,9 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:
             self.config = parser.parse_args(args)
+            strategy = self.config[self.config.subcommand].trainer.strategy
+            if isinstance(strategy, str) and (path := path_of_strategy_class(strategy)) is not None:
+                self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
             subcommand, *rest = args
             known = self._subcommand_parsers[subcommand].get_defaults(skip_validation=True).keys()

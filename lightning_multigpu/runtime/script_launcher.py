@@ -31,15 +31,23 @@ class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each further rank of this host, and watches those processes.
 
     Where torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function.
+
+    Args:
+        run: what the ranks have to know of the run.
+        joining: joins the ranks.
+        check: raises for what cannot be run; called before any process is started.
     """
 
-    def __init__(self, run: RunContext, joining: Joining) -> None:
+    def __init__(self, run: RunContext, joining: Joining, check: Callable[[pl.Trainer], None]) -> None:
         super().__init__(run.environment, run.ranks_per_host, run.num_nodes)
         self._run = run
         self._joining = joining
+        self._check = check
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            self._check(trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         watch = self._joining.watch
         children: ChildWatch | None = None

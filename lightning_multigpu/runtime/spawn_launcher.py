@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning.fabric.utilities import move_data_to_device
@@ -50,18 +51,28 @@ _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
 class SpawnLauncher(MultiProcessingLauncher):
-    """Runs a function of the current interpreter in one new process a rank."""
+    """Runs a function of the current interpreter in one new process a rank.
+
+    Args:
+        strategy: is copied to the ranks.
+        run: what the ranks have to know of the run.
+        joining: joins the ranks.
+        check: raises for what cannot be run; called before any process is started.
+        start_method: of the processes.
+    """
 
     def __init__(
         self,
         strategy: ParallelStrategy,
         run: RunContext,
         joining: Joining,
+        check: Callable[[pl.Trainer], None],
         start_method: Literal["spawn", "fork", "forkserver"],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
         self.run = run
         self.joining = joining
+        self._check_trainer = check
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -114,6 +125,8 @@ class SpawnLauncher(MultiProcessingLauncher):
             check_main_guard()
         else:
             check_cuda_fork()
+        if trainer is not None:
+            self._check_trainer(trainer)
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
                 "This Trainer has run fit() in spawned processes already, and their state is gone; make a new Trainer, "
@@ -151,6 +164,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         if hasattr(callback, "best_model_path"):
             callback.best_model_path = result.best_model_path
         trainer.state = result.state
+        for number, results in result.of_callbacks.items():
+            vars(trainer.callbacks[number]).update(results)  # type: ignore[attr-defined]
         self.update_main_process_results(trainer, result.extra)
 
     def collect(self, trainer: pl.Trainer, returned: Any) -> _Result:
@@ -161,6 +176,11 @@ class SpawnLauncher(MultiProcessingLauncher):
             weights if trainer.state.fn == TrainerFn.FITTING else None,
             str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
             trainer.state,
+            {
+                number: callback.results()
+                for number, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+                if hasattr(callback, "results")
+            },
             self.get_extra_results(trainer),
         )
 
@@ -172,6 +192,7 @@ class _Result(NamedTuple):
     weights: Mapping[str, Any] | None = None
     best_model_path: str = ""
     state: Any = None
+    of_callbacks: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     extra: Any = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
@@ -77,6 +77,9 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
     """
+
+    name_with_spawn: ClassVar[str | None] = None
+    """The registered name, if there is one, under which this strategy spawns its ranks."""
 
     def __init__(
         self,
@@ -187,10 +190,23 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             may_ask_gpu=self._start_method == "popen",
         )
         start_method = "fork" if is_notebook_fork_needed(self._start_method, IS_INTERACTIVE) else self._start_method
+        if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
+            name = self.name_with_spawn
+            spawning = f"{type(self).__name__}(start_method='spawn')" if name is None else repr(name)
+            raise ValueError(
+                f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
+            )
         if start_method == "popen":
-            self._launcher = ScriptLauncher(run, self.joining)
+            self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
         else:
-            self._launcher = SpawnLauncher(self, run, self.joining, start_method)
+            self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
+
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        """Checks the module before any process is started; for subclasses.
+
+        Raises:
+            ValueError: the strategy cannot run it.
+        """
 
     @override
     def setup_environment(self) -> None:

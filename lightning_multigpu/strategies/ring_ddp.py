@@ -80,6 +80,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         ValueError: an option is out of its range; with ``check_loss``, on all ranks, the gradients do not add up.
     """
 
+    name_with_spawn = "ring_ddp_spawn"
+
     def __init__(
         self,
         *,

@@ -15,6 +15,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy  # importing the pack makes its strategies known
+from lightning_multigpu.callbacks import RunReport
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 
@@ -61,7 +62,9 @@ def main() -> None:
         chosen = kinds[strategy](failure_timeout_s=6.0)
     place = os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=epochs)
-    trainer = make_trainer(case, chosen, devices, callbacks=[Saves()], default_root_dir=place)
+    report = RunReport(print_table=False)
+    callbacks = [Saves(), report] if how == "nothing" else [Saves()]
+    trainer = make_trainer(case, chosen, devices, callbacks=callbacks, default_root_dir=place)
     module = Breaks(rank, how)
     loader = train_loader(Case(num_samples=48), trainer)
     try:
@@ -71,6 +74,8 @@ def main() -> None:
             raise
         make_trainer(case, chosen, devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
+    if how == "nothing" and trainer.is_global_zero:
+        print(f"report of {report.report and report.report['strategy']['name']} in {report.path}", flush=True)
     print(f"rank {trainer.global_rank} finished with weights {weights:.9f}", flush=True)
 
 

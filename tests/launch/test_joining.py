@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def test_a_spawned_rank_is_killed_in_training(tmp_path: Path) -> None:
 def test_a_spawned_run_that_ends_well_leaves_no_temporary_file(tmp_path: Path) -> None:
     finished = run(tmp_path, failing_script.__name__, "ring_ddp_spawn", "2", "0", "nothing")
     assert finished.returncode == 0, finished.stderr[-3000:]
+    assert re.search(r"report of ring_ddp_spawn in .*multigpu_report.json", finished.stdout), (
+        "ranks have taken it along"
+    )
 
 
 def test_sigterm_ends_a_spawned_run_with_143(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ That weights, losses, metrics, clipping and checkpoints are those of one device 
 
 from __future__ import annotations
 
+import subprocess
 import time
 import warnings
 from pathlib import Path
@@ -27,6 +28,7 @@ from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
+from lightning_multigpu.strategies import base
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
     check_loggers,
@@ -634,6 +636,36 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> 
 def test_one_device_is_no_pipeline() -> None:
     with pytest.raises(ValueError, match="devices=1: a pipeline has a stage on each device and needs 2 or more"):
         L.Trainer(strategy="gpipe", accelerator="cpu", devices=1)
+
+
+def test_more_stages_than_layers_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.warns(UserWarning, match="devices=12"):
+        trainer = L.Trainer(strategy="gpipe", accelerator="cpu", devices=12, logger=False, enable_checkpointing=False)
+    words = r"12 layers or more.*'layers' \(8 layers\)"
+    with pytest.raises(ValueError, match=words):
+        trainer.fit(Classifier(), DataLoader(Text(8)))
+
+
+def test_a_module_without_a_chain_is_told_where_to_cut_it() -> None:
+    class Plain(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 4)
+
+    trainer = L.Trainer(strategy="pipeline_1f1b", accelerator="cpu", devices=2, logger=False)
+    with pytest.raises(ValueError, match=r"split_points=\['decoder'\]"):
+        trainer.fit(Plain(), DataLoader(Text(8)))
+
+
+def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "IS_INTERACTIVE", True)
+    for name, words in (
+        ("ring_ddp", "strategy='ring_ddp_spawn'"),
+        ("gpipe", r"PipelineStrategy\(start_method='spawn'\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            L.Trainer(strategy=name, accelerator="cpu", devices=2)
 
 
 def side_by_side(case: Case) -> dict[str, Any]:

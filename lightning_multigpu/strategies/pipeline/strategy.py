@@ -170,6 +170,14 @@ class PipelineStrategy(MultiGPUStrategy):
                 yield
             self._built_bounds = bounds
 
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
+        if trainer.state.fn == TrainerFn.FITTING:
+            pipeline_checks.check_module(module)
+        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+            self._split(module)
+
     def _share_random_states(self) -> None:
         """Gives every rank the random states of rank 0: torch's, Python's, NumPy's, and that of its own GPU."""
         device = self.root_device
@@ -189,7 +197,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            pipeline_checks.check_module(self.lightning_module)
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
         super().setup(trainer)

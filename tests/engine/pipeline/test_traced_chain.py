@@ -345,7 +345,7 @@ def test_many_shapes_are_warned_of() -> None:
     outer = Outer()
     chain = chain_of(outer, ["net.b"])
     with chain.entered():
-        for samples in range(2, 10):
+        for samples in range(2, 14):
             run(outer.net, samples=samples)
-        with pytest.warns(UserWarning, match="traced for 9 kinds of arguments, .*drop_last=True"):
-            run(outer.net, samples=10)
+        with pytest.warns(UserWarning, match="traced for 13 kinds of arguments, .*drop_last=True"):
+            run(outer.net, samples=14)

@@ -150,12 +150,38 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
         if len(found[path]) >= num_stages and _size(found[path]) > 0
     }
     if not usable:
+        points = suggested_split_points(module, num_stages)
+        other = f", or cut the module anywhere, unchanged: PipelineStrategy(split_points={points})" if points else ""
         raise ValueError(
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
-            f"{num_stages} stages. {_listing(found)} Use fewer devices, or put the layers into such a container"
+            f"{num_stages} stages. {_listing(found)} Use fewer devices{other}"
         )
     path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals, which is the outer one
     return _chain(module, path, usable[path])
+
+
+def suggested_split_points(module: Module, num_stages: int) -> list[str]:
+    """Submodules at which stages of similar size would begin, for an error message; empty where there are too few."""
+    starts: dict[int, str] = {}
+    passed = 0
+    for name, parameter in module.named_parameters():
+        parts = name.split(".")[:-1]
+        for depth in range(len(parts), 0, -1):  # the outermost submodule that begins with this parameter remains
+            path = ".".join(parts[:depth])
+            part = module.get_submodule(path)
+            if next(part.parameters()) is parameter and not isinstance(part, ModuleList):
+                starts[passed] = path
+        passed += parameter.numel()
+    starts.pop(0, None)
+    points: list[str] = []
+    for stage in range(1, num_stages):
+        away = {path: abs(start - passed * stage / num_stages) for start, path in starts.items() if path not in points}
+        near = [path for path in away if away[path] <= passed / (2 * num_stages)]
+        if not near:
+            return []
+        points.append(min(near, key=lambda path: (path.count("."), away[path])))
+    order = list(starts.values())
+    return sorted(points, key=order.index)
 
 
 def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList]) -> Chain:

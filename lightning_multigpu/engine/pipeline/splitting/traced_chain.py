@@ -18,7 +18,7 @@ from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, uncompiled
 from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
 
-_MANY_TRACES = 8
+_MANY_TRACES = 12  # the checks of the first batch make up to four
 
 
 class Piece(Module):
