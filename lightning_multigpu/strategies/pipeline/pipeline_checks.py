@@ -13,10 +13,14 @@ from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeight
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
 
 from lightning_multigpu._lightning_internals import draws_graph
 from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -93,3 +97,28 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "register_post_accumulate_grad_hook: in a pipeline such a hook runs after each micro-batch, when the "
                 "gradients of the batch are not complete; use on_before_optimizer_step"
             )
+
+
+def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], known: Iterable[Tensor]) -> None:
+    """Neither a callback nor the module has copied parameters that this rank has no values of.
+
+    Args:
+        module: the user's module.
+        callbacks: of the Trainer.
+        known: the parameters and buffers that the pipeline itself takes care of.
+
+    Raises:
+        ValueError: it has, as averages of weights do.
+    """
+    own = {id(tensor) for tensor in known}
+    for owner in (module, *callbacks):
+        entries = list(tree_iter(vars(owner)))
+        parts = [part for part in (owner, *entries) if isinstance(part, Module)]
+        tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+        for entry in (*entries, *tensors):
+            copied = isinstance(entry, Placeholder) and entry.source.startswith(("parameter ", "buffer "))
+            if copied and id(entry) not in own:
+                raise ValueError(
+                    f"{type(owner).__name__} keeps a copy of {entry.source}, whose values another stage of the "
+                    "pipeline has: no stage can average or restore the whole model; leave that out, or use ring_ddp"
+                )

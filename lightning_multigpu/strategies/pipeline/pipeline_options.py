@@ -35,6 +35,7 @@ class PipelineOptions:
     data_parallel_size: int | None
     activation_checkpointing: bool | Sequence[str | type]
     check_loss: bool
+    batch_dim: int
 
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)
@@ -43,6 +44,10 @@ class PipelineOptions:
         for name in ("stages_per_rank", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) is not None:
                 option_checks.check_positive(name, getattr(self, name), whole=True)
+        if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
+            raise ValueError(
+                f"batch_dim={self.batch_dim!r}: pass the dimension that counts the samples of a batch, 0 or more"
+            )
         if isinstance(self.balance, str):
             option_checks.check_choice("balance", self.balance, ("parameters", "time", "memory"))
         self._check_stages_per_rank()

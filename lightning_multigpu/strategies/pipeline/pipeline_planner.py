@@ -19,7 +19,7 @@ from lightning_multigpu.engine.pipeline.measuring.training_memory import held_by
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.micro_batches import first_part
+from lightning_multigpu.engine.pipeline.stages.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, one_device_s, plan
 from lightning_multigpu.planning.schedule_order import ScheduleName
@@ -152,10 +152,11 @@ class PipelinePlanner:
         module, found = one.lightning_module, self._found
         try:
             check_optimizers(one.optimizers)
-            batch = first_part(batch, found.num_pipelines)
+            dim = self._options[0].batch_dim
+            batch = first_part(moved(batch, dim, 0), found.num_pipelines)
             found.num_samples = leading_size(batch)
             numbers = self._numbers_of_micro_batches(found.num_samples)
-            parts = {number: first_part(batch, number) for number in (1, *numbers)}
+            parts = {number: moved(first_part(batch, number), 0, dim) for number in (1, *numbers)}
             wanted = [(options, self._chain(options, module)) for options in self._options]
             chains = {chain.name: chain for _, chain in wanted}
             again = {name: layers_of(c, self._options[0].activation_checkpointing) for name, c in chains.items()}

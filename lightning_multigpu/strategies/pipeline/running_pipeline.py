@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     cloned,
     combined_loss,
     first_part,
+    moved,
     num_micro_batches_of,
     signature_of,
     split_batch,
@@ -34,7 +36,7 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import (
 )
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
-from lightning_multigpu.engine.pipeline.stages.step_state import seed_of
+from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.dry_run import (
@@ -90,6 +92,8 @@ class RunningPipeline:
         self._options = options
         self._outputs = outputs
         self._loss_reduction = loss_reduction
+        if callable(loss_reduction):
+            self._loss_reduction = wraps(loss_reduction)(lambda part: loss_reduction(moved(part, 0, options.batch_dim)))
         self._plugin = plugin
         self._number = number
         self._data_axis = data_axis
@@ -160,6 +164,7 @@ class RunningPipeline:
                 checked for the first batch and for the first one whose loss has another form.
             PipelineError: a stage reads an old value of something that another stage has changed in an earlier step.
         """
+        batch = moved(batch, self._options.batch_dim, 0)
         if self._buffers_due:
             self.share_buffers()
         self._buffers_due = not accumulating
@@ -201,6 +206,7 @@ class RunningPipeline:
                 self._plugin.train_step_context(),
                 self._logs.recording(pass_on=False) as records[micro_batch],
                 self._kept.step(scan=scan),
+                without_differentiation(),
             ):
                 output = self._call("training_step", own(parts[micro_batch]), *others)
             loss = output
@@ -255,6 +261,8 @@ class RunningPipeline:
         """Calls a step of the module."""
         self.in_step = True
         try:
+            if hook == "training_step":  # its batch is a part that has been cut along dimension 0
+                args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
             with self._outputs.noting():
                 return getattr(self._model.module, hook)(*args, **kwargs)
         finally:
@@ -343,9 +351,10 @@ class RunningPipeline:
 
         def run(parts: Sequence[Any], of_parts: Sequence[float], seed: int) -> None:
             def step(number: int) -> Any:
-                return unlogged_loss(
-                    self._plugin, self._logs, lambda: self._call("training_step", cloned(parts[number]), *others)
-                )
+                with without_differentiation():
+                    return unlogged_loss(
+                        self._plugin, self._logs, lambda: self._call("training_step", cloned(parts[number]), *others)
+                    )
 
             kinds = [signature_of(part) for part in parts]
             scales = [weight * multiplier for weight in of_parts]

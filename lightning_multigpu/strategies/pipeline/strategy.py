@@ -76,6 +76,9 @@ class PipelineStrategy(MultiGPUStrategy):
             "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
         check_loss: before the first step, and where the loss has a new term, check that losses and gradients of
             micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
+        batch_dim: the dimension of the tensors of a training batch that counts samples, along which they are cut into
+            micro-batches: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
+            one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
             says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
             samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
@@ -99,6 +102,7 @@ class PipelineStrategy(MultiGPUStrategy):
         data_parallel_size: int | None = None,
         activation_checkpointing: bool | Sequence[str | type] = False,
         check_loss: bool = True,
+        batch_dim: int = 0,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -113,6 +117,7 @@ class PipelineStrategy(MultiGPUStrategy):
             data_parallel_size=data_parallel_size,
             activation_checkpointing=activation_checkpointing,
             check_loss=check_loss,
+            batch_dim=batch_dim,
         )
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}
@@ -288,6 +293,11 @@ class PipelineStrategy(MultiGPUStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._outputs is not None
         self._outputs.stand_first()
+        if batch_idx < 2:  # hooks that have run before the first batch, or at its end, may have copied weights
+            assert self._split_model is not None
+            module, known = self._split_model.module, self._split_model.ownership.holdings
+            callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+            pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in known])
         super().on_train_batch_start(batch, batch_idx)
 
     @override

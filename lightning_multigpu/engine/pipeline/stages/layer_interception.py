@@ -14,12 +14,15 @@ that, and any other use of the layers raises.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -131,6 +134,7 @@ class LayerInterception:
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._enter = enter
+        self._with_grad = False
         self._next = 0
         self._running = False
         self._forget()
@@ -180,6 +184,7 @@ class LayerInterception:
             PipelineError: the layers are not used as a chain, or a result needs values of another stage.
         """
         self._receive, self._values = receive, values
+        self._with_grad = torch.is_grad_enabled()
         self._next = 0
         self._running = True
         self._begin_part(0)
@@ -187,6 +192,14 @@ class LayerInterception:
             result = step()
         except _StageEnd as end:
             return True, end.output
+        except RuntimeError as error:
+            if "differentiated Tensor" not in str(error):
+                raise
+            raise PipelineError(
+                "the step calls torch.autograd.grad, and a pipeline cannot differentiate across stages within a step: "
+                "what is before the layers, and their parameters, are on other stages. Compute gradient penalties and "
+                f"inner updates within one layer or behind the layers, or use ring_ddp ({error})"
+            ) from error
         finally:
             self._running = False
             self._forget()
@@ -203,6 +216,18 @@ class LayerInterception:
             )
         return False, result
 
+    def _check_checkpoint(self, index: int) -> None:
+        """Refuses a layer that a reentrant ``torch.utils.checkpoint`` runs without gradients."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            raise PipelineError(
+                f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
+                "backward, outside of the step: leave the checkpoint around the layers out, and pass "
+                "activation_checkpointing=True to the strategy"
+            )
+
     def _call(
         self, places: Sequence[int], own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -212,6 +237,8 @@ class LayerInterception:
                 f"layer {self._name(index)} is called outside of the step, as torch.utils.checkpoint does in backward: "
                 "leave the checkpoint around the layers out, and pass activation_checkpointing=True to the strategy"
             )
+        if self._with_grad and not torch.is_grad_enabled():
+            self._check_checkpoint(index)
         self._check_order(index)
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
@@ -233,6 +260,11 @@ class LayerInterception:
             values = self._arrived.tensors if self._values is None else self._values()
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
         output = self._run_layer(index, own, args, kwargs)
+        if not tensors_of(output):
+            raise PipelineError(
+                f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
+                "pass on: return tensors, or tuples, named tuples, lists or dictionaries of tensors"
+            )
         if index == self.stop - 1 and not self.is_last:
             raise _StageEnd(output)
         if index == len(self.chain) - 1:

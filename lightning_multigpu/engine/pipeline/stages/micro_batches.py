@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
@@ -39,14 +40,30 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     Numbers, strings, None and tensors without dimensions go to every part.
 
     Raises:
-        ValueError: the first dimension of a tensor is not the number of samples, or an object cannot be cut.
+        ValueError: the first dimension of a tensor is not the number of samples, an object cannot be cut, or the batch
+            is a list of samples.
     """
     if num_parts == 1:
         return [batch]
     size = leading_size(batch)
     assert size is not None
+    if _is_list_of_samples(batch):
+        raise ValueError(
+            f"the batch is a list of {len(batch)} samples ({type(batch[0]).__name__} each), whose tensors have no "
+            "dimension of samples to be cut into micro-batches along: stack them in collate_fn, or use "
+            "num_micro_batches=1"
+        )
     bounds = [part.tolist() for part in torch.arange(size).tensor_split(num_parts)]
     return [_cut(batch, slice(part[0], part[-1] + 1), size, "batch") for part in bounds]
+
+
+def moved(batch: Any, source: int, target: int) -> Any:
+    """The batch with dimension ``source`` of its tensors at ``target``; views. Tensors of fewer dimensions stay."""
+    if source == target:
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.movedim(source, target) if batch.ndim > max(source, target) else batch
+    return _rebuilt(batch, lambda entry, place: moved(entry, source, target)) if _is_container(batch) else batch
 
 
 def samples_of(batch: Any, samples: list[int]) -> Any:
@@ -174,6 +191,15 @@ def checksum_of(batch: Any) -> int:
     return checksum
 
 
+def _is_list_of_samples(batch: Any) -> bool:
+    """Whether a batch is a list of equal containers whose entries are not all tensors of as many samples."""
+    if not isinstance(batch, list) or len({type(entry) for entry in batch}) != 1 or not _is_container(batch[0]):
+        return False
+    leaves = tree_leaves(batch)
+    sizes = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves}
+    return None in sizes or len(sizes) > 1
+
+
 def _cut(value: Any, samples: slice | list[int], size: int, where: str) -> Any:
     if isinstance(value, Tensor):
         if value.ndim == 0:
@@ -181,8 +207,8 @@ def _cut(value: Any, samples: slice | list[int], size: int, where: str) -> Any:
         if value.shape[0] != size:
             raise ValueError(
                 f"{where} has the shape {tuple(value.shape)}, and the batch has {size} samples: its first dimension "
-                f"must be {size} to be cut into micro-batches; bring it into the module as a buffer, or use "
-                "num_micro_batches=1"
+                f"must be {size} to be cut into micro-batches; bring it into the module as a buffer, pass batch_dim "
+                "where another dimension counts the samples (1 for time-first batches), or use num_micro_batches=1"
             )
         # With a version counter of its own: a step may change its micro-batch in place, and autograd counts writes.
         return value[samples].data

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
 
 
 def seed_of(*parts: int) -> int:
@@ -48,6 +49,35 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def without_differentiation() -> Iterator[None]:
+    """Refuses ``loss.backward()`` within the block, which is a user's step, and gradients of other stages' parameters.
+
+    Raises:
+        PipelineError: within the block; a stage would get its own part of such gradients only.
+    """
+    backward, grad = torch.autograd.backward, torch.autograd.grad
+
+    def refuse(what: str) -> None:
+        raise PipelineError(
+            f"the step {what}, and a pipeline cannot differentiate across stages within a step; return the loss, and "
+            "leave backward to Lightning, or use ring_ddp"
+        )
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        lost = first_placeholder((args, kwargs))
+        if lost is not None:
+            refuse(f"computes a gradient with respect to {lost.source}, which is on another stage")
+        return grad(*args, **kwargs)
+
+    torch.autograd.backward = lambda *args, **kwargs: refuse("calls backward")
+    torch.autograd.grad = checked
+    try:
+        yield
+    finally:
+        torch.autograd.backward, torch.autograd.grad = backward, grad
 
 
 @contextmanager

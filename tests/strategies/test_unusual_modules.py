@@ -1,0 +1,215 @@
+"""Modules written by strangers: what a pipeline cannot do is refused with the fix, and the fix trains."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.stages.micro_batches import moved, split_batch
+from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
+from tests.strategies.test_kept_state import Plain
+from tests.world import World
+
+
+def train(kind: type[Plain], ranks: int, callback: Any = None, collate: Any = None, **options: Any) -> dict[str, Any]:
+    module = kind()
+    strategy = PipelineStrategy(start_method="popen", **options) if ranks > 1 else "auto"
+    trainer = make_trainer(
+        Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False, callbacks=callback and [callback()]
+    )
+    trainer.fit(module, DataLoader(dataset(20), batch_size=8, collate_fn=collate))
+    return {"weights": state(module)}
+
+
+class Checkpointed(Plain):
+    """Does not keep the activations of the first layers, in the way of older code."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.layers[3](checkpoint(self.layers[:3], x.requires_grad_(), use_reentrant=True)), y)
+
+
+class CheckpointedLayers(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return cross_entropy(x, y)
+
+
+class Checkpointing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class CheckpointedWithin(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Checkpointing(6, 6) for _ in range(3)), nn.Linear(6, 3))
+
+
+class Penalised(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        logits = self.layers(x)
+        (gradient,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return cross_entropy(logits, batch[1]) + gradient.square().mean()
+
+
+class Learns(Plain):
+    """MAML; ``allow_unused`` gave None for the parameters of other stages."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True, allow_unused=True)
+        return loss + sum(gradient.square().sum() for gradient in gradients if gradient is not None)
+
+
+class BackwardTwice(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        if loss.requires_grad:
+            (0.1 * loss).backward(retain_graph=True)
+        return loss
+
+
+@dataclass
+class Hidden:
+    x: Tensor
+
+
+class HiddenLayer(nn.Linear):
+    def forward(self, hidden: Hidden) -> Hidden:  # type: ignore[override]
+        return Hidden(super().forward(hidden.x))
+
+
+class HandsOnHidden(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(HiddenLayer(6, 6) for _ in range(4)))
+        self.head = nn.Linear(6, 3)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.layers(Hidden(x)).x), y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        # The first stage's layers ran without gradients: its weights were wrong by 0.2.
+        (
+            Checkpointed,
+            {"num_micro_batches": 1, "balance": [3, 1]},
+            r"layers.0 is called within torch.utils.checkpoint.*=True",
+        ),
+        (CheckpointedLayers, {}, "as torch.utils.checkpoint does in backward.*activation_checkpointing=True"),
+        # The answers were torch's: a tensor is not used in the graph.
+        (Penalised, {}, "cannot differentiate across stages within a step"),
+        (Learns, {}, "with respect to parameter layers.0.weight.*cannot differentiate across stages"),
+        # Gradients of the last stage alone were added.
+        (BackwardTwice, {"num_micro_batches": 1}, "leave backward to Lightning"),
+        # The answer was about a residual.
+        (HandsOnHidden, {}, r"layer layers.0 returns Hidden, in which a pipeline finds no tensors"),
+    ],
+)
+def test_what_stages_cannot_do_is_said(kind: type[Plain], options: dict[str, Any], words: str, world2: World) -> None:
+    world2.run_raising(PipelineError, words, train, kind, 2, **options)
+
+
+def test_checkpoints_within_layers_train_as_on_one_device(world2: World) -> None:
+    reference = train(CheckpointedWithin, 1)
+    for result in world2.run(train, CheckpointedWithin, 2):
+        assert_same_weights(result, reference)
+
+
+class CopiesWeights(L.Callback):
+    """An average of the weights, as users write it; in a pipeline it failed after the whole training."""
+
+    average: Any
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.average = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+
+
+class KeepsACopy(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        pl_module.average = copy.deepcopy(pl_module.layers)
+
+
+def test_copies_of_weights_are_refused_before_they_are_averaged(world2: World) -> None:
+    words = r"{} keeps a copy of parameter layers.\d.weight, .* use ring_ddp"
+    world2.run_raising(ValueError, words.format("CopiesWeights"), train, Plain, 2, CopiesWeights)
+    world2.run_raising(ValueError, words.format("Plain"), train, Plain, 2, KeepsACopy)
+
+
+class Mean(nn.Module):
+    def forward(self, states: tuple[Tensor, Tensor]) -> Tensor:
+        return states[0].mean(0)
+
+
+class TimeFirst(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.GRU(8, 8), Mean(), nn.Linear(8, 3))
+
+
+def time_first(samples: list[Any]) -> Any:
+    """Shapes (time, samples, features) and (samples,); the time is as long as the batch is large."""
+    x, y = (torch.stack(entries) for entries in zip(*samples, strict=True))
+    return torch.stack([x * (0.5 + step) for step in range(len(x))]), y
+
+
+def weight(batch: Any) -> float:
+    x, y = batch
+    assert x.shape[1] == len(y)
+    return float(len(y))
+
+
+def test_time_first_batches_are_cut_along_their_samples(world2: World) -> None:
+    """They were cut along time, which nothing noticed where a batch had as many samples as steps."""
+    reference = train(TimeFirst, 1, None, time_first)
+    for reduction in ("mean", weight):
+        options: dict[str, Any] = {"num_micro_batches": 3, "batch_dim": 1, "loss_reduction": reduction}
+        for result in world2.run(train, TimeFirst, 2, None, time_first, **options):
+            assert_same_weights(result, reference)
+
+
+def test_the_dimension_of_samples_is_moved_and_moved_back() -> None:
+    batch = {"x": torch.zeros(5, 4, 3), "y": torch.arange(4), "name": "it"}
+    parts = [moved(part, 0, 1) for part in split_batch(moved(batch, 1, 0), 2)]
+    assert [(tuple(part["x"].shape), part["y"].tolist(), part["name"]) for part in parts] == [
+        ((5, 2, 3), [0, 1], "it"),
+        ((5, 2, 3), [2, 3], "it"),
+    ]
+    assert moved(batch, 0, 0) is batch
+    for wrong in (-1, 1.0, True):
+        with pytest.raises(ValueError, match=f"batch_dim={wrong}: pass the dimension"):
+            PipelineStrategy(batch_dim=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.zeros(6), torch.tensor(k)) for k in range(4)],
+        [(torch.zeros(6), k) for k in range(4)],
+        [{"x": torch.zeros(3, 2), "y": torch.zeros(2)} for _ in range(4)],
+    ],
+)
+def test_a_list_of_samples_is_not_cut_along_their_features(samples: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"the batch is a list of 4 samples .*stack them in collate_fn"):
+        split_batch(samples, 2)
+
+
+def test_what_collate_functions_make_is_no_list_of_samples() -> None:
+    pair = [torch.zeros(4, 2), torch.zeros(4)]
+    for batch in (pair, [pair, pair], [{"x": pair[0]}, {"y": pair[1]}], [pair, torch.zeros(4)]):
+        assert len(split_batch(batch, 2)) == 2
