@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World
@@ -68,6 +69,26 @@ class CallingForward(Task):
         for layer in self.layers:  # type: ignore[attr-defined]
             x = layer.forward(x)
         return x
+
+
+class Listening(Task):
+    """Hooks keep what layers return, or look at it; with ``uses`` the loss depends on it."""
+
+    def __init__(self, *, uses: bool) -> None:
+        super().__init__(blocks)
+        kept: list[Tensor] = []
+        sizes: list[float] = []
+        self.heard = lambda: kept  # no state of the module's
+        self.uses = uses
+        for layer in self.layers:  # type: ignore[attr-defined]
+            layer.register_forward_hook(lambda module, given, out: kept.append(out))
+            layer.register_forward_hook(lambda module, given, out: sizes.append(out.detach().abs().mean().item()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.heard().clear()
+        loss = super().training_step(batch, batch_idx)
+        assert len(self.heard()) == 4
+        return loss + 0.1 * sum(out.square().mean() for out in self.heard()) if self.uses else loss
 
 
 class CompiledStep(Task):
@@ -180,6 +201,7 @@ MODULES: dict[str, Callable[[], Task]] = {
     "layers in a compiled container": lambda: Task(compiled_around),
     "layers in a compiled function": lambda: CompiledStep(blocks),
     "hooks before layers": lambda: Task(lambda: hooked("register_forward_pre_hook", lambda m, a: (2 * a[0],))),
+    "hooks that look at what layers return": lambda: Listening(uses=False),
     "hooks behind layers": lambda: Task(lambda: hooked("register_forward_hook", lambda m, a, out: out + a[0])),
     "hooks in backward": lambda: Task(
         lambda: hooked(
@@ -285,3 +307,12 @@ def test_one_layer_twelve_times_is_split_in_halves() -> None:
     """It counted once, so that one stage had one layer and the other had eleven."""
     chain = find_chain(Iterating(lambda: nn.ModuleList([Block()] * 12)), "layers", 2)
     assert PipelineStrategy().pipeline_options.bounds(chain, 2) == [(0, 6), (6, 12)]
+
+
+def train_on_what_hooks_keep() -> None:
+    train(Listening(uses=True), PipelineStrategy(num_micro_batches=4, start_method="popen"), 2)
+
+
+def test_a_loss_of_what_hooks_keep_is_refused(world2: World) -> None:
+    """The last stage had kept its own layers' outputs only, and trained without the others."""
+    world2.run_raising(PipelineError, "what the step returns depends on the output of layer", train_on_what_hooks_keep)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -246,7 +246,9 @@ class LayerInterception:
         if index == 0:
             self._enter(Region.WITHIN)
         if index < self.start:
-            return self._skip(index)
+            output = self._skip(index)
+            self._show_to_hooks(index, args, kwargs, output)
+            return output
         arriving = self._incoming if index == self.start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         if missing is not None:
@@ -289,6 +291,20 @@ class LayerInterception:
             self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
             self._remember(self._skipped)
         return self._skipped
+
+    def _show_to_hooks(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
+        """Calls the forward hooks of a skipped layer with placeholders.
+
+        What a hook keeps for the loss is then refused there, and is not missing in silence. What it returns is used on
+        the stage that runs the layer.
+        """
+        layer: Any = self.chain.layers[index]
+        before, behind = layer._forward_pre_hooks, layer._forward_hooks
+        for number, hook in [*before.items(), *behind.items()]:
+            with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
+            result = (output,) if number in behind else ()
+            with suppress(PipelineError):  # a hook that looks at values, to print them for example
+                hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
 
     def _remember(self, output: Any) -> None:
         self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]
