@@ -95,6 +95,10 @@ class Annealing:
         self.n += 1
 
 
+class Settings:
+    kind: str | None = None
+
+
 class CountsInAHelper(Plain):
     def __init__(self, helper: Any = Annealing) -> None:
         super().__init__()
@@ -262,7 +266,10 @@ class CountsAtBatchStarts(Plain):
 
 
 class Collects(Plain):
-    """Keeps values for hooks, and a helper that is used on every stage but changed on the last one only."""
+    """Keeps values for hooks, and a helper that is used on every stage but changed on the last one only.
+
+    A layer has the model's settings too, as those of Hugging Face have its configuration.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,6 +277,8 @@ class Collects(Plain):
         self.best = 10.0
         self.helper = Annealing()
         self.norm = nn.BatchNorm1d(6, momentum=None)
+        self.settings = Settings()
+        self.layers[0].settings = self.settings
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.helper.latest_batch = batch_idx
@@ -278,6 +287,8 @@ class Collects(Plain):
         self.best = min(self.best, self.seen[-1])
         self.n += 1
         self.helper.advance()
+        if self.settings.kind is None:
+            self.settings.kind = "classes"
         return loss
 
 

@@ -62,7 +62,8 @@ class KeptState:
             self._parts |= found
             if part in inside:
                 self._layers |= dict.fromkeys(found, part)
-        self._names = {id(part): name for name, part in self._parts.items()}
+        # A configuration that the model and its layers share is the model's: the outermost module comes first.
+        self._names = {id(part): name for name, part in reversed(self._parts.items())}
         # Of torch's own modules none keeps anything for the step that it is a part of.
         self._outside = [n for n, part in self._parts.items() if n not in self._layers and _library(part) != "torch"]
         self._forget()
