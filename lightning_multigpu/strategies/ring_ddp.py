@@ -29,8 +29,7 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.pipeline.dry_run import gradient_rtol, unlogged_loss, without_trace
-from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
+from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
 
 CHECKPOINT_KEY = "lightning_multigpu"
 """The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
@@ -343,13 +342,12 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if not module.automatic_optimization:
             rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
             return
-        logs = StageLogs(module)
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
             for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
                 set_random_state(seed_of(seed, number, self.global_rank), self.root_device)
                 step = functools.partial(module.training_step, cloned(part), *others)
-                loss = unlogged_loss(plugin, logs, step)
+                loss = unlogged_loss(plugin, module, step)
                 if loss is not None:
                     (loss * (weight * scale)).backward()
 

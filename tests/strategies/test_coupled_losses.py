@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
-from lightning_multigpu.strategies.pipeline import dry_run
+from lightning_multigpu.strategies.pipeline import step_checks
 from tests.strategies.tasks import Case, make_trainer
 from tests.world import World
 
@@ -169,13 +169,13 @@ def train(module: Callable[[], Any], options: dict[str, Any], trainer_options: d
     case = Case(max_epochs=2, trainer={"use_distributed_sampler": False, **trainer_options})
     ranks = trainer_options.get("devices", 2)
     trainer = make_trainer(case, PipelineStrategy(**{"num_micro_batches": 2, **options}), ranks)
-    dry_run.rank_zero_info = lines.append
+    step_checks.rank_zero_info = lines.append
     try:
         trainer.fit(task, data())
     except ValueError as error:
         raise ValueError(f"{error} | after {trainer.global_step} steps") from error
     finally:
-        dry_run.rank_zero_info = rank_zero_info
+        step_checks.rank_zero_info = rank_zero_info
     return trainer.global_step, lines
 
 

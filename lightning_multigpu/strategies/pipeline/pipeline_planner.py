@@ -24,10 +24,9 @@ from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, one_device_s, plan
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
-from lightning_multigpu.strategies.pipeline.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 
 if TYPE_CHECKING:
@@ -249,10 +248,9 @@ def measured_parts(
     probe = CostProbe(
         chain, bounds, Ownership(module, chain, bounds, 0, 1), None, one.root_device, 0, recompute=recompute
     )
-    logs = StageLogs(module)
 
     def step() -> Any:
-        return unlogged_loss(one.precision_plugin, logs, lambda: module.training_step(micro_batch, *others))
+        return unlogged_loss(one.precision_plugin, module, lambda: module.training_step(micro_batch, *others))
 
     with ExitStack() as undo:
         undo.callback(ModelsInStages(module).end)

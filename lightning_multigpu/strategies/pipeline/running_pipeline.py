@@ -39,18 +39,13 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.pipeline.dry_run import (
-    check_gradients,
-    check_kept_state,
-    check_losses,
-    unlogged_loss,
-    without_trace,
-)
+from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
+from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 
 _SEED_BITS = 2**62 - 1
 
@@ -318,7 +313,7 @@ class RunningPipeline:
         model, part = self._model, first_part(batch, self._num_micro_batches)
 
         def step() -> Any:
-            return unlogged_loss(self._plugin, self._logs, lambda: self._call("training_step", part, *others))
+            return unlogged_loss(self._plugin, self._model.module, lambda: self._call("training_step", part, *others))
 
         probe = CostProbe(
             model.chain, model.bounds, model.ownership, model.group, model.device, self._seed, self._recompute
@@ -353,7 +348,9 @@ class RunningPipeline:
             def step(number: int) -> Any:
                 with without_differentiation():
                     return unlogged_loss(
-                        self._plugin, self._logs, lambda: self._call("training_step", cloned(parts[number]), *others)
+                        self._plugin,
+                        self._model.module,
+                        lambda: self._call("training_step", cloned(parts[number]), *others),
                     )
 
             kinds = [signature_of(part) for part in parts]
@@ -403,7 +400,7 @@ class RunningPipeline:
                     raise
                 return error
 
-        return unlogged_loss(self._plugin, self._logs, lambda: self._runner.evaluate(step, seed)[1])
+        return unlogged_loss(self._plugin, self._model.module, lambda: self._runner.evaluate(step, seed)[1])
 
     # Evaluation
 

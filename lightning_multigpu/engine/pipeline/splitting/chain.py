@@ -181,7 +181,10 @@ def suggested_split_points(module: Module, num_stages: int) -> list[str]:
             return []
         points.append(min(near, key=lambda path: (path.count("."), away[path])))
     order = list(starts.values())
-    return sorted(points, key=order.index)
+    inside_one_part = len({point.split(".")[0] for point in points}) == 1 and all("." in point for point in points)
+    # Else the whole module's forward is cut, if it has one; a step that calls the parts by itself has none.
+    has_forward = type(module).forward.__module__.partition(".")[0] not in ("torch", "lightning")
+    return sorted(points, key=order.index) if inside_one_part or has_forward else []
 
 
 def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList]) -> Chain:

@@ -1,59 +1,27 @@
-"""Dry runs of the user's steps: they measure or check something and leave no trace."""
+"""Checks of a pipeline's steps by dry runs: of losses, gradients and what steps keep."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.gradient_check import GradientCheck, Run, Verdict, gradient_tolerance
+from lightning_multigpu.engine.gradient_check import GradientCheck, Run, Verdict
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.stages.micro_batches import disagreement, relative_tolerance, split_batch
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
+from lightning_multigpu.strategies.dry_run import gradient_rtol, precision_dtypes, without_trace
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.stage_logs import StageLogs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-@contextmanager
-def without_trace(module: pl.LightningModule) -> Iterator[None]:
-    """Restores at the end of the block random states, the module's buffers and attributes, and ``should_stop``.
-
-    Within the block the Trainer's loggers do nothing, and warnings are silenced: the step that is trained on repeats
-    them. Changes of other objects stay.
-    """
-    trainer = module.trainer
-    stops, loggers = trainer.should_stop, trainer.loggers
-    on_gpu = module.device.type == "cuda"
-    with isolate_rng(include_cuda=on_gpu), preserved_state(module), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.loggers = [DummyLogger() for _ in loggers]
-        try:
-            yield
-        finally:
-            trainer.should_stop, trainer.loggers = stops, loggers
-
-
-def unlogged_loss(plugin: Precision, logs: StageLogs, call: Callable[[], Any]) -> Any:
-    """The loss that ``call``, which runs a training step, returns; the precision is the Trainer's, logs are dropped."""
-    with plugin.train_step_context(), logs.recording(pass_on=False):
-        output = call()
-    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def check_losses(
@@ -188,7 +156,7 @@ def _disagreement(
     if not torch.isfinite(losses[0]).all():
         return None
     dtypes = {loss.dtype for loss in losses} | {p.dtype for p in module.parameters() if p.is_floating_point()}
-    dtypes |= _precision_dtypes(module)
+    dtypes |= precision_dtypes(module)
     rtol = relative_tolerance(sorted(dtypes, key=str), losses[0].device.type)
     given = repr(loss_reduction)
     if callable(loss_reduction):
@@ -244,17 +212,6 @@ def check_gradients(model: SplitModel, batch: Any, run: Run, num_parts: int, *, 
             "contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
             "on_after_batch_transfer, which gets whole batches; or accept the difference by check_loss=False"
         )
-
-
-def gradient_rtol(module: pl.LightningModule, device: torch.device) -> float:
-    """The relative difference of two gradients of the module that rounding explains, under the Trainer's precision."""
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} | _precision_dtypes(module)
-    return max((gradient_tolerance(dtype, device.type) for dtype in dtypes), default=0.0)
-
-
-def _precision_dtypes(module: pl.LightningModule) -> set[torch.dtype]:
-    precision = module.trainer.precision
-    return {torch.bfloat16} if "16" in precision or "transformer" in precision else set()
 
 
 def _is_loss(value: Any) -> bool:

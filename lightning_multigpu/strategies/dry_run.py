@@ -1,0 +1,61 @@
+"""Dry runs of the user's steps: they measure or check something and leave no trace."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_multigpu.engine.gradient_check import gradient_tolerance
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@contextmanager
+def without_trace(module: pl.LightningModule) -> Iterator[None]:
+    """Restores at the end of the block random states, the module's buffers and attributes, and ``should_stop``.
+
+    Within the block the Trainer's loggers do nothing, and warnings are silenced: the step that is trained on repeats
+    them. Changes of other objects stay.
+    """
+    trainer = module.trainer
+    stops, loggers = trainer.should_stop, trainer.loggers
+    on_gpu = module.device.type == "cuda"
+    with isolate_rng(include_cuda=on_gpu), preserved_state(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            trainer.should_stop, trainer.loggers = stops, loggers
+
+
+def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
+    """The loss that ``call``, which runs a training step, returns; the precision is the Trainer's, logs are dropped."""
+    object.__setattr__(module, "log", lambda *args, **options: None)
+    try:
+        with plugin.train_step_context():
+            output = call()
+    finally:
+        object.__delattr__(module, "log")
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def gradient_rtol(module: pl.LightningModule, device: torch.device) -> float:
+    """The relative difference of two gradients of the module that rounding explains, under the Trainer's precision."""
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} | precision_dtypes(module)
+    return max((gradient_tolerance(dtype, device.type) for dtype in dtypes), default=0.0)
+
+
+def precision_dtypes(module: pl.LightningModule) -> set[torch.dtype]:
+    """The dtypes in which the Trainer's precision computes, beside those of the parameters."""
+    precision = module.trainer.precision
+    return {torch.bfloat16} if "16" in precision or "transformer" in precision else set()
