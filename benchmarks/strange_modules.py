@@ -490,6 +490,7 @@ def _graphs() -> dict[str, Tensor]:
 
 
 _hf = _of_transformers
+_OWN_SAMPLES = "the loss compares the samples of a rank's part of the batch only; check_loss=True refuses it"
 _STATISTICS = "BatchNorm's statistics are those of a rank's part or of a micro-batch"
 
 STRANGERS: tuple[Stranger, ...] = (
@@ -551,7 +552,7 @@ STRANGERS: tuple[Stranger, ...] = (
         _hf("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", lru_width=WIDTH, attention_window_size=4),
         _text,
     ),
-    Stranger("CLIP, contrastive", _clip, _text_and_images),
+    Stranger("CLIP, contrastive", _clip, _text_and_images, known_difference=_OWN_SAMPLES),
     Stranger("DINOv2, classes", _hf("Dinov2Config", "Dinov2ForImageClassification", **_IMAGES), _images_and_classes),
     Stranger("BEiT, classes", _hf("BeitConfig", "BeitForImageClassification", **_IMAGES), _images_and_classes),
     Stranger(
@@ -649,7 +650,7 @@ STRANGERS: tuple[Stranger, ...] = (
     Stranger("Graph convolutions", _Graphs, _graphs),
     Stranger("Recurrent cell, then layers", _Recurrence, _sequences_and_classes),
     Stranger("Triplets", _Triplets, lambda: _normal(3, WIDTH)),
-    Stranger("Barlow Twins", _Whitened, _vectors),
+    Stranger("Barlow Twins", _Whitened, _vectors, known_difference=_OWN_SAMPLES),
     Stranger(
         "Skip-gram, sparse gradients", _Sparse, lambda: (_classes(VOCABULARY), _classes(VOCABULARY)), ("context",)
     ),

@@ -262,7 +262,9 @@ def markdown(rows: Mapping[str, Mapping[str, Verdict]], strategies: Sequence[str
                 reason = told.reason.split(": ", 1)[-1] if told.kind == "refused" else told.reason
                 text += f" [{notes.setdefault(reason.splitlines()[0], len(notes) + 1)}]"
             if told.options:
-                given = ", ".join(f"{key}={value!r}" for key, value in told.options.items())
+                given = ", ".join(
+                    key if key == "split_points" else f"{key}={told.options[key]!r}" for key in told.options
+                )
                 text += f" with `{given}`"
             cells.append(text)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
