@@ -145,7 +145,8 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
     else:
         if name != "model_parallel":
             options = {"num_micro_batches": 4, **options}
-        trainer = make_trainer(CASE, make_strategy(name, **{"loss_reduction": num_targets, **options}), 2)
+        options = {"loss_reduction": num_targets, "check_loss": name == "pipeline_1f1b", **options}  # one does for all
+        trainer = make_trainer(CASE, make_strategy(name, **options), 2)
     trainer.fit(module, DataLoader(Text(32), batch_size=8), DataLoader(Text(8), batch_size=4))
     val_loss = float(trainer.callback_metrics["val_loss"])
     outputs = trainer.predict(module, DataLoader(Text(8), batch_size=4)) or []
