@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 3.0
+_SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort", re.IGNORECASE
@@ -186,7 +187,10 @@ class FailureWatch:
         self._hooks_follow = False
         _limit_exit(run.failure_timeout_s, from_exit=not isinstance(error, Exception))
         cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
-        deadline_s = time.monotonic() + (_SETTLE_S if self.client is not None and _is_connection_loss(error) else 0)
+        patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
+        if isinstance(error, SIGTERMException):
+            patience_s = _SETTLE_AFTER_SIGTERM_S
+        deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
         while self.failure is None and not cannot_join and time.monotonic() < deadline_s:
             time.sleep(0.05)
         own = Failure.of(error, rank=run.rank, step=step)

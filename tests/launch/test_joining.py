@@ -37,8 +37,8 @@ def test_a_rank_of_torchrun_is_killed(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m"]
     finished = run(tmp_path, *torchrun, *fault("kill"))
     assert finished.returncode == 1
-    # torchrun may end the other rank before the guardian has told it; the cause is then in torchrun's own words.
-    assert re.search(r"rank 1 \(host .* was ended by SIGKILL|Signal 9 \(SIGKILL\) received by PID", finished.stderr)
+    assert "was ended by SIGKILL" in finished.stderr
+    assert "rank 1 (host" in finished.stderr
 
 
 def test_ctrl_c_while_spawned_ranks_join(tmp_path: Path) -> None:

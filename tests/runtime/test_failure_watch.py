@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian import Failure, RankFailedError
@@ -57,13 +58,22 @@ def under(watch: FailureWatch, known: Failure | None = None) -> Client:
     return client  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("failure", [Failure("node 1 has heard nothing from node 0"), KILLED])
-def test_a_lost_connection_is_the_failure_that_the_guardian_has_told(failure: Failure, watch: FailureWatch) -> None:
+SILENT = Failure("node 1 has heard nothing from node 0")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [(LOST, SILENT), (LOST, KILLED), (SIGTERMException(), KILLED)],
+    ids=["a silent host", "a killed rank", "SIGTERM of a launcher that has seen a rank end"],
+)
+def test_what_the_end_of_another_rank_brings_is_the_failure_that_the_guardian_tells(
+    error: BaseException, failure: Failure, watch: FailureWatch
+) -> None:
     client = under(watch)
     cuts: list[int] = []
     watch.joined(lambda: cuts.append(1), 2)
     threading.Timer(0.2, watch.hear, [failure]).start()  # it tells later than the back end
-    assert watch.settle(LOST, RUN, 3) is failure
+    assert watch.settle(error, RUN, 3) is failure
     assert cuts == [1]
     assert not client.told, "this rank has not failed"
 

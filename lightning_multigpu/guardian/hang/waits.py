@@ -192,11 +192,13 @@ def last_waits(
     """
     found: dict[int, Entry] = {}
     questions: dict[int, Question] = {}
+    slots: dict[int, int] = {}
     for rank in ranks.at_work:
         entries = [e for e in read_entries(memory, rank.slot) if e.state in (AWAITED, BROKEN)]
         if not entries or rank.rank == failed:
             continue
         entry = found[rank.rank] = min(entries, key=lambda e: (e.state != AWAITED, e.since_s))
+        slots[rank.rank] = rank.slot
         if entry.state == AWAITED:
             questions[rank.rank] = Question(rank.process, signals.get(rank.rank))
     until_s = time.monotonic() + _ANSWER_S
@@ -205,7 +207,10 @@ def last_waits(
     lines = []
     for number, entry in sorted(found.items()):
         answer = questions[number].answer() if number in questions else None
-        place = entry.place if answer is None else answer.place if answer.main else ""
+        # A rank that the failure has reached meanwhile has answered from another place, and noted the one before.
+        now = [e for e in read_entries(memory, slots[number]) if (e.group, e.number) == (entry.group, entry.number)]
+        noted = next((e.place for e in now if e.state == BROKEN), entry.place)
+        place = noted or (answer.place if answer is not None and answer.main else "")
         waited_s = max(0.0, now_s - entry.since_s)
         lines.append(f"rank {number} waited in {entry.name} for {waited_s:.1f} s" + (f", {place}" if place else ""))
     return lines
