@@ -8,12 +8,15 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry
 from lightning_multigpu.guardian.hang.hang_reports import HangReports
 from lightning_multigpu.guardian.hang.waiting_graph import View
+from lightning_multigpu.guardian.hang.waits import last_waits
 from tests.guardian.job import WORK, Job, eventually, is_alive
 from tests.guardian.test_host_links import GOODBYE, two_hosts
 
@@ -265,3 +268,16 @@ def test_waits_of_the_other_host_are_in_the_message_of_node_0(capfd: pytest.Capt
         assert two.guardian_ends()
         assert one.guardian_ends()
     assert "Meanwhile rank 1 waited in all_reduce #1 of group data" in capfd.readouterr().err
+
+
+def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it is asked for its stack after it has left the collective."""
+    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
+    monkeypatch.setattr("lightning_multigpu.guardian.hang.waits.read_entries", lambda memory, slot: looks.pop(0))
+    ranks: Any = SimpleNamespace(
+        at_work=[SimpleNamespace(rank=0, slot=0, process=SimpleNamespace(pid=1, state=lambda: "S"))]
+    )
+    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+        "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in validation_step"
+    ]
