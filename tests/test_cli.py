@@ -180,6 +180,9 @@ class TestAccepted:
             main(["fit", "--model=project.Model", "--trainer.devices=5", "--print_config"])
         trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
         assert (trainer["num_nodes"], trainer["devices"]) == (3, "5"), "what is given stands"
+        with pytest.raises(SystemExit):
+            main(["fit", "--model=project.Model", "--print_config"])
+        assert int(yaml.safe_load(capsys.readouterr().out)["trainer"]["devices"]) == 2
 
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_the_other_commands(self, command: str, project: Path) -> None:

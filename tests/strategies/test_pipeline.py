@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.chain import suggested_split_points
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
@@ -659,6 +660,26 @@ def test_a_module_without_a_chain_is_told_where_to_cut_it() -> None:
     trainer = L.Trainer(strategy="pipeline_1f1b", accelerator="cpu", devices=2, logger=False)
     with pytest.raises(ValueError, match=r"split_points=\['decoder'\]"):
         trainer.fit(Plain(), DataLoader(Text(8)))
+
+
+def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
+    """A step that calls two parts by itself has no forward pass around both, and nobody calls a ModuleList."""
+
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](self.stem(x)) + x  # type: ignore[no-any-return]
+
+    module = L.LightningModule()
+    module.first, module.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert suggested_split_points(module, 2) == []
+    module = L.LightningModule()
+    module.net = Lists()
+    assert suggested_split_points(module, 2) == ["net.blocks.0"]
 
 
 def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,7 +336,7 @@ class RunningPipeline:
         )
 
     def _check(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
-        """Checks losses, and then gradients, of a batch's micro-batches; see :mod:`.dry_run`."""
+        """Checks losses, and then gradients, of a batch's micro-batches; see :mod:`.step_checks`."""
 
         def loss_of(part: Any, seed: tuple[int, ...]) -> Any:
             return self._loss_of(part, others, seed)
