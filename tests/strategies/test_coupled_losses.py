@@ -257,6 +257,7 @@ def train_shares(module: Callable[[], Any], ranks: int = 2, **options: Any) -> d
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(task, data())
+    trainer.strategy.meter.flush()
     return {
         "state": {name: value.tolist() for name, value in task.state_dict().items()},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},

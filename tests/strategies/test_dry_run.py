@@ -85,6 +85,7 @@ def trace(check_loss: bool, schedule: Any) -> dict[str, Any]:
     trainer = make_trainer(case, strategy, 2, logger=logger, num_sanity_val_steps=0, log_every_n_steps=1)
     strategy.record_stages()
     trainer.fit(module, train_loader(case, 1), train_loader(case, 1))
+    strategy.meter.flush()
     return {
         "state": {name: value.tolist() for name, value in module.state_dict().items()},
         "steps": module.steps,

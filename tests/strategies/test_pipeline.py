@@ -374,6 +374,7 @@ def watch() -> dict[str, Any]:
     )
     trainer.strategy.barrier()
     trainer.strategy.remove_checkpoint("after.ckpt")
+    trainer.strategy.meter.flush()
     steps = trainer.strategy.meter.steps
     return {
         "held": module.held,

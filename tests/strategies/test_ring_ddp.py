@@ -185,6 +185,7 @@ def low_precision() -> tuple[dict[str, Tensor], int]:
     module = Classifier()
     strategy = make_strategy("ring_ddp")
     make_trainer(Case(max_epochs=1, precision="bf16-true"), strategy, 2).fit(module, train_loader(Case(), 2))
+    strategy.meter.flush()
     return state(module), strategy.meter.steps[-1].of("all_reduce", "data")[0].size_bytes
 
 
