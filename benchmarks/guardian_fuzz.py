@@ -1,0 +1,448 @@
+"""Malformed, cut, repeated and reordered messages, to every socket of guardians and to those who join.
+
+    python -m benchmarks.guardian_fuzz [--messages 100000] [--seed 0] [--only NAME ...]
+
+Each target gets the messages one after the other, from a seeded generator. Afterwards the guardian must be there, its
+memory must not have grown by more than 5 MB, and the job must go on: its ranks end in order, and hosts that are still
+to come get in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
+from lightning_multigpu.guardian import GuardianClient, GuardianError
+from lightning_multigpu.guardian.link.host_links import Hosts
+from lightning_multigpu.guardian.link.protocol import Connection, Seal, encode, nonce, proof
+from lightning_multigpu.guardian.start import ADDRESS
+from tests.guardian.job import DEADLINE_S, Job, is_alive
+
+MAX_GROWTH_KB = 5_000
+_SECRET = os.urandom(32)
+_LISTEN = "print(client.listen_for_hosts('127.0.0.1', num_nodes=3, secret={secret!r}), flush=True); "
+_JOIN = "client.join_hosts('127.0.0.1', {port}, node_rank={node}, secret={secret!r}); print('in', flush=True); "
+_WAITS = "sys.stdin.readline(); client.goodbye()"
+_KINDS = (
+    *("hello", "ask", "welcome", "challenge", "secret", "refused", "goodbye", "at end", "joined", "joining", "failed"),
+    *("failure", "alive", "done", "end now", "all at end", "listen", "join", "directory", "stacks", "view", "waiting"),
+)  # fmt: skip
+_FIELDS = ("proof", "nonce", "rank", "node_rank", "port", "host", "others", "num_nodes", "failure", "limit_s", "pid")
+_ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, 99, 1 << 40, 10**300, 1e308, float("inf"), float("nan")),
+    *("", "0", "\0", "\ud800", "\U0001f40d"),
+    *([], {}, [[]], [[0, "h", "127.0.0.1", 70_000]], [[0, "h", 5, "x"]], {"rank": "1"}, "a" * 300),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a target has fared; ``problem`` is empty if it has done what it should."""
+
+    target: str
+    messages: int
+    seconds: float
+    growth_kb: int
+    problem: str = ""
+
+
+class Fuzzer:
+    """A generator of bad messages, the same ones for the same seed.
+
+    Args:
+        seed: of the random numbers.
+        recorded: messages of good connections, which are repeated as they are, cut, and altered.
+    """
+
+    def __init__(self, seed: int, recorded: Sequence[bytes]) -> None:
+        self._random = random.Random(seed)
+        self._recorded = recorded
+
+    def messages(self) -> list[bytes]:
+        """What one connection sends: one message or a few."""
+        return [self._message() for _ in range(self._random.choice((1, 1, 1, 2, 5)))]
+
+    def _message(self) -> bytes:
+        choice = self._random
+        line = choice.choice(self._recorded) if self._recorded and choice.random() < 0.3 else self._object()
+        how = choice.randrange(8)
+        if how == 0:
+            return line[: choice.randrange(len(line) + 1)]  # cut, without an end
+        if how == 1 and line:
+            at = choice.randrange(len(line))
+            return line[:at] + bytes([line[at] ^ 1 << choice.randrange(8)]) + line[at + 1 :]
+        if how == 2:
+            return choice.randbytes(choice.choice((1, 10, 1_000, 6_000))) + b"\n"
+        if how == 3:
+            return choice.choice((b"[", b'{"a":', b"\n", b"9", b'"', b"\0")) * choice.choice((1, 100, 5_000)) + b"\n"
+        return line
+
+    def _object(self) -> bytes:
+        choice = self._random
+        fields = {name: choice.choice(_ODD) for name in choice.sample(_FIELDS, choice.randrange(6))}
+        kind: Any = choice.choice(_KINDS) if choice.random() < 0.9 else choice.choice(_ODD)
+        return json.dumps({"kind": kind, **fields}).encode() + b"\n"
+
+    def leaves(self, sock: socket.socket) -> None:
+        """Ends the connection in order, or by a reset, or by silence until it is closed."""
+        how = self._random.randrange(3)
+        with contextlib.suppress(OSError):
+            if how == 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif how == 1:
+                sock.shutdown(socket.SHUT_WR)
+        sock.close()
+
+
+def resident_kb(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1])
+
+
+def _bombard(connect: Callable[[], socket.socket], fuzzer: Fuzzer, number: int) -> None:
+    """Sends so many messages; now and then several connections speak by turns."""
+    sent = 0
+    while sent < number:
+        socks = [connect() for _ in range(1 + 3 * (sent % 7 == 0))]
+        speeches = [fuzzer.messages() for _ in socks]
+        while any(speeches):
+            for sock, speech in zip(socks, speeches, strict=True):
+                if speech:
+                    with contextlib.suppress(OSError):  # the guardian has closed it
+                        sock.send(speech.pop(0), socket.MSG_NOSIGNAL)
+                    sent += 1
+        for sock in socks:
+            fuzzer.leaves(sock)
+    with connect() as last:  # it is served when all before it have been
+        if not last.recv(1_000).startswith(b'{"kind":"challenge"'):
+            raise OSError("it did not challenge the last one")
+
+
+def _measured(target: str, pid: int, number: int, bombard: Callable[[], None]) -> Outcome:
+    before_kb, since_s = resident_kb(pid), time.monotonic()
+    try:
+        bombard()
+    except OSError as error:
+        return Outcome(
+            target, number, time.monotonic() - since_s, 0, f"the guardian does not take connections: {error}"
+        )
+    seconds = time.monotonic() - since_s
+    if not is_alive(pid):
+        return Outcome(target, number, seconds, 0, "the guardian has ended")
+    growth_kb = resident_kb(pid) - before_kb
+    problem = f"the guardian has grown by {growth_kb} KB" if growth_kb > MAX_GROWTH_KB else ""
+    return Outcome(target, number, seconds, growth_kb, problem)
+
+
+def _good_end(outcome: Outcome, jobs: Sequence[Job]) -> Outcome:
+    """Lets the ranks go on; they have to end in order."""
+    codes = []
+    for job in jobs:
+        for rank in job.ranks:
+            assert rank.stdin is not None
+            with contextlib.suppress(OSError):
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+    for job in jobs:
+        codes += job.outcome()[0]
+    bad = f"the ranks have ended with {codes}" if any(codes) else ""
+    return outcome if not bad else Outcome(outcome.target, outcome.messages, outcome.seconds, outcome.growth_kb, bad)
+
+
+def _recorded(secret: bytes, role: str) -> list[bytes]:
+    """Messages of a good handshake at another time."""
+    own = proof(secret, role, nonce())
+    return [
+        encode("hello", proof=own, nonce=nonce(), rank=0, node_rank=1, host="h", port=1),
+        encode("ask"),
+        encode("alive", paused=False),
+        encode("failure", failure={"what": "forged"}, age_s=0),
+        encode("failed", failure={"what": "forged"}),
+    ]
+
+
+def ranks(number: int, seed: int) -> Outcome:
+    """The guardian's UNIX socket, from processes of the same user; others are refused when they connect."""
+    with Job(_WAITS, _WAITS) as job:
+        address = "\0" + job.guardian.environment[ADDRESS]
+
+        def connect() -> socket.socket:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(DEADLINE_S)
+            while True:
+                try:
+                    sock.connect(address)
+                    return sock
+                except BlockingIOError:
+                    time.sleep(0.001)
+
+        fuzzer = Fuzzer(seed, _recorded(_SECRET, "rank"))
+        outcome = _measured("ranks", job.guardian.pid, number, lambda: _bombard(connect, fuzzer, number))
+        return _good_end(outcome, [job])
+
+
+def hosts(number: int, seed: int) -> Outcome:
+    """The listener of node 0, then that of node 1; node 2 of 3 comes when it is over."""
+    secret = _SECRET.hex()
+    with Job(_LISTEN.format(secret=secret) + _WAITS, failure_timeout_s=20) as one:
+        assert one.ranks[0].stdout is not None
+        port = int(one.ranks[0].stdout.readline())
+        with Job(_JOIN.format(port=port, node=1, secret=secret) + _WAITS, first_rank=1, failure_timeout_s=20) as two:
+            assert two.ranks[0].stdout is not None
+            assert two.ranks[0].stdout.readline() == "in\n"
+            found = []
+            for name, job in (("node 0", one), ("node 1", two)):
+                own = port if job is one else listening_port(two.guardian.pid)
+                fuzzer = Fuzzer(seed, _recorded(_SECRET, "asking host 1"))
+                connect = _from_many_addresses(own, seed)
+                found.append(
+                    _measured(name, job.guardian.pid, number, lambda c=connect, f=fuzzer: _bombard(c, f, number))  # type: ignore[misc]
+                )
+            last = Job(_JOIN.format(port=port, node=2, secret=secret) + _WAITS, first_rank=2, failure_timeout_s=20)
+            with last as three:
+                assert three.ranks[0].stdout is not None
+                came = three.ranks[0].stdout.readline() == "in\n"
+                problem = "; ".join(outcome.problem for outcome in found if outcome.problem) or (
+                    "" if came else "the last host did not get in"
+                )
+                seconds, growth_kb = sum(o.seconds for o in found), max(o.growth_kb for o in found)
+                return _good_end(Outcome("hosts", 2 * number, seconds, growth_kb, problem), [one, two, three])
+
+
+def _from_many_addresses(port: int, seed: int) -> Callable[[], socket.socket]:
+    choice = random.Random(seed)
+
+    def connect() -> socket.socket:
+        here = f"127.{choice.randrange(1, 250)}.{choice.randrange(250)}.{choice.randrange(1, 250)}"
+        return socket.create_connection(("127.0.0.1", port), source_address=(here, 0), timeout=DEADLINE_S)
+
+    return connect
+
+
+def listening_port(pid: int) -> int:
+    """The port at which a process listens for TCP connections."""
+    own = {os.readlink(f"/proc/{pid}/fd/{entry}") for entry in os.listdir(f"/proc/{pid}/fd")}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    (port,) = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+    return port
+
+
+def joining_rank(number: int, seed: int) -> Outcome:
+    """A rank whose guardian's address answers with such messages: it gets an error that says so, and no other."""
+    fuzzer = Fuzzer(
+        seed, [encode("challenge", nonce=nonce()), encode("secret", secret="no"), *_recorded(_SECRET, "rank")]
+    )
+    return _impostor("a rank that joins", number, fuzzer, _join_as_rank)
+
+
+def _join_as_rank(address: str) -> None:
+    with contextlib.suppress(GuardianError):
+        GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=5.0).goodbye()
+
+
+def _impostor(target: str, number: int, fuzzer: Fuzzer, join: Callable[[str], None]) -> Outcome:
+    address = f"lightning-multigpu-fuzz-{os.getpid()}"
+    sent = 0
+    before_kb, since_s, problem = resident_kb(os.getpid()), time.monotonic(), ""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)
+        listener.listen(8)
+
+        def answer() -> None:
+            nonlocal sent
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listener.accept()
+                    messages = [encode("challenge", nonce="n")] * (sent % 2) + fuzzer.messages()
+                    for message in messages:
+                        with contextlib.suppress(OSError):
+                            sock.send(message, socket.MSG_NOSIGNAL)
+                    sent += len(messages)
+                    sock.close()
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        while sent < number and not problem:
+            try:
+                join(address)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    growth_kb = resident_kb(os.getpid()) - before_kb
+    return Outcome(target, sent, time.monotonic() - since_s, growth_kb, problem)
+
+
+def joining_host(number: int, seed: int) -> Outcome:
+    """A host whose node 0 answers with such messages: it says that it cannot reach node 0's guardian."""
+    fuzzer = Fuzzer(seed, [encode("challenge", nonce=nonce()), *_recorded(_SECRET, "asking host 1")])
+    sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        while sent < number and not problem:
+            own = socket.create_connection(listener.getsockname())
+            node, met = _Node(), []
+            node.hosts.join(own, node_rank=1, secret=_SECRET, now_s=0.0, on_met=lambda: met.append(1))  # noqa: B023
+            other, _ = listener.accept()
+            with other:
+                messages = [encode("challenge", nonce="n")] * (sent % 2) + fuzzer.messages()
+                for message in messages:
+                    with contextlib.suppress(OSError):
+                        other.send(message, socket.MSG_NOSIGNAL)
+                sent += len(messages)
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            try:
+                for read in list(node.readers.values()):
+                    read()
+                found = node.hosts.observe(1.0, paused=False)
+                text = "" if found is None else found.failure.what
+                if met or ("cannot reach" not in text and "has refused" not in text):
+                    problem = f"it is told {text!r}, and has met {len(met)} hosts"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            node.hosts.close()
+    return Outcome("a host that joins", sent, time.monotonic() - since_s, resident_kb(os.getpid()) - before_kb, problem)
+
+
+class _Node:
+    def __init__(self) -> None:
+        self.readers: dict[socket.socket, Callable[[], None]] = {}
+        self.hosts = Hosts(
+            silence_s=3.0,
+            join_timeout_s=100.0,
+            watch=self.readers.__setitem__,
+            forget=lambda sock: self.readers.pop(sock, None),
+        )
+
+
+def sealed(number: int, seed: int) -> Outcome:
+    """Messages between two hosts that somebody between them repeats, reorders, alters, or leaves out.
+
+    Only those before the first such deed are believed.
+    """
+    choice, fuzzer = random.Random(seed), Fuzzer(seed, [])
+    sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
+    while sent < number and not problem:
+        with _sealed_pair() as (one, two):
+            originals = []
+            for index in range(8):
+                one.send("alive", number=index)
+            originals = two.socket.recv(1 << 16).splitlines(keepends=True)
+            lines = list(originals)
+            at = choice.randrange(len(lines))
+            how = choice.randrange(5)
+            if how == 0:
+                lines.insert(at, lines[choice.randrange(len(lines))])
+            elif how == 1:
+                choice.shuffle(lines)
+            elif how == 2:
+                del lines[at]
+            elif how == 3:
+                lines[at:at] = fuzzer.messages()
+            else:
+                spoilt = bytearray(lines[at])
+                spoilt[choice.randrange(len(spoilt))] ^= 1 << choice.randrange(8)
+                lines[at] = bytes(spoilt)
+            one.socket.send(b"".join(lines))
+            sent += len(lines)
+            believed = [message.get("number") for message in two.receive()]
+            pairs = zip(b"".join(lines), b"".join(originals), strict=False)
+            alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            most = b"".join(lines)[:alike].count(b"\n")
+            if believed != list(range(len(believed))) or len(believed) > most:
+                problem = f"{believed} were believed, and only the first {most} were as they had been sent"
+    return Outcome("sealed messages", sent, time.monotonic() - since_s, resident_kb(os.getpid()) - before_kb, problem)
+
+
+@contextlib.contextmanager
+def _sealed_pair() -> Iterator[tuple[Connection, Connection]]:
+    one, two = (Connection(sock) for sock in socket.socketpair())
+    nonces = (nonce(), nonce())
+    for end, own, other in ((one, "a", "b"), (two, "b", "a")):
+        end.seal(outgoing=Seal(_SECRET, own, nonces), incoming=Seal(_SECRET, other, nonces))
+    try:
+        yield one, two
+    finally:
+        one.close()
+        two.close()
+
+
+def notes(number: int, seed: int) -> Outcome:
+    """Notes in the store at which ranks join: RendezvousError, and nothing else, on the rank that reads them."""
+    good = json.dumps({"rank": 1, "host": "h", "node_rank": 0, "pid": 1, "world_size": 2, "table": {}}).encode()
+    fuzzer, store = Fuzzer(seed, [good]), HashStore()
+    own = Arrival(0, "h", 0, 1, 2, {})
+    sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
+    while sent < number and not problem:
+        rendezvous = Rendezvous(
+            store, own, attempt=str(sent), deadline_s=0.0, timeout_s=0.0, check=lambda: None
+        )  # fmt: skip
+        prefixed = PrefixStore(f"lightning-multigpu/{sent}", store)
+        messages = fuzzer.messages()
+        for ticket, note in enumerate(messages):
+            prefixed.set(f"note/{ticket}", note.decode(errors="replace"))
+        prefixed.add("tickets", len(messages))
+        sent += len(messages)
+        try:
+            rendezvous._look()  # what a rank that waits does again and again
+        except RendezvousError:
+            pass
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        for ticket in range(len(messages)):
+            prefixed.delete_key(f"note/{ticket}")
+        prefixed.delete_key("tickets")
+    return Outcome(
+        "notes in the store", sent, time.monotonic() - since_s, resident_kb(os.getpid()) - before_kb, problem
+    )
+
+
+TARGETS = {
+    "ranks": ranks,
+    "hosts": hosts,
+    "joining-rank": joining_rank,
+    "joining-host": joining_host,
+    "sealed": sealed,
+    "notes": notes,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=100_000, help="to each target")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    given = parser.parse_args()
+    print(f"{time.strftime('%Y-%m-%d')}: python -m benchmarks.guardian_fuzz {' '.join(sys.argv[1:])}".rstrip())
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, seed {given.seed}\n")
+    print(f"{'target':<22}{'messages':>10}{'seconds':>9}{'memory':>10}  problem", flush=True)
+    outcomes = []
+    for name in given.only:
+        outcome = TARGETS[name](given.messages, given.seed)
+        outcomes.append(outcome)
+        print(
+            f"{outcome.target:<22}{outcome.messages:>10}{outcome.seconds:>9.1f}{outcome.growth_kb:>+7} KB  "
+            f"{outcome.problem or 'none'}",
+            flush=True,
+        )
+    sys.exit(any(outcome.problem for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()
