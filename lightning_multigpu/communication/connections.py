@@ -3,18 +3,25 @@
 Aborting or destroying a gloo group does not wake a thread that waits in a collective; only the end of a connection
 does. So the connections that a group opens are noted by their kernel names and shut down when the job has failed:
 threads of this process that wait in them get an error, and so do the ranks at the other end.
+
+Meanwhile other threads of the process may open connections too, those of a logger for example. A back end's sockets are
+none of Python's; so whatever a Python object holds is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 _DESCRIPTORS = "/proc/self/fd"
 _CUT_AGAIN_S = 0.5
+_MOST_DESCRIPTORS = 1 << 20
 
 
 class Connections:
@@ -65,9 +72,14 @@ class Connections:
         """
         cut = 0
         before = self._before[0] if self._before else None
-        for descriptor, name in _sockets().items():
-            is_noted = name in self._names or (before is not None and name not in before)
-            if is_noted and _shut_down(descriptor, except_port):
+        noted = [
+            descriptor
+            for descriptor, name in _sockets().items()
+            if name in self._names or (before is not None and name not in before)
+        ]
+        owned = _of_python() if noted else set()
+        for descriptor in noted:
+            if descriptor not in owned and _shut_down(descriptor, except_port):
                 cut += 1
         return cut
 
@@ -75,24 +87,49 @@ class Connections:
 def _sockets() -> dict[int, str]:
     """Open sockets of this process: descriptor and the kernel's name, which is never used twice while both live."""
     found: dict[int, str] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.listdir(_DESCRIPTORS):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"{_DESCRIPTORS}/{entry}")
-                if target.startswith("socket:"):
-                    found[int(entry)] = target
+    for entry in _descriptors():
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{_DESCRIPTORS}/{entry}")
+            if target.startswith("socket:"):
+                found[int(entry)] = target
     return found
 
 
-def _shut_down(descriptor: int, except_port: int | None) -> bool:
+def _of_python() -> set[int]:
+    """Descriptors of sockets that an object of Python's holds."""
+    # By identity: it is fast, and isinstance would ask proxies of other libraries what they stand for.
+    kinds = {id(kind) for kind in _with_subclasses(socket.socket)}
+    return {each.fileno() for each in gc.get_objects() if id(type(each)) in kinds}
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def _descriptors() -> Iterable[str | int]:
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            ports = {connection.getsockname()[1], connection.getpeername()[1]}
-            if except_port in ports:
-                return False
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
+        return os.listdir(_DESCRIPTORS)
+    except FileNotFoundError:
+        return ()
+    except OSError:  # to list them takes a descriptor, and none is left
+        return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_DESCRIPTORS))
+
+
+def _shut_down(descriptor: int, except_port: int | None) -> bool:
+    connection: socket.socket | None = None
+    try:
+        connection = socket.socket(fileno=descriptor)  # no duplicate: there may be no descriptor left for one
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        ports = {connection.getsockname()[1], connection.getpeername()[1]}
+        if except_port in ports:
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
     except OSError:  # not connected, or closed meanwhile
         return False
+    finally:
+        if connection is not None:
+            connection.detach()

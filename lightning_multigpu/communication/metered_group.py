@@ -147,6 +147,7 @@ class MeteredGroup:
             size_bytes=size_bytes,
             sent_bytes=None if sends else 0,
             ranks=self._ranks,
+            on_stream=self._device.type == "cuda",
         )
 
 

@@ -43,6 +43,7 @@ class Arrival:
         host, node_rank, pid: where it runs. Hosts may share a name; the node rank tells them apart.
         world_size: how many ranks it expects.
         table: name -> value of what must be equal on all ranks.
+        address: of its host, as the main address is reached from there; empty where it is not known.
     """
 
     rank: int
@@ -51,6 +52,22 @@ class Arrival:
     pid: int
     world_size: int
     table: dict[str, str] = field(default_factory=dict)
+    address: str = ""
+
+    @classmethod
+    def from_note(cls, note: bytes) -> Arrival:
+        """The note as it stands in the store.
+
+        Raises:
+            ValueError, TypeError, RecursionError: it is no rank's.
+        """
+        found = cls(**json.loads(note))
+        numbers = (found.rank, found.node_rank, found.pid, found.world_size)
+        if not all(type(number) is int for number in numbers) or not isinstance(found.host, str):
+            raise ValueError(f"its numbers are {numbers!r:.80}")
+        if not isinstance(found.table, dict) or not all(isinstance(value, str) for value in found.table.values()):
+            raise ValueError(f"its table is {found.table!r:.80}")
+        return found
 
     def name(self) -> str:
         return f"rank {self.rank} (host {self.host}, node {self.node_rank}, pid {self.pid})"
@@ -93,6 +110,10 @@ class Rendezvous:
         """Leaves a JSON value for :meth:`wait_for` of other ranks."""
         self._guard(lambda: self._store.set(f"offer/{name}", json.dumps(value)))
 
+    def withdraw(self, name: str) -> None:
+        """Deletes what :meth:`offer` has left; every rank that needs it must have it."""
+        self._guard(lambda: self._store.delete_key(f"offer/{name}"))
+
     def check_in(self) -> None:
         """Leaves this rank's note."""
 
@@ -121,6 +142,8 @@ class Rendezvous:
         return self._guard(lambda: json.loads(self._store.get(key)))
 
     def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
+        # All ranks together look 50 times a second: two are not kept waiting, and hundreds do not flood the store.
+        longest_s = min(_LONGEST_POLL_S, _SHORTEST_POLL_S * self._own.world_size)
         pause_s = _SHORTEST_POLL_S
         while True:
             problem = self._guard(self._look)  # raises the verdict of another rank
@@ -132,14 +155,21 @@ class Rendezvous:
             if problem is not None:
                 self._conclude(problem)
             time.sleep(pause_s)
-            pause_s = min(_LONGEST_POLL_S, 1.5 * pause_s)
+            pause_s = min(longest_s, 1.5 * pause_s)
 
     def _look(self) -> str | None:
         """Reads new notes; returns the problem that keeps the ranks from joining, or None."""
         self._raise_verdict()
         for ticket in range(self._store.add(_TICKETS, 0)):
             if ticket not in self._arrivals and self._store.check([_note(ticket)]):
-                self._arrivals[ticket] = Arrival(**json.loads(self._store.get(_note(ticket))))
+                try:
+                    self._arrivals[ticket] = Arrival.from_note(self._store.get(_note(ticket)))
+                except (ValueError, TypeError, RecursionError) as error:
+                    return (
+                        f"{self._own.name()} cannot read a note in the store of rank 0 ({error}): it is of another "
+                        "version, or another program's. Install the same version on all hosts, and give each job a "
+                        "MASTER_PORT of its own"
+                    )
         return conflict(list(self._arrivals.values()))
 
     def _conclude(self, problem: str) -> None:
@@ -195,9 +225,17 @@ class Rendezvous:
 
 
 def conflict(arrivals: list[Arrival]) -> str | None:
-    """The problem that keeps ranks from joining, or None: two that claim one rank, or tables that differ."""
+    """The problem that keeps ranks from joining, or None.
+
+    It is a rank out of range, two that claim one rank, or tables that differ.
+    """
     by_rank: dict[int, Arrival] = {}
     for arrival in arrivals:
+        if not 0 <= arrival.rank < arrival.world_size:
+            return (
+                f"{arrival.name()} is out of range: of {arrival.world_size} ranks, the last is "
+                f"{arrival.world_size - 1}; check RANK, NODE_RANK and LOCAL_RANK there"
+            )
         other = by_rank.setdefault(arrival.rank, arrival)
         if other is not arrival:
             return (

@@ -25,7 +25,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lightning_multigpu.emulation import quantities
-from lightning_multigpu.emulation.namespaces import NamespaceSet, command_in, ip, ip_json, remove_leftovers, tc
+from lightning_multigpu.emulation.namespaces import (
+    NamespaceSet,
+    command_in,
+    ip,
+    ip_batch,
+    ip_json,
+    remove_leftovers,
+    tc,
+)
 
 log = logging.getLogger(__name__)
 
@@ -210,13 +218,20 @@ class EmulatedHosts:
         name = namespaces.add(f"host{node_rank}", hosts_file=self._names_seen_by(node_rank))
         host = Host(node_rank, name, _address(node_rank), _address(0))
         eth, port = host.interface, f"port{node_rank}"
-        ip("-n", name, "link", "add", eth, "mtu", str(self.mtu), "type", "veth", "peer", "name", port, "netns", switch)
+        ip(
+            *("-n", name, "link", "add", eth, "address", _hardware_address(node_rank), "mtu", str(self.mtu)),
+            *("type", "veth", "peer", "name", port, "netns", switch),
+        )
         ip("-n", switch, "link", "set", port, "addrgenmode", "none", "mtu", str(self.mtu), "master", "bridge", "up")
         ip("-n", name, "link", "set", eth, "addrgenmode", "none")
         if self._wire_frames:
             ip("-n", name, "link", "set", eth, "gso_max_segs", "1")
         ip("-n", name, "address", "add", f"{host.address}/24", "dev", eth)
         ip("-n", name, "link", "set", eth, "up")
+        # All namespaces share one table of neighbours, 1,024 by default; permanent ones do not count.
+        others = [other for other in range(self.num_hosts) if other != node_rank]
+        neighbours = [f"{_address(other)} lladdr {_hardware_address(other)}" for other in others]
+        ip_batch(name, [f"neighbour replace {neighbour} nud permanent dev {eth}" for neighbour in neighbours])
         if self.bandwidth_bits_per_s is not None:
             tc(
                 *("-n", name, "qdisc", "add", "dev", eth, "root", "tbf"),
@@ -257,6 +272,10 @@ class EmulatedHosts:
 
 def _address(node_rank: int) -> str:
     return f"{_NETWORK}.{node_rank + 1}"
+
+
+def _hardware_address(node_rank: int) -> str:
+    return f"02:00:0a:4d:00:{node_rank + 1:02x}"
 
 
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:

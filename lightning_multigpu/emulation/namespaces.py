@@ -54,8 +54,8 @@ class NamespaceSet:
             hosts_file: what processes that :func:`command_in` starts find in /etc/hosts in place of the machine's own.
         """
         name = f"{_PREFIX}-{self.token}-{label}"
+        self.names.append(name)  # before it is there: an interrupt may come when ``ip`` has made it
         ip("netns", "add", name)
-        self.names.append(name)
         ip("-n", name, "link", "set", "lo", "up")
         if hosts_file is not None:
             _FILES.mkdir(mode=0o755, exist_ok=True)
@@ -66,18 +66,24 @@ class NamespaceSet:
         """Ends what runs in the namespaces and deletes them; afterwards nothing of the set is left.
 
         In a process that was forked from the owner it does nothing.
+
+        Raises:
+            HostsUnavailable: one could not be deleted; :func:`remove_leftovers` of a later process tries it again.
         """
         if os.getpid() != self._owner:
             return
-        failures = []
+        failures, left = [], []
         while self.names:
             try:
                 _delete(self.names[-1])
             except HostsUnavailable as error:
                 failures.append(error)
+                left.append(self.names[-1])
             self.names.pop()
+        self.names = left
         if self._lock is not None:
-            _lock_path(self.token).unlink(missing_ok=True)
+            if not left:
+                _lock_path(self.token).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
         if failures:
@@ -103,6 +109,11 @@ def ip(*arguments: str) -> str:
     return _command("ip", *arguments)
 
 
+def ip_batch(namespace: str, commands: Sequence[str]) -> None:
+    """Runs many commands of ``ip`` within a namespace, by one process."""
+    _command("ip", "-n", namespace, "-batch", "-", given="".join(f"{command}\n" for command in commands))
+
+
 def ip_json(*arguments: str) -> Any:
     """Runs ``ip -json`` and returns the document."""
     return json.loads(ip("-json", *arguments) or "[]")
@@ -119,18 +130,23 @@ def existing() -> list[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Deletes the namespaces whose owner is gone without having done so (killed, power cut); returns their names."""
+    """Deletes the namespaces whose owner is gone without having done so (killed, power cut); returns their names.
+
+    Those that cannot be deleted stay for the next call.
+    """
     removed = []
     for lock in sorted(_LOCKS.glob("*.lock")) if _LOCKS.is_dir() else ():
         descriptor = _take_lock(lock)
         if descriptor is None:
             continue
         try:
-            for name in existing():
-                if name.startswith(f"{_PREFIX}-{lock.stem}-"):
+            names = [name for name in existing() if name.startswith(f"{_PREFIX}-{lock.stem}-")]
+            for name in names:
+                with contextlib.suppress(HostsUnavailable):
                     _delete(name)
                     removed.append(name)
-            lock.unlink(missing_ok=True)
+            if set(names) <= set(removed):
+                lock.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
     return removed
@@ -151,18 +167,21 @@ def processes_in(name: str) -> list[int]:
 
 def _delete(name: str) -> None:
     """A namespace lives on, nameless, as long as a process is in it: they are ended first."""
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while (pids := processes_in(name)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
     (_FILES / name).unlink(missing_ok=True)
+    if name not in existing():
+        return
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    with contextlib.suppress(HostsUnavailable):  # half made, it can be deleted and not be entered
+        while (pids := processes_in(name)) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
     ip("netns", "delete", name)
 
 
-def _command(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _command(*command: str, given: str | None = None) -> str:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HostsUnavailable(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit {done.returncode}'}")
     return done.stdout

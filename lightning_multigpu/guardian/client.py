@@ -17,7 +17,7 @@ from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
-from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, peer_of, proof, proves
+from lightning_multigpu.guardian.link.protocol import Connection, Message, foreign, nonce, proof, proves
 from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 from lightning_multigpu.guardian.workers import remove_temporary
@@ -26,11 +26,13 @@ OnFailure = Callable[[Failure], None]
 
 
 class NoGuardianError(GuardianError):
-    """Nobody listens at the guardian's address."""
+    """Nobody listens at the guardian's address, or another user or container does."""
 
 
 _LONGEST_LOOK_S = 0.5
 _SEEN_S = 1.0
+_IN_LINE_S = 0.02
+_BACKLOG = 256  # strangers may stand in line before the other hosts
 
 
 class GuardianClient:
@@ -75,10 +77,13 @@ class GuardianClient:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
         try:
-            sock.connect("\0" + address)
+            _connect(sock, address, time.monotonic() + timeout_s)
         except OSError as error:
             sock.close()
             raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
+        if why := foreign(sock):
+            sock.close()
+            raise NoGuardianError(f"at the guardian's address listens {why}: no guardian of rank {rank}")
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
@@ -185,7 +190,7 @@ class GuardianClient:
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            with socket.create_server((address, 0), family=family, backlog=num_nodes) as listener:
+            with socket.create_server((address, 0), family=family, backlog=num_nodes + _BACKLOG) as listener:
                 self._send("listen", descriptors=(listener.fileno(),), num_nodes=num_nodes, secret=secret)
                 return int(listener.getsockname()[1])
         except OSError as error:
@@ -304,7 +309,10 @@ class GuardianClient:
 
     def _introduce(self, given: str | None, deadline_s: float) -> Message:
         challenge = self._wait_for("challenge", deadline_s)
-        secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
+        try:
+            secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
+        except ValueError as error:
+            raise GuardianError(f"the secret that rank {self.rank} was given is none: {error}") from error
         own = nonce()
         answer = proof(secret, "rank", str(challenge.get("nonce")))
         self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)
@@ -316,13 +324,7 @@ class GuardianClient:
         return welcome
 
     def _ask(self, deadline_s: float) -> str:
-        """Asks the guardian for the secret; the kernel tells both ends whether the other is the same user's process."""
-        _, user = peer_of(self._connection.socket)
-        if user != os.getuid():
-            raise GuardianError(
-                f"at the guardian's address listens a process of user {user}, and rank {self.rank} is one of user "
-                f"{os.getuid()}; start all ranks as the same user, or choose another MASTER_PORT"
-            )
+        """Asks the guardian for the secret; the kernel has told both ends that the other is the same user's process."""
         self._connection.send("ask")
         return str(self._wait_for("secret", deadline_s).get("secret"))
 
@@ -363,3 +365,14 @@ class GuardianClient:
             return mmap.mmap(descriptor, PAGE_BYTES * num_slots)
         finally:
             os.close(descriptor)
+
+
+def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
+    """Connects; waits while so many others stand in line that the kernel lets nobody else join it."""
+    while True:
+        try:
+            return sock.connect("\0" + address)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_IN_LINE_S)

@@ -1,8 +1,10 @@
 """Discovery of a host's guardian by ranks that this pack has not started.
 
 torchrun, srun or a shell start every rank by itself, so that no rank inherits what another one knows. The ranks and
-their guardian meet at a UNIX address that follows from the job. The kernel says which user each process belongs to:
-only processes of the same user trust each other, and only to them the guardian tells the job's secret.
+their guardian meet at a UNIX address that follows from the job. The kernel says which user and PID namespace each
+process belongs to: only processes of the same ones trust each other, and only to them the guardian tells the job's
+secret. Whoever else has taken the address keeps nobody from starting: the guardian then listens at a longer one, which
+ranks find in the kernel's list.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from lightning_multigpu.guardian.client import GuardianClient, NoGuardianError, OnFailure
 from lightning_multigpu.guardian.failure import host_name
-from lightning_multigpu.guardian.link.protocol import peer_of
+from lightning_multigpu.guardian.link.protocol import foreign, peer_of
 from lightning_multigpu.guardian.proc import read_stat
 from lightning_multigpu.guardian.start import AddressTakenError, Guardian, GuardianError
 
@@ -29,6 +32,7 @@ _JOB_VARIABLES = (
     "SLURM_RESTART_COUNT",
 )
 _POLL_S = 0.1
+_NO_ANSWER_S = 2.0
 
 
 def address_of_job(
@@ -57,7 +61,8 @@ def start_at(
     Raises:
         GuardianError: the guardian does not start, or that of an earlier job does not leave.
     """
-    deadline_s = time.monotonic() + failure_timeout_s + 1
+    began_s = time.monotonic()
+    own_address = address
     while True:
         try:
             return Guardian.start(
@@ -65,14 +70,17 @@ def start_at(
                 failure_timeout_s=failure_timeout_s,
                 join_timeout_s=join_timeout_s,
                 hang_report_s=hang_report_s,
-                address=address,
+                address=own_address,
             )
         except AddressTakenError:
-            owner_pid = _owner(address)
-            stat = None if owner_pid is None else read_stat(owner_pid)
-            if stat is not None and stat.state not in "ZX":
+            owners = [_owner(name) for name in _addresses(address)]
+            known = [owner.pid for owner in owners if owner is not None and not owner.is_foreign]
+            if any((stat := read_stat(pid)) is not None and stat.state not in "ZX" for pid in known):
                 return None
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - began_s
+            if not known and (owners[0] is not None or waited_s > _NO_ANSWER_S):
+                own_address = f"{address}-{os.urandom(8).hex()}"  # somebody else's, who does not have to answer
+            elif waited_s > failure_timeout_s + 1:
                 raise
         time.sleep(_POLL_S)
 
@@ -91,22 +99,42 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
-        try:
-            return GuardianClient(address, None, rank=rank, on_failure=on_failure)
-        except NoGuardianError as error:
-            if time.monotonic() > deadline_s:
-                raise GuardianError(
-                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
-                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for "
-                    "all ranks of the host, and has one of them LOCAL_RANK=0?"
-                ) from error
+        for name in _addresses(address):
+            try:
+                return GuardianClient(name, None, rank=rank, on_failure=on_failure)
+            except NoGuardianError as error:
+                if time.monotonic() > deadline_s:
+                    raise GuardianError(
+                        f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank "
+                        "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the "
+                        "same for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, "
+                        "and to one container?"
+                    ) from error
         time.sleep(_POLL_S)
 
 
-def _owner(address: str) -> int | None:
-    """The process that listens at ``address``, as the kernel knows it; None if there is none."""
+class _Owner(NamedTuple):
+    """The process that listens at an address."""
+
+    pid: int
+    is_foreign: bool
+
+
+def _owner(address: str) -> _Owner | None:
+    """As the kernel knows it; None if nobody answers."""
     with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
         sock.settimeout(1)
         sock.connect("\0" + address)
-        return peer_of(sock)[0]
+        return _Owner(peer_of(sock)[0], bool(foreign(sock)))
     return None
+
+
+def _addresses(address: str) -> list[str]:
+    """The job's address, and the longer ones at which somebody on this host listens, as the kernel lists them."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name = line.rstrip("\n").rpartition(" ")[2]
+            if name.startswith(f"@{address}-"):
+                found.add(name[1:])
+    return [address, *sorted(found)]

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import json
 import os
+import re
 import traceback
+from collections import Counter
 from typing import Any, NamedTuple
 
-MAX_WHAT_CHARS = 2_000
-MAX_TRACEBACK_CHARS = 12_000
+from lightning_multigpu.guardian.hang.stacks import PYTHON, Frame
+
+TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
+# As JSON, where a character takes 1 to 12 bytes; together they are to fit into a message.
+MAX_WHAT_BYTES = 8_000
+MAX_TRACEBACK_BYTES = 64_000
+_CHAR_BYTES = 12  # of the longest: one beyond the BMP is written as two escapes
 
 
 class RankFailedError(RuntimeError):
-    """Another rank of the job has failed. The message names it, and holds its exception's message and traceback."""
+    """Another rank of the job has failed. The message names it, and holds its exception's message and traceback.
+
+    Frames of lightning, torch and this pack are folded, unless LIGHTNING_MULTIGPU_TRACEBACK is "full".
+    """
 
 
 class Failure(NamedTuple):
@@ -43,6 +54,8 @@ class Failure(NamedTuple):
     def of(cls, error: BaseException, *, rank: int | None, step: int | None) -> Failure:
         """The failure of this process by ``error``."""
         kind, text = type(error), str(error)
+        if _BEGINS in text:  # a data loader puts the traceback of its worker into its message
+            text = f"{text.partition(chr(10))[0]} {text.rstrip().rpartition(chr(10))[2]}"
         # str() of a KeyError is the quoted key, which another KeyError would quote again.
         is_text = len(error.args) == 1 and isinstance(error.args[0], str)
         return cls(
@@ -53,7 +66,7 @@ class Failure(NamedTuple):
             step=step,
             traceback="".join(traceback.format_exception(error)),
             error_type=kind.__name__ if kind.__module__ == "builtins" else "",
-            message=error.args[0] if is_text else text,
+            message=error.args[0] if is_text else str(error),
         )
 
     def exception(self) -> Exception:
@@ -66,17 +79,27 @@ class Failure(NamedTuple):
         if isinstance(kind, type) and issubclass(kind, Exception):
             with contextlib.suppress(Exception):  # some take more than a message
                 error: Exception = kind(self.message)
-                error.add_note(f"Raised on another rank: {self.describe()}\n{self.traceback}".rstrip())
+                error.add_note(f"Raised on another rank: {self.summary()}\n{folded(self.traceback)}".rstrip())
                 return error
-        text = self.describe() if self.rank is not None else f"the job failed: {self.describe()}"
-        return RankFailedError(f"{text}\n{self.traceback}".rstrip())
+        text = self.sentence() if self.rank is not None else f"the job failed: {self.sentence()}"
+        return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
+
+    @property
+    def place(self) -> str:
+        """The user's innermost line in the traceback: "train.py:42 in training_step"; empty where there is none."""
+        frames = [frame for line in self.traceback.splitlines() if (frame := _frame_of(line)) is not None]
+        return next((frame.text for frame in reversed(frames) if not frame.library), "")
 
     def describe(self) -> str:
-        """One line: "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL"."""
+        """One line: "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL".
+
+        An exception's message may have further lines.
+        """
         known = [
             f"host {self.host}" if self.host else "",
             "" if self.pid is None else f"pid {self.pid}",
             "" if self.step is None else "no step completed" if self.step == 0 else f"last completed step {self.step}",
+            f"at {self.place}" if self.place else "",
         ]
         where = ", ".join(text for text in known if text)
         subject = "" if self.rank is None else f"rank {self.rank} "
@@ -86,12 +109,16 @@ class Failure(NamedTuple):
         """As :meth:`describe`, without further lines of a message."""
         return self.describe().partition("\n")[0]
 
+    def sentence(self) -> str:
+        """:meth:`describe`, in one line where a traceback holds the whole message."""
+        return self.summary() if self.traceback else self.describe()
+
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to what fits into one message; of a traceback the end is kept."""
         return self._replace(
-            what=self.what[:MAX_WHAT_CHARS],
-            message=self.message[:MAX_WHAT_CHARS],
-            traceback=self.traceback[-MAX_TRACEBACK_CHARS:],
+            what=start_within(self.what, MAX_WHAT_BYTES),
+            message=start_within(self.message, MAX_WHAT_BYTES),
+            traceback=end_within(self.traceback, MAX_TRACEBACK_BYTES),
         )._asdict()
 
     @classmethod
@@ -110,6 +137,69 @@ class Failure(NamedTuple):
             if not isinstance(value, wanted):
                 raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
         return cls(**numbers, **texts)  # type: ignore[arg-type]
+
+
+def start_within(text: str, limit_bytes: int) -> str:
+    """As much of the text's start as has ``limit_bytes`` in a message."""
+    text = text[:limit_bytes]
+    while (excess := len(json.dumps(text)) - 2 - limit_bytes) > 0:
+        text = text[: len(text) - -(-excess // _CHAR_BYTES)]
+    return text
+
+
+def end_within(text: str, limit_bytes: int) -> str:
+    """As :func:`start_within`, of the text's end."""
+    return start_within(text[-limit_bytes:][::-1], limit_bytes)[::-1]
+
+
+_BEGINS = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^([ |+]*)  File "(.*)", line (\d+), in (.*)$')
+
+
+def _frame_of(line: str) -> Frame | None:
+    found = _FRAME.match(line)
+    return None if found is None else Frame(found[2], int(found[3]), found[4])
+
+
+def folded(text: str) -> str:
+    """A traceback's text, with one line in place of successive frames of lightning, torch and this pack.
+
+    Frames of Python's own library are shown where the user's code has called them. All is shown if the variable
+    LIGHTNING_MULTIGPU_TRACEBACK is "full".
+
+    Args:
+        text: of one traceback or of several, as Python prints an exception with its causes or its group; other lines
+            stay as they are.
+    """
+    if os.environ.get(TRACEBACK) == "full":
+        return text
+    shown: list[str] = []
+    hidden: list[Frame] = []
+    is_hidden, margin, hint = True, "", f" ({TRACEBACK}=full shows all)"
+    for line in text.splitlines():
+        frame = _frame_of(line)
+        if frame is not None:
+            is_hidden = frame.library != "" and (frame.library != PYTHON or is_hidden)
+            if is_hidden:
+                hidden.append(frame)
+                margin = line.partition("  File")[0]
+                continue
+        elif hidden and line.startswith((f"{margin}    ", f"{margin}  [Previous line repeated")):
+            continue
+        if hidden:
+            # Where the traceback ends within them, the last one says where the exception was raised.
+            last = f", last {hidden[-1].text}" if frame is None else ""
+            shown.append(f"{margin}  ... {_counted(hidden)}{last}{hint}")
+            hidden, hint = [], ""
+        is_hidden = frame is None and (is_hidden or _BEGINS in line)
+        shown.append(line)
+    return "\n".join(shown)
+
+
+def _counted(frames: list[Frame]) -> str:
+    names = [name for name, _ in Counter(frame.library for frame in frames).most_common()]
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"{len(frames)} frame{'s' * (len(frames) > 1)} of {listed}"
 
 
 def host_name() -> str:

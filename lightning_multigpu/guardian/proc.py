@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -34,11 +35,15 @@ def parse_stat(text: str) -> Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """The kernel's view of a process, or None if there is none with that pid."""
+    """The kernel's view of a process, or None if there is none with that pid.
+
+    Raises:
+        OSError: the kernel cannot say so at the moment: too many files are open, or there is no memory.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return parse_stat(file.read())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ProcessLookupError):
         return None
 
 
@@ -62,17 +67,22 @@ class WatchedProcess:
                 raise
             except OSError:
                 self.pidfd = None
-        stat = read_stat(pid)
-        if stat is None:
+        try:
+            stat = read_stat(pid)
+            if stat is None:
+                raise ProcessLookupError(f"no process has the pid {pid}")
+        except OSError:
             self.close()
-            raise ProcessLookupError(f"no process has the pid {pid}")
+            raise
         self._start_ticks = stat.start_ticks
+        self._last: Stat = stat
         self._wait_status: int | None = None
 
     def state(self) -> str:
         """:data:`RUNNING`, :data:`STOPPED` or :data:`ENDED`.
 
-        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended.
+        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended. While the kernel
+        cannot say, the process is what it was before, unless its pidfd says that it has ended.
         """
         stat = self._stat()
         if stat is None:
@@ -127,12 +137,25 @@ class WatchedProcess:
             self.pidfd = None
 
     def _stat(self) -> Stat | None:
-        stat = read_stat(self.pid)
-        return None if stat is None or stat.start_ticks != self._start_ticks else stat
+        try:
+            stat = read_stat(self.pid)
+        except OSError:
+            return None if self._pidfd_has_ended() else self._last
+        if stat is None or stat.start_ticks != self._start_ticks:
+            return None
+        self._last = stat
+        return stat
+
+    def _pidfd_has_ended(self) -> bool:
+        if self.pidfd is None:
+            return False
+        poll = select.poll()  # select takes no descriptor beyond 1,023
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _collected_status(self) -> int | None:
         """The wait status that the kernel keeps with a pidfd once the parent has collected it."""
-        if self.pidfd is None or not select.select([self.pidfd], [], [], 0)[0]:
+        if self.pidfd is None or not self._pidfd_has_ended():
             return None
         buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
         try:
@@ -173,6 +196,16 @@ class Stillness:
 def clock_s() -> float:
     """Time that goes on while the machine sleeps, so that one's own pause shows as a jump; nobody can set it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def refusal(error: BaseException) -> str:
+    """What to do where the system has refused a new process; empty where the error has another reason."""
+    number = error.errno if isinstance(error, OSError) else None
+    return {
+        errno.EAGAIN: "no more processes are allowed: see `ulimit -u`, and pids.max of the container",
+        errno.ENOMEM: "there is no memory for another process: see `free`, and memory.max of the container",
+        errno.EMFILE: "no more files may be open: see `ulimit -n`",
+    }.get(number or 0, "")
 
 
 def ended_text(exit_code: int | None) -> str:

@@ -8,8 +8,9 @@ import signal
 import sys
 import time
 
-from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.hang.waits import shortened
+from lightning_multigpu.guardian.blocking import done_within
+from lightning_multigpu.guardian.failure import Failure, folded, host_name
+from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
@@ -85,9 +86,9 @@ class Shutdown:
             path: of the file, or None for no file. One that an earlier failure has left is replaced.
             ranks: of this host, which the file names with the time: it may be found much later.
         """
-        text = self.text()
         if path is not None and self._wants_file:
-            _write_file(path, _heading(ranks) + text)
+            text = _heading(ranks) + self._text(self.failure.traceback)
+            done_within(_WRITE_LIMIT_S, lambda: _write_file(path, text))
         if self._announced is not None and self._announced not in self._killed:
             return
         if sys.stderr is None:
@@ -95,7 +96,8 @@ class Shutdown:
         # A pipe that nobody reads must not keep the guardian for ever: the default of SIGALRM ends it.
         signal.alarm(_WRITE_LIMIT_S)
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            is_here = self.failure.rank is None or ranks.get(self.failure.rank) is not None
+            sys.stderr.write(self._text(folded(self.failure.traceback)) if is_here else f"{self._line()}\n")
             sys.stderr.flush()
         signal.alarm(0)
 
@@ -115,10 +117,10 @@ class Shutdown:
             if left:
                 time.sleep(_TIDY_LOOK_S)
 
-    def text(self) -> str:
+    def _text(self, traceback: str) -> str:
         """The message: the failed rank's traceback, whom the guardian had to end, what the others waited in, and,
         last, what happened."""
-        lines = [self.failure.traceback.rstrip()] if self.failure.traceback else []
+        lines = [traceback.rstrip()] if traceback else []
         others = [rank for rank in self._killed if rank.rank != self.failure.rank]
         if others:
             names = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in others)
@@ -126,8 +128,12 @@ class Shutdown:
                 f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
             )
         lines += [f"Meanwhile {line}" for line in shortened(self.waits)]
-        lines.append(f"The job failed: {self.failure.describe()}")
+        lines.append(f"The job failed: {self.failure.sentence()}")
         return "\n".join(lines) + "\n"
+
+    def _line(self) -> str:
+        """The message on a host that only hears of the failure: many hosts may share a terminal."""
+        return f"The job failed: {self.failure.sentence()}{in_one_line(self.waits)}"
 
 
 def _heading(ranks: Ranks) -> str:

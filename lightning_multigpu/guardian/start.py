@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES
 from lightning_multigpu.guardian.link.protocol import Connection
+from lightning_multigpu.guardian.proc import refusal
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
 SECRET = "LIGHTNING_MULTIGPU_GUARDIAN_SECRET"
@@ -127,6 +129,13 @@ class Guardian:
         self._link.close()
         self.withdraw()
 
+    def kill(self) -> None:
+        """Ends it at once and without a word: not all ranks could be started, and those that were are being ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._link.close()
+        self.withdraw()
+
     def withdraw(self) -> None:
         """Takes the environment variables back: the ranks have been started, and nobody else is to look for it."""
         for name, value in self.environment.items():
@@ -170,7 +179,8 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GuardianError(f"the guardian does not start: {error}") from error
+        hint = refusal(error)
+        raise GuardianError(f"the guardian does not start: {error}{hint and '; '}{hint}") from error
     if started.returncode != 0 or not started.stdout.strip().isdigit():
         raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
     return int(started.stdout)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import selectors
 import socket
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
@@ -16,14 +18,24 @@ from lightning_multigpu.guardian.hang.stacks import StackSignal
 from lightning_multigpu.guardian.hang.waits import HangWatch, last_waits
 from lightning_multigpu.guardian.interrupts import Interrupts
 from lightning_multigpu.guardian.link.host_links import Hosts
-from lightning_multigpu.guardian.link.protocol import Connection, Message, nonce, peer_of, proof, proves
+from lightning_multigpu.guardian.link.protocol import (
+    Connection,
+    Message,
+    accepted,
+    foreign,
+    nonce,
+    peer_of,
+    proof,
+    proves,
+)
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 from lightning_multigpu.guardian.shutdown import Shutdown
 from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
-_MAX_STRANGERS = 64
+_MAX_STRANGERS = 64  # and as many as there are ranks
 _SHORTEST_PAUSE_S = 1.0
+_SHORTEST_ROUND_S = 0.05
 
 
 class Watchdog:
@@ -49,7 +61,7 @@ class Watchdog:
         self._strangers: dict[Connection, str] = {}
         self._shutdown: Shutdown | None = None
         self._interrupts, self._workers = Interrupts(), Workers()
-        self._hurries = self._released = False
+        self._hurries = self._released = self._has_ended = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
         self._listener.setblocking(False)
@@ -70,8 +82,7 @@ class Watchdog:
         """Watches until all ranks have finished, or until all have ended after a failure."""
         self._interrupts.install()
         while not self._is_over():
-            for key, _ in self._selector.select(self._tick_s):
-                key.data()
+            self._serve()
             now_s = clock_s()
             if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
                 # This process was stopped, or the machine asleep; so were the ranks, and they go on at other moments.
@@ -87,6 +98,23 @@ class Watchdog:
             self._shutdown.report(self._file(), self._ranks)
             self._listener.close()  # a further run of these processes may want the address
             self._shutdown.tidy_up(self._ranks)
+
+    def _serve(self) -> None:
+        """Handles what comes until it is time to look at the ranks: a tick later, or soon after something has come.
+
+        Not at once: strangers who come again and again would have the guardian look all the time.
+        """
+        since_s = clock_s()
+        until_s = since_s + self._tick_s
+        self._has_ended = False
+        while True:
+            events = self._selector.select(max(0.0, until_s - clock_s()))
+            for key, _ in events:
+                key.data()
+            if events:
+                until_s = min(until_s, since_s + _SHORTEST_ROUND_S)
+            if self._has_ended or clock_s() >= until_s:
+                return
 
     def _is_over(self) -> bool:
         if self._shutdown is not None:
@@ -235,20 +263,21 @@ class Watchdog:
         self._selector.register(sock, selectors.EVENT_READ, read)
 
     def _forget(self, sock: socket.socket | int) -> None:
-        if self._selector.get_map().get(sock) is not None:
+        # It may be closed already: its event came in the same round as the one because of which it was closed.
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        connection = Connection(sock)
-        if len(self._strangers) >= _MAX_STRANGERS:  # who does not introduce itself makes room for others
-            self._close(next(iter(self._strangers)))
-        self._strangers[connection] = nonce()
-        self._watch(sock, lambda: self._read(connection))
-        connection.send("challenge", nonce=self._strangers[connection])
+        for connection in accepted(self._listener):
+            if why := foreign(connection.socket):
+                connection.send("refused", why=f"it is {why}")
+                connection.close()
+                continue
+            if len(self._strangers) >= _MAX_STRANGERS + self._ranks.num_ranks:  # the oldest makes room for others
+                self._close(next(iter(self._strangers)))
+            self._strangers[connection] = nonce()
+            self._watch(connection.socket, partial(self._read, connection))
+            connection.send("challenge", nonce=self._strangers[connection])
 
     def _close(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
@@ -258,13 +287,13 @@ class Watchdog:
 
     def _read(self, connection: Connection) -> None:
         """Reads what a rank says. That it closes its connection means nothing: only its process counts."""
-        for message in connection.receive():
+        for message in connection.arriving():
             try:
                 if connection in self._strangers:
                     self._welcome(connection, message)
                 else:
                     self._handle(connection, message)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, ArithmeticError, OSError) as error:
                 connection.send("refused", why=str(error))
                 connection.closed = True
         if connection.closed:
@@ -272,11 +301,10 @@ class Watchdog:
 
     def _welcome(self, connection: Connection, message: Message) -> None:
         challenge = self._strangers[connection]
-        pid, user = peer_of(connection.socket)
-        if user == os.getuid() and self._is_public and message["kind"] == "ask":
+        if self._is_public and message["kind"] == "ask":
             connection.send("secret", secret=self._secret.hex())
             return
-        if user != os.getuid() or not proves(message, self._secret, "rank", challenge):
+        if not proves(message, self._secret, "rank", challenge):
             raise ValueError(
                 "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
             )
@@ -284,7 +312,7 @@ class Watchdog:
         if not isinstance(number, int):
             raise ValueError(f"the rank is {number!r:.80}; it must be an integer")
         try:
-            rank = self._add(number, pid, introduced=True)
+            rank = self._add(number, peer_of(connection.socket)[0], introduced=True)
         except ProcessLookupError:
             connection.closed = True
             return
@@ -293,6 +321,7 @@ class Watchdog:
                 self._fail(Failure(str(error), host=host_name()), self._now_s)
             raise
         del self._strangers[connection]
+        connection.trust()
         self._connections[connection] = rank
         connection.send(
             "welcome",
@@ -312,8 +341,13 @@ class Watchdog:
         rank = self._ranks.add(number, pid, introduced=introduced)
         if rank.process is not before and rank.process.pidfd is not None:
             descriptor = rank.process.pidfd
-            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._forget(descriptor))
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._see_end(descriptor))
         return rank
+
+    def _see_end(self, descriptor: int) -> None:
+        """A rank has ended: it is looked at at once, before a launcher that sees it too has ended the others."""
+        self._forget(descriptor)
+        self._has_ended = True
 
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]

@@ -7,12 +7,16 @@ import os
 import signal
 from collections.abc import Collection, Iterator
 
-from lightning_multigpu.guardian.proc import read_stat
+from lightning_multigpu.guardian.blocking import done_within
+from lightning_multigpu.guardian.proc import Stat, read_stat
 
 # What runs the rank's own code in another process. The tracker of multiprocessing is not among them: it removes what
 # the others have left, and then ends by itself.
 _SPAWNED = (b"multiprocessing.spawn", b"multiprocessing.forkserver")
 _TEMPORARY = "pymp-"
+_PROC = "/proc"
+_READ_S = 0.2
+_blocked: set[int] = set()  # processes whose command line a thread is still waiting for
 
 
 class Workers:
@@ -28,8 +32,8 @@ class Workers:
         command = self._commands[rank] = _command(rank) or self._commands.get(rank, b"")
         noted = self._noted.setdefault(rank, {})
         for pid in _descendants(rank, ranks):
-            stat = read_stat(pid)
-            if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(pid, command):
+            stat = _stat(pid)
+            if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(_command(pid), command):
                 noted[pid] = stat.start_ticks
 
     def stopped(self, rank: int, now_s: float) -> tuple[int, float] | None:
@@ -38,7 +42,7 @@ class Workers:
         To be asked often, while ``rank`` itself is not stopped.
         """
         for pid, start_ticks in self._noted.get(rank, {}).items():
-            stat = read_stat(pid)
+            stat = _stat(pid)
             is_stopped = stat is not None and stat.start_ticks == start_ticks and stat.state == "T"
             if is_stopped and self._is_still_one(pid, rank):
                 return pid, self._stopped.setdefault(pid, now_s)
@@ -52,7 +56,10 @@ class Workers:
     def end(self, rank: int, ranks: Collection[int]) -> bool:
         """Ends the workers of ``rank``, which has ended; True once none is left."""
         noted = self._noted.get(rank, {})
-        alive = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
+        try:
+            alive = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
+        except OSError:  # the kernel cannot say at the moment: it is asked again
+            return False
         left = [pid for pid in alive if self._is_still_one(pid, rank)]
         for pid in left:
             directories = temporary_directories(pid)
@@ -64,7 +71,8 @@ class Workers:
 
     def _is_still_one(self, pid: int, rank: int) -> bool:
         """A program that the rank has started looks like a worker until it is executed."""
-        return _is_worker(pid, self._commands.get(rank, b""))
+        command = _command(pid)
+        return command is None or _is_worker(command, self._commands.get(rank, b""))
 
 
 def temporary_directories(pid: int) -> set[str]:
@@ -112,9 +120,17 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _is_worker(pid: int, command_of_rank: bytes) -> bool:
-    command = _command(pid)
-    return bool(command) and (command == command_of_rank or any(name in command for name in _SPAWNED))
+def _is_worker(command: bytes | None, command_of_rank: bytes) -> bool:
+    if not command:
+        return False
+    return command == command_of_rank or any(name in command for name in _SPAWNED)
+
+
+def _stat(pid: int) -> Stat | None:
+    """None also where the kernel cannot say at the moment; it is asked again in the next round."""
+    with contextlib.suppress(OSError):
+        return read_stat(pid)
+    return None
 
 
 def _is_alive(pid: int, start_ticks: int) -> bool:
@@ -122,9 +138,20 @@ def _is_alive(pid: int, start_ticks: int) -> bool:
     return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
 
 
-def _command(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+def _command(pid: int) -> bytes | None:
+    """The command line of a process, empty if there is no such process; None if reading it does not end.
+
+    The kernel reads it from the process's own memory, and waits if that comes from a file system that does not answer.
+    So a thread reads it.
+    """
+    if pid in _blocked:
+        return None
+    found: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError), open(f"{_PROC}/{pid}/cmdline", "rb") as file:
+            found.append(file.read())
+        _blocked.discard(pid)
+
+    _blocked.add(pid)
+    return b"".join(found) if done_within(_READ_S, read) else None

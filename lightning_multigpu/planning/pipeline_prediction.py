@@ -9,12 +9,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from lightning_multigpu.planning.balance import Bounds
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
-from lightning_multigpu.planning.timeline import HeldBytes, Timeline, bubble, predicted, span
+from lightning_multigpu.planning.timeline import BUSY, HeldBytes, Timeline, bubble, predicted, span
+
+LARGEST_SPREAD = 0.25
+"""Of the steps of one setting in different rounds; above, no setting is recommended."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Plan:
         stages: in order.
         timelines: of each rank, by position: the last rank's first.
         memory: of each rank, by position.
-        one_device_s: seconds of the same batch on one device.
+        one_device_s: seconds of the same batch, as a whole, on one device.
+        rounds: the same plan by the figures of each round of measurements; its own are their medians.
     """
 
     module: str
@@ -78,6 +83,7 @@ class Plan:
     timelines: tuple[Timeline, ...]
     memory: tuple[PlannedMemory, ...]
     one_device_s: float
+    rounds: tuple[Plan, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -92,8 +98,28 @@ class Plan:
 
     @property
     def relative_throughput(self) -> float:
-        """Samples per second, relative to one device."""
-        return self.one_device_s / self.step_s
+        """Samples per second, relative to one device; at most the number of ranks.
+
+        One device may run the whole batch at once, or its micro-batches one after the other: the faster one counts.
+        """
+        busy_s = sum(work.seconds for line in self.timelines for work in line if work.kind in BUSY)
+        return min(self.one_device_s, busy_s) / self.step_s
+
+    @property
+    def relative_throughput_range(self) -> tuple[float, float]:
+        """The least and the largest of the rounds."""
+        found = [self.relative_throughput, *(one.relative_throughput for one in self.rounds)]
+        return min(found), max(found)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median step of the rounds."""
+        steps = [one.step_s for one in self.rounds] or [self.step_s]
+        return (max(steps) - min(steps)) / median(steps)
+
+    def is_slower_than(self, other: Plan) -> bool:
+        """Whether it took longer in every round: measured at the same time, both had the same disturbances."""
+        return all(mine.step_s > its.step_s for mine, its in zip(self.rounds, other.rounds, strict=True))
 
     @property
     def largest_memory(self) -> PlannedMemory:
@@ -107,11 +133,13 @@ class PipelinePlans:
 
     Attributes:
         num_ranks: P.
-        num_pipelines: side by side; each gets its part of the batch.
+        num_pipelines: side by side; each takes a batch of its own.
         balance: of the strategy.
         link: between neighbouring ranks.
-        num_samples: of a pipeline's part of the first batch; None if no samples are found.
-        one_device_s: seconds of that part, forward and backward, as a whole on one device, without the optimizer.
+        num_samples: of a pipeline's first batch; None if no samples are found.
+        one_device_s: seconds of that batch, forward and backward, as a whole on one device, without the optimizer; the
+            median of the rounds.
+        waiting: the share of the measurement in which other processes had the core.
         plans: one for each schedule and number of micro-batches.
     """
 
@@ -121,7 +149,23 @@ class PipelinePlans:
     link: LinkCost
     num_samples: int | None = None
     one_device_s: float = 0.0
+    waiting: float = 0.0
     plans: list[Plan] = field(default_factory=list)
+
+    @property
+    def fastest(self) -> Plan:
+        return min(self.plans, key=lambda plan: plan.step_s)
+
+    @property
+    def alike(self) -> list[Plan]:
+        """The plans that cannot be told apart from the fastest: some round found them faster."""
+        fastest = self.fastest
+        return [plan for plan in self.plans if plan is not fastest and not plan.is_slower_than(fastest)]
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether the rounds differ too much for a choice."""
+        return max(plan.spread for plan in self.plans) > LARGEST_SPREAD
 
 
 def plan(
@@ -134,6 +178,7 @@ def plan(
     parameter_bytes: Sequence[int],
     held: Sequence[HeldBytes],
     one_device_s: float,
+    rounds: Sequence[Plan] = (),
 ) -> Plan:
     """Predicts a step.
 
@@ -145,6 +190,7 @@ def plan(
         parameter_bytes: of each layer.
         held: by each rank, by position.
         one_device_s: seconds of the same batch on one device.
+        rounds: as in :class:`Plan`.
     """
     forward_s, backward_s, cuts_s = costs.pass_times(bounds)
     return Plan(
@@ -175,12 +221,25 @@ def plan(
             for position, (own, activations) in enumerate(zip(held, costs.rank_activations_bytes(bounds), strict=True))
         ),
         one_device_s=one_device_s,
+        rounds=tuple(rounds),
     )
 
 
 def one_device_s(parts: Sequence[PartCost]) -> float:
     """Seconds of all parts of a step on one device."""
     return sum(part.forward_s + part.backward_s for part in parts)
+
+
+def median_costs(rounds: Sequence[Sequence[PartCost]]) -> list[PartCost]:
+    """The medians of each part's times over several rounds of measurements, whose sizes are the same."""
+    return [
+        replace(
+            same[0],
+            forward_s=median(part.forward_s for part in same),
+            backward_s=median(part.backward_s for part in same),
+        )
+        for same in zip(*rounds, strict=True)
+    ]
 
 
 def _rank(stage: int, num_ranks: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,37 +14,43 @@ COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, B
 """Every compressor by its name."""
 
 
-def make_compressor(compression: str | Mapping[str, Any] | Compressor, **options: Any) -> Compressor:
+def make_compressor(
+    compression: str | Mapping[str, Any] | Compressor, *, also_known: Sequence[str] = (), **options: Any
+) -> Compressor:
     """The compressor of a setting: ``"int8"``, ``{"name": "powersgd", "rank": 4}``, or a compressor itself.
 
     Args:
         compression: a name, or a mapping with ``name`` and options; a compressor is returned as it is.
+        also_known: names that mean something to the caller, for messages.
         options: further options of the named compressor.
 
     Raises:
         ValueError: the name or an option is unknown, ``name`` is missing, or an option's value is out of range.
         TypeError: it is none of these kinds.
     """
+    names = (*COMPRESSORS, *also_known)
     if isinstance(compression, Compressor):
         if options:
             raise ValueError(f"{', '.join(options)}: options of {compression!r} are set where it is made")
         return compression
     if isinstance(compression, Mapping):
         if "name" not in compression:
-            raise ValueError(f"compression={dict(compression)!r} lacks 'name': use one of {_listed(COMPRESSORS)}")
+            raise ValueError(
+                f"compression={dict(compression)!r} lacks 'name': use one of {_listed((*COMPRESSORS, *also_known))}"
+            )
         options = {**{str(key): value for key, value in compression.items() if key != "name"}, **options}
         compression = compression["name"]
     if not isinstance(compression, str):
         raise TypeError(f"compression={compression!r} is a {type(compression).__name__}: use a name or a mapping")
     if compression not in COMPRESSORS:
-        known = f"use one of {_listed(COMPRESSORS)}. {did_you_mean(compression, COMPRESSORS)}".rstrip()
+        known = f"use one of {_listed(names)}. {did_you_mean(compression, names)}".rstrip()
         raise ValueError(f"compression={compression!r} is unknown: {known}")
     kind = COMPRESSORS[compression]
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    known_options = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for option in options:
-        if option not in names:
-            has = f"has {_listed(names)}" if names else "has no options"
-            hint = f"{has}. {did_you_mean(option, names)}".rstrip()
+        if option not in known_options:
+            has = f"has {_listed(known_options)}" if known_options else "has no options"
+            hint = f"{has}. {did_you_mean(option, known_options)}".rstrip()
             raise ValueError(f"compression {compression!r} has no option {option!r}: it {hint}")
     return kind(**options)
 

@@ -9,8 +9,8 @@ from typing import Protocol
 class Note(Protocol):
     """One collective under way; exactly one of :meth:`ended` and :meth:`broke` is called."""
 
-    def awaited(self) -> None:
-        """The calling thread begins to wait for it."""
+    def awaited(self, *, by_device: bool = False) -> None:
+        """The calling thread, or this rank's device, begins to wait for it."""
 
     def ended(self) -> None:
         """It has ended."""

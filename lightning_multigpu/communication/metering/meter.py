@@ -14,6 +14,7 @@ import torch
 from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock
 from lightning_multigpu.communication.metering.collective_observer import CollectiveObserver
 from lightning_multigpu.communication.metering.records import PendingStep, Transfer, Wait
+from lightning_multigpu.communication.metering.stream_watch import StreamWatch
 from lightning_multigpu.communication.metering.traffic import (
     Interval,
     OperationTotals,
@@ -39,23 +40,19 @@ class Meter:
     Args:
         history: how many steps :attr:`steps` keeps.
         clock: seconds, monotonic.
-
-    Attributes:
-        notes: told of each transfer on the host's clock as it begins and ends, so that other processes can see what
-            this rank waits for; None for no observer. It is not told of transfers on CUDA streams, since the host does
-            not wait in them.
     """
 
     def __init__(self, *, history: int = 4096, clock: Callable[[], float] = time.perf_counter) -> None:
         if history < 1:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
-        self.notes: CollectiveObserver | None = None
+        self._notes: CollectiveObserver | None = None
         self.now = clock
         """The meter's clock, in seconds."""
         self._host_clock = HostClock(clock)
         self._stream_clock = StreamClock(clock)
         self._stream_origin: tuple[torch.cuda.Event, float] | None = None
+        self._stream_watch = StreamWatch()
         self._lock = threading.Lock()
         self._pending: deque[PendingStep] = deque()
         self._next_index = 0
@@ -65,6 +62,19 @@ class Meter:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty_meter, (self.steps.maxlen,)  # what a spawned rank starts from
+
+    @property
+    def notes(self) -> CollectiveObserver | None:
+        """Told of each transfer as it begins and ends, so that other processes can see what this rank waits for.
+
+        None for no observer. A thread tells it how far the device has come with transfers on CUDA streams.
+        """
+        return self._notes
+
+    @notes.setter
+    def notes(self, observer: CollectiveObserver | None) -> None:
+        self._stream_watch.stop()
+        self._notes = observer
 
     @property
     def steps_ended(self) -> int:
@@ -99,11 +109,13 @@ class Meter:
             ranks: the members of the group, as ``collective_observer.ranks_text`` writes them.
             awaited: some thread waits for it from the beginning; where not, call ``awaited()`` of the result later.
             noted: :attr:`notes` is told; not needed for a message that is handed over and not waited for.
-            on_stream: time it by events on the CUDA streams current at its start and end; :attr:`notes` is not told.
+            on_stream: time it by events on the CUDA streams current at its start and end. It counts as awaited from
+                the moment at which the device has come to it.
         """
         note = None
-        if noted and not on_stream and self.notes is not None:
-            note = self.notes.began(
+        if noted and self._notes is not None:
+            awaited = awaited and not on_stream
+            note = self._notes.began(
                 operation, group=group, ranks=ranks, group_size=group_size, size_bytes=size_bytes, awaited=awaited
             )
         if sent_bytes is None:
@@ -116,6 +128,8 @@ class Meter:
         )  # fmt: skip
         with self._lock:
             self._transfers.append(transfer)
+        if note is not None and on_stream:
+            self._stream_watch.add(transfer)
         return transfer
 
     @contextmanager
@@ -145,6 +159,8 @@ class Meter:
 
     def end_step(self) -> None:
         """Closes the current optimizer step: what is recorded from now on belongs to the next one."""
+        if self._stream_origin is not None and self.now() - self._stream_origin[1] > _EPOCH_S:
+            self._stream_origin = self._stream_clock.origin()
         with self._lock:
             step = PendingStep(self._next_index, self._start_s, self.now(), self._transfers, self._waits)
             self._pending.append(step)
@@ -191,8 +207,12 @@ class Meter:
             self._waits.append(wait)
 
     def _origin(self) -> tuple[torch.cuda.Event, float]:
-        """The origin of the CUDA clock, a minute old at most: CUDA gives the time between events as a float32 in ms."""
-        if self._stream_origin is None or self.now() - self._stream_origin[1] > _EPOCH_S:
+        """The origin of the CUDA clock, renewed once a minute: CUDA gives the time between events as a float32 in ms.
+
+        It is renewed between two steps: within a step, a rank that waits for its device may hold up those that its
+        device waits for.
+        """
+        if self._stream_origin is None:
             self._stream_origin = self._stream_clock.origin()
         return self._stream_origin
 

@@ -39,7 +39,7 @@ class Wait:
 class Transfer(Wait):
     """One transfer under way; the thread that sees its end calls :meth:`finish`, or :meth:`broke` at an error.
 
-    On a CUDA stream the host neither waits for a transfer nor looks at a clock, so that no observer is told.
+    On a CUDA stream the host does not wait for the end of a transfer: :meth:`tell` looks for it.
     """
 
     operation: str
@@ -50,11 +50,23 @@ class Transfer(Wait):
     blocking: bool
     memory_bytes: int = 0
     note: Note | None = field(default=None, repr=False)
+    is_reached: bool = False
 
     def finish(self) -> None:
         self.end = self.clock.mark()
-        if self.note is not None:
+        if self.note is not None and self.clock.passed(self.end):
             self.note.ended()
+
+    def tell(self) -> bool:
+        """Tells the observer how far the device has come with the transfer; returns whether it has ended."""
+        if self.done():
+            if self.note is not None:
+                self.note.ended()
+            return True
+        if self.note is not None and not self.is_reached and self.clock.passed(self.start):
+            self.is_reached = True
+            self.note.awaited(by_device=True)
+        return False
 
     def awaited(self) -> None:
         """From now on the calling thread does nothing but wait for the transfer."""

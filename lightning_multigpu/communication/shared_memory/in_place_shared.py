@@ -11,7 +11,9 @@ Every rank has a tensor of its own, here of two halves (a0 is rank 0's part of a
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Callable
 
 import torch
@@ -89,8 +91,23 @@ def _offered(flat: Tensor) -> str:
         raise RuntimeError("only a tensor with a storage of its own can be moved into shared memory")
     # torch has no public way to the descriptor behind share_memory_(); tests/communication/test_in_place_shared.py says
     # if this one moves.
-    descriptor, _ = storage._share_fd_cpu_()
+    try:
+        descriptor, _ = storage._share_fd_cpu_()
+    except RuntimeError as error:
+        for name in re.findall(rf"</(torch_{os.getpid()}_\w+)>", str(error)):
+            _remove(f"/dev/shm/{name}")
+        raise
     return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _remove(path: str) -> None:
+    """Removes a file for which torch found no room, and the descriptor by which torch has left it open."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") == path:
+                os.close(int(descriptor))
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _mapped(path: str, like: Tensor) -> Tensor:

@@ -21,12 +21,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler
+from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, ShardedBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
@@ -302,6 +303,18 @@ def counted_samples(batch: Any, *, limit: int | None) -> int:
     """
     size = leading_size(batch)
     return size if size is not None and limit is not None and 0 < size <= limit else 1
+
+
+def full_batch_size(loader: Any) -> int | None:
+    """Samples of a loader's full batches on this rank; None where that is not known before they are drawn."""
+    if isinstance(loader, AgreedLoader):
+        loader = loader.loader
+    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if isinstance(batches, ShardedBatchSampler):
+        return batches.batch_size
+    if isinstance(batches, DealtBatchSampler):
+        batches = batches.batches
+    return batches.batch_size if type(batches) is BatchSampler else None
 
 
 def agreed_length(loader: Iterable[Any], group: dist.ProcessGroup, uneven_inputs: UnevenInputs) -> int | None:

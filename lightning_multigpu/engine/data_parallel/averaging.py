@@ -23,7 +23,8 @@ class ModelAverager:
 
     Args:
         every: optimizer steps from one average to the next.
-        average: averages a flat, contiguous tensor of one dtype over the ranks, in place; a collective.
+        average: averages a flat, contiguous tensor of one dtype, on the device of the first parameter, over the ranks,
+            in place; a collective.
 
     Attributes:
         steps_alone: optimizer steps that ranks have taken since the last average.
@@ -58,14 +59,21 @@ class ModelAverager:
         self.steps_alone = 0
         parameters = list(parameters)
         with torch.no_grad():
-            moments = self._on_all_ranks([_moments(state) for state in _states(optimizers)], parameters[0].device)
+            device = parameters[0].device
+            moments = self._on_all_ranks([_moments(state) for state in _states(optimizers)], device)
+
+            def average(flat: Tensor) -> None:
+                moved = flat.to(device)  # an optimizer may keep state in the host's memory, which NCCL cannot move
+                self._average(moved)
+                flat.copy_(moved)
+
             for tensors in alike([*parameters, *moments], full_bytes=_FLAT_BYTES):
-                apply_flat(self._average, tensors)
+                apply_flat(average, tensors)
         return True
 
     def _on_all_ranks(self, moments: list[list[Tensor]], device: torch.device) -> list[Tensor]:
         """The optimizer state of the parameters that have one on every rank."""
-        present = torch.tensor([float(bool(of_one)) for of_one in moments])
+        present = torch.tensor([float(bool(of_one)) for of_one in moments], device=device)
         self._average(present)
         return [
             tensor for of_one, share in zip(moments, present.tolist(), strict=True) if share == 1 for tensor in of_one

@@ -265,9 +265,9 @@ def _report(chosen: str, measured: Measured, step: Sequence[Bucket], sample: Seq
     times = ", ".join(
         f"{way} {_ms(seconds * total_bytes / sampled_bytes)}" for way, seconds in measured.seconds.items()
     )
-    part = "" if sampled_bytes == total_bytes else f" with {sampled_bytes / 2**20:.3g} MiB of them, in proportion"
+    part = "" if sampled_bytes == total_bytes else f" with {sampled_bytes / 1e6:.3g} MB of them, in proportion"
     return (
-        f"compression='auto': {chosen}. A step's {total_bytes / 2**20:.3g} MiB of gradients take: {times} "
+        f"compression='auto': {chosen}. A step's {total_bytes / 1e6:.3g} MB of gradients take: {times} "
         f"(medians of {measured.rounds}{part}, on the slowest rank)."
     )
 

@@ -82,7 +82,7 @@ class GradientTransport:
         """
 
         def over_hosts(compressor: Compressor | None) -> HierarchicalAllReduce:
-            return self._all_reduce_over_hosts(groups, ranks_per_host, compressor, warn)
+            return self._all_reduce_over_hosts(groups, group, ranks_per_host, compressor, warn)
 
         chooses = isinstance(self.compressor, str)
         compressor = None if isinstance(self.compressor, str) else self.compressor
@@ -123,13 +123,19 @@ class GradientTransport:
         cost = bucket_size.measure(reducer.average, device)
         chosen_mb = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
         info(
-            f"bucket_cap_mb='auto': {chosen_mb:.2f} MiB, for {total_bytes / 2**20:.1f} MiB of gradients that take "
-            f"{cost.latency_s * 1e6:.0f} us a bucket and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
+            f"bucket_cap_mb='auto': {chosen_mb:.2f}, buckets of {chosen_mb * 2**20 / 1e6:.2f} MB, for "
+            f"{total_bytes / 1e6:.1f} MB of gradients that take {cost.latency_s * 1e3:.2f} ms a bucket and "
+            f"{cost.s_per_byte * 1e9:.2f} ms a MB"
         )
         return chosen_mb
 
     def _all_reduce_over_hosts(
-        self, groups: Groups, ranks_per_host: int, compressor: Compressor | None, warn: Callable[[str], object]
+        self,
+        groups: Groups,
+        group: dist.ProcessGroup,
+        ranks_per_host: int,
+        compressor: Compressor | None,
+        warn: Callable[[str], object],
     ) -> HierarchicalAllReduce:
         """The all-reduce of tensors in the hosts' memory; where memory cannot be shared, all ranks do without it."""
         lines = groups.lines(_AXIS)
@@ -150,7 +156,11 @@ class GradientTransport:
                 "RingDDPStrategy(shared_memory=False) asks for that without this warning."
             )
             inside, inside_group, arranged = None, None, layout(lines, ranks_per_host, use_hosts=False)
-        between_group = groups.over(arranged.between, backend=_HOST_MEMORY_BACKEND) if arranged.between else None
+        between_group: dist.ProcessGroup | None = None
+        if arranged.between == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
+            between_group = group  # each rank counts as a host
+        elif arranged.between:
+            between_group = groups.over(arranged.between, backend=_HOST_MEMORY_BACKEND)
         between: RingAllReduce | CompressedAllReduce | None = None
         if between_group is not None:
             ring = RingAllReduce(between_group)
@@ -213,4 +223,4 @@ def compressor_of(compression: str | Mapping[str, Any] | Compressor | None) -> C
         return None if compression is None else AUTO
     if isinstance(compression, Mapping) and compression.get("name") == AUTO:
         raise ValueError(f"compression={dict(compression)!r}: the choice has no options; write compression='auto'")
-    return make_compressor(compression)
+    return make_compressor(compression, also_known=(AUTO,))

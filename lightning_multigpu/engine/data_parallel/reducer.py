@@ -127,7 +127,7 @@ class GradientReducer:
         if self.all_reduce is not None:
             self._begin(tensor, (), blocking=True)()
             return
-        with self._meter.blocking("all_reduce", **self._described(tensor)):
+        with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
     def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
@@ -168,7 +168,7 @@ class GradientReducer:
         except BaseException as error:
             return self._failed(error, bucket.buffer())
         finally:
-            if self._nccl:
+            if self._nccl or (self._hook is not None and bucket.buffer().is_cuda):
                 self._last_bucket = recorded_event()
             else:
                 self._last_bucket_s = self._meter.now()
@@ -265,7 +265,7 @@ class GradientReducer:
 
     def _reduce_by_user_hook(self, state: Any, hook: CommHook, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        transfer = self._meter.begin("all_reduce", **self._described(buffer))
+        transfer = self._meter.begin("all_reduce", on_stream=buffer.is_cuda, **self._described(buffer))
         checked: Future[Tensor] = Future()
 
         def ended(future: Future[Any]) -> None:
@@ -283,7 +283,8 @@ class GradientReducer:
             transfer.broke()
             raise
         if buffer.is_cuda:
-            # The values of a CUDA future are ordered by its streams, which a future of our own would lose.
+            # The values of a CUDA future are ordered by its streams, which a future of our own would lose. The callback
+            # runs on a stream that waits for them.
             future.add_done_callback(lambda _: transfer.finish())
             return future
         future.add_done_callback(ended)

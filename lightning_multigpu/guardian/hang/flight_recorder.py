@@ -25,6 +25,7 @@ _ROWS_FROM, _ROW_BYTES = 256, 256
 _NUM_ROWS = (PAGE_BYTES - _ROWS_FROM) // _ROW_BYTES
 
 FREE, ENDED, UNDER_WAY, AWAITED, BROKEN = range(5)
+DEVICE = 0
 
 _STEPS = struct.Struct("q")
 _CHANGING = struct.Struct("QqqqqdQ24sQ")
@@ -49,7 +50,7 @@ class Entry(NamedTuple):
         operation: its name in ``torch.distributed``.
         size_bytes: of the tensor that it is about.
         since_s: when its thread began to wait, on CLOCK_BOOTTIME.
-        thread: which is that, as ``threading.get_ident()`` has it.
+        thread: which is that, as ``threading.get_ident()`` has it; :data:`DEVICE` where the rank's device waits.
         place: of a broken one, the line at which the main thread was.
     """
 
@@ -85,9 +86,9 @@ class Note:
         self.since_s = clock_s()
         self.thread = threading.get_ident()
 
-    def awaited(self) -> None:
-        """The calling thread begins to wait for it."""
-        self.state, self.since_s, self.thread = AWAITED, clock_s(), threading.get_ident()
+    def awaited(self, *, by_device: bool = False) -> None:
+        """The calling thread, or the rank's device, begins to wait for it."""
+        self.state, self.since_s, self.thread = AWAITED, clock_s(), DEVICE if by_device else threading.get_ident()
         self._recorder._changed(self._row)
 
     def ended(self) -> None:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from lightning_multigpu.guardian.blocking import done_within
 from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.hang.waiting_graph import Call, View, calls, verdict
 from lightning_multigpu.guardian.hang.waits import HangWatch, Waits
@@ -142,29 +142,25 @@ class HangReports:
     def _write(self, text: str, details: str) -> None:
         path = self._path()
         if path is not None:
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "a", encoding="utf-8", errors="replace") as file:
-                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}\n")
-            except OSError as error:
-                text += f"It could not be written to {path}: {error}\n"
-        print_without_waiting(text)
+            entry = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}\n"
+            done_within(_WRITE_S, lambda: _append(path, entry))
+        done_within(_WRITE_S, lambda: _print(text))
 
 
-def print_without_waiting(text: str) -> None:
-    """Writes to standard error; a pipe that nobody reads keeps a thread waiting, but not the guardian."""
-    data = text.encode(errors="replace")
+def _append(path: str, entry: str) -> None:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(entry)
+    except OSError as error:
+        _print(f"The report about a hang could not be written to {path}: {error}\n")
 
-    def write() -> None:
-        rest = data
-        with contextlib.suppress(OSError):
-            while rest:
-                rest = rest[os.write(2, rest) :]
 
-    if sys.stderr is not None:
-        thread = threading.Thread(target=write, name="hang-report", daemon=True)
-        thread.start()
-        thread.join(_WRITE_S)
+def _print(text: str) -> None:
+    rest = text.encode(errors="replace") if sys.stderr is not None else b""
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(2, rest) :]
 
 
 _SHOWN_RANKS = 16

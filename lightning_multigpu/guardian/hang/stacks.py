@@ -30,9 +30,10 @@ _WAITS_IN_C = (
 _WRAPPERS = ("torch/distributed/c10d_logger.py", "/contextlib.py", "torch/utils/_contextlib.py")
 _TORCH = re.compile(r"/(site|dist)-packages/(torch|lightning_utilities)/|/torch/(nn|autograd|distributed|optim|utils)/")
 _LIGHTNING = re.compile(
-    r"/(site|dist)-packages/(lightning|torchmetrics)/|/lightning/(pytorch|fabric)/|/lightning_multigpu/"
+    r"/(site|dist)-packages/(lightning|torchmetrics)/|/lightning/(pytorch|fabric)/|/lightning_multigpu/|/lightning-multigpu$"
 )
 _STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<(frozen|string)")
+PYTHON = "Python"
 _TRAINER = re.compile(r"/lightning/pytorch/trainer/")
 
 
@@ -52,6 +53,17 @@ class Frame(NamedTuple):
     def is_users(self) -> bool:
         """True if the file is neither a library that this pack knows nor Python's own."""
         return not any(kind.search(self.file) for kind in (_TORCH, _LIGHTNING, _STANDARD))
+
+    @property
+    def library(self) -> str:
+        """The library that the file belongs to, PYTHON for Python's own, empty for the user's and other packages."""
+        if _TORCH.search(self.file):
+            return "torch"
+        if _LIGHTNING.search(self.file):
+            is_own = _short(self.file).startswith("lightning_multigpu/") or self.file.endswith("/lightning-multigpu")
+            return "lightning_multigpu" if is_own else "lightning"
+        # Code of `python -c` is the user's.
+        return PYTHON if _STANDARD.search(self.file) and not self.file.startswith("<string") else ""
 
 
 class CollectiveCall(NamedTuple):

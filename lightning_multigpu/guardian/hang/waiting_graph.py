@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, UNDER_WAY, Entry, parse_ranks
+from lightning_multigpu.guardian.failure import end_within, start_within
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, DEVICE, UNDER_WAY, Entry, parse_ranks
 from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 
 _MAX_FRAMES = 40
-_MAX_STACKS_CHARS = 6_000
+_MAX_STACKS_BYTES = 36_000
+_MAX_FILE_BYTES = 1_200
+_MAX_FUNCTION_BYTES = 300
 
 
 class View(NamedTuple):
@@ -37,7 +40,13 @@ class View(NamedTuple):
 
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to what fits into one message."""
-        stacks = Stacks(self.stacks.text[-_MAX_STACKS_CHARS:], self.stacks.main[:_MAX_FRAMES])
+        frames = [
+            frame._replace(
+                file=end_within(frame.file, _MAX_FILE_BYTES), function=start_within(frame.function, _MAX_FUNCTION_BYTES)
+            )
+            for frame in self.stacks.main[:_MAX_FRAMES]
+        ]
+        stacks = Stacks(end_within(self.stacks.text, _MAX_STACKS_BYTES), tuple(frames))
         return self._replace(stacks=stacks)._asdict()
 
     @classmethod
@@ -75,7 +84,10 @@ class Call(NamedTuple):
 
 
 def calls(view: View) -> list[Call]:
-    """The collectives in which a rank waits: those that it has noted, and the main thread's if that has noted none."""
+    """The collectives in which a rank waits: those that it has noted, and the main thread's if that has noted none.
+
+    Where the device waits, the place is that of the main thread, which waits for the device or has gone on.
+    """
     if view.gone:
         return []
     noted = [entry for entry in view.entries if entry.state == AWAITED]
@@ -87,12 +99,12 @@ def calls(view: View) -> list[Call]:
             e.ranks,
             e.number,
             e.since_s,
-            view.stacks.place if _is_main(e, view) else "",
+            view.stacks.place if e.thread == DEVICE or _is_main(e, view) else "",
         )
         for e in noted
     ]
     seen = view.stacks.collective
-    if seen is not None and not any(_is_main(entry, view) for entry in noted):
+    if seen is not None and not any(_is_main(e, view) or (e.thread, e.operation) == (DEVICE, seen[0]) for e in noted):
         found.append(Call(view.rank, seen.operation, "", "", 0, 0.0, seen.place))
     return found
 

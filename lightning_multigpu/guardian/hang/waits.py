@@ -220,3 +220,9 @@ def shortened(lines: list[str]) -> list[str]:
     """The first lines, and how many more there are."""
     more = len(lines) - MAX_LINES
     return lines if more <= 0 else [*lines[:MAX_LINES], f"{more} more ranks waited too"]
+
+
+def in_one_line(lines: list[str]) -> str:
+    """The first line, as the end of a sentence about the failure, and how many more there are; empty without any."""
+    more = f", and {len(lines) - 1} more ranks waited too" if len(lines) > 1 else ""
+    return f"; meanwhile {lines[0]}{more}" if lines else ""

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.link.protocol import Connection, Message, Seal, nonce, proof, proves
+from lightning_multigpu.guardian.link.protocol import Connection, Message, Seal, accepted, nonce, proof, proves
 from lightning_multigpu.guardian.ranks import Found
 
 ASKING, ASKED = "asking host", "asked host"
@@ -48,6 +50,7 @@ class Peer:
     Attributes:
         host: the name of its host.
         where: address and port at which further guardians reach it.
+        came_from: the address of a stranger.
         trusted: True once it has proved that it knows the secret.
         heard_s: time of its last message.
         paused: True while all ranks of its host are stopped.
@@ -61,12 +64,14 @@ class Peer:
         self.heard_s = now_s
         self.host = ""
         self.where = ("", 0)
+        self.came_from = ""
         self.trusted = False
         self.paused = False
         self.at_end = False
         self.done = False
         self._secret = secret
         self._nonce = nonce()
+        self._seals: tuple[str, str] | None = None
         with contextlib.suppress(OSError):
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
@@ -87,6 +92,8 @@ class Peer:
             node_rank: of this host.
             port: where this guardian listens for further ones.
         """
+        if self._seals is not None:
+            raise ValueError("it has sent a second challenge")
         theirs = str(message.get("nonce"))
         self._seals = (theirs, self._nonce)
         own = proof(self._secret, f"{ASKING} {node_rank}", theirs)
@@ -97,27 +104,28 @@ class Peer:
         node_rank, port = message.get("node_rank"), message.get("port")
         if not proves(message, self._secret, f"{ASKING} {node_rank}", self._nonce):
             return "its secret is not this job's"
-        if not isinstance(node_rank, int) or not isinstance(port, int):
-            return f"its node rank {node_rank!r:.80} and port {port!r:.80} must be integers"
+        if not isinstance(node_rank, int) or not isinstance(port, int) or not 0 <= port < 1 << 16:
+            return f"its node rank {node_rank!r:.80} and port {port!r:.80} must be integers, the port below 65536"
         self.node_rank, self.host = node_rank, str(message.get("host"))
-        self.where = (self.connection.socket.getpeername()[0], port)
+        self.where = (self.came_from, port)
         return ""
 
-    def welcome(self, message: Message, *, others: list[tuple[int, str, str, int]]) -> None:
+    def welcome(self, message: Message, *, num_nodes: int, others: list[tuple[int, str, str, int]]) -> None:
         """Asked: trusts the stranger, and seals what is said from here on.
 
         Args:
             message: its answer.
+            num_nodes: hosts of the job.
             others: the guardians that it has to connect to as well: node rank, host name, address and port.
         """
         theirs = str(message.get("nonce"))
         own = proof(self._secret, ASKED, theirs)
-        self.connection.send("welcome", proof=own, host=host_name(), others=others)
+        self.connection.send("welcome", proof=own, host=host_name(), num_nodes=num_nodes, others=others)
         self._trust(ASKED, ASKING, (self._nonce, theirs))
 
     def is_welcomed_by(self, message: Message) -> bool:
         """Asking: whether the other end knows the secret too; what is said from here on is then sealed."""
-        if not proves(message, self._secret, ASKED, self._nonce):
+        if self._seals is None or not proves(message, self._secret, ASKED, self._nonce):
             return False
         self.host = str(message.get("host"))
         self._trust(ASKING, ASKED, self._seals)
@@ -125,6 +133,7 @@ class Peer:
 
     def _trust(self, own: str, other: str, nonces: tuple[str, str]) -> None:
         self.trusted = True
+        self.connection.trust()
         self.connection.seal(outgoing=Seal(self._secret, own, nonces), incoming=Seal(self._secret, other, nonces))
 
 
@@ -174,9 +183,8 @@ class Hosts:
         self.end_now = False
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
-        self._listener: socket.socket | None = None  # of node 0
-        self._further: socket.socket | None = None  # of the others, for those that come later
-        self._missing = 0
+        self._listener: socket.socket | None = None  # while hosts are still to come
+        self._awaited: set[int] = set()  # node ranks that are still to come, as far as this guardian knows
         self._since_s = self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
 
@@ -193,16 +201,16 @@ class Hosts:
     @property
     def all_done(self) -> bool:
         """True if this guardian may leave: node 0's stays until the others' ranks have finished."""
-        if self._listener is None:
+        if not self.is_first:
             return all(peer.trusted for peer in self._peers)
-        return self._missing == 0 and all(peer.done for peer in self._peers)
+        return not self._awaited and all(peer.done for peer in self._peers)
 
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: bytes, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
-        self._num_nodes, self._missing, self._secret = num_nodes, num_nodes - 1, secret
+        self._secret = secret
         self._since_s = self._now_s = now_s
-        self._listener = listener
         self._open(listener)
+        self._expect(num_nodes)
 
     def join(
         self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
@@ -211,8 +219,7 @@ class Hosts:
         self._secret, self._now_s = secret, now_s
         self._own_rank, self._on_met = node_rank, on_met
         with contextlib.suppress(OSError):  # else nobody can come, and says so
-            self._further = socket.create_server((sock.getsockname()[0], 0), family=sock.family)
-            self._open(self._further)
+            self._open(socket.create_server((sock.getsockname()[0], 0), family=sock.family))
         self._ask(Connection(sock), 0, "")
 
     def forgive(self, now_s: float) -> None:
@@ -245,9 +252,9 @@ class Hosts:
             self._silent([peer for peer in waited_for if now_s - peer.heard_s > self._silence_s - self._beat_every_s])
             for peer in silent:
                 self._drop(peer)
-        if self._missing > 0 and now_s - self._since_s > self._join_timeout_s:
+        if self.is_first and self._awaited and now_s - self._since_s > self._join_timeout_s:
             came = ", ".join(peer.name for peer in self._known()) or "none"
-            self._find(f"{self._missing} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
+            self._find(f"{len(self._awaited)} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
         found, self._found = self._found, None
         return found
 
@@ -274,16 +281,16 @@ class Hosts:
 
         Called again until then. The others tell node 0, which tells them when all have come.
         """
-        if self._listener is not None and (self._missing or not all(peer.at_end or peer.done for peer in self._peers)):
+        if self.is_first and (self._awaited or not all(peer.at_end or peer.done for peer in self._peers)):
             return False
         if not self._at_end:
             self._at_end = True
-            self.say("at end" if self._listener is None else "all at end")
-        return self._listener is not None or self._all_at_end or not self._peers
+            self.say("all at end" if self.is_first else "at end")
+        return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
-        if self._listener is None and not self._finished:
+        if not self.is_first and not self._finished:
             for peer in self._known():
                 self._finished = True
                 peer.connection.send("done")
@@ -292,11 +299,7 @@ class Hosts:
         """Closes everything; what has been sent before still arrives."""
         for peer in self._peers + self._strangers:
             self._drop(peer)
-        for listener in (self._listener, self._further):
-            if listener is not None:
-                self._forget(listener)
-                listener.close()
-        self._listener = self._further = None
+        self._close_listener()
 
     def _known(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.trusted and not peer.connection.closed]
@@ -342,19 +345,46 @@ class Hosts:
 
     def _open(self, listener: socket.socket) -> None:
         listener.setblocking(False)
+        self._listener = listener
         self._watch(listener, lambda: self._accept(listener))
 
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._forget(self._listener)
+            self._listener.close()
+            self._listener = None
+
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
-        if len(self._strangers) >= _MAX_STRANGERS:  # who does not introduce itself makes room for others
-            self._drop(self._strangers[0])
-        peer = Peer(Connection(sock), secret=self._secret, now_s=self._now_s)
-        self._strangers.append(peer)
-        self._watch(sock, lambda: self._read(peer))
-        peer.challenge()
+        for connection in accepted(listener):
+            peer = Peer(connection, secret=self._secret, now_s=self._now_s)
+            with contextlib.suppress(OSError):  # it may have left again
+                peer.came_from = connection.socket.getpeername()[0]
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self._drop(self._oldest_of_the_crowd())
+            self._strangers.append(peer)
+            self._watch(connection.socket, partial(self._read, peer))
+            peer.challenge()
+
+    def _oldest_of_the_crowd(self) -> Peer:
+        """The stranger that makes room for another: of the address from which most have come."""
+        crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
+        return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
+
+    def _expect(self, num_nodes: int) -> None:
+        """Node 0 has said how many hosts there are."""
+        self._num_nodes = num_nodes
+        near = {0, (self._own_rank - 1) % num_nodes, (self._own_rank + 1) % num_nodes}
+        everybody = set(range(num_nodes)) if self.is_first or num_nodes <= _MAX_MESH else near
+        self._awaited = everybody - {self._own_rank} - {peer.node_rank for peer in self._peers if peer.trusted}
+
+    def _came(self, peer: Peer) -> None:
+        """A guardian is trusted from now on; after the last one nobody else is let in."""
+        if peer.node_rank is not None:
+            self._awaited.discard(peer.node_rank)
+        if not self._awaited and self._num_nodes > 1:
+            self._close_listener()
+            for stranger in self._strangers[:]:
+                self._drop(stranger)
 
     def _ask(self, connection: Connection, node_rank: int, host: str, where: tuple[str, int] = ("", 0)) -> None:
         peer = Peer(connection, secret=self._secret, now_s=self._now_s, node_rank=node_rank)
@@ -375,8 +405,8 @@ class Hosts:
                 peer.heard_s = self._now_s
             try:
                 self._handle(peer, message)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                peer.connection.closed = True
+            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError) as error:
+                peer.connection.closed, peer.connection.why = True, str(error)
         if peer.connection.closed:
             self._forget(peer.connection.socket)
 
@@ -407,11 +437,14 @@ class Hosts:
         """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""
         kind = message["kind"]
         if kind == "challenge":
-            port = 0 if self._further is None else int(self._further.getsockname()[1])
+            port = 0 if self._listener is None else int(self._listener.getsockname()[1])
             peer.introduce(message, node_rank=self._own_rank, port=port)
         elif kind == "refused":
             self._find(f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')}")
         elif kind == "welcome" and peer.is_welcomed_by(message):
+            if peer.node_rank == 0:
+                self._expect(int(message["num_nodes"]))
+            self._came(peer)
             for node_rank, host, address, port in message.get("others") or ():
                 sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
                 sock.setblocking(False)
@@ -419,6 +452,8 @@ class Hosts:
                 self._ask(Connection(sock), node_rank, host, (address, port))
             if all(other.trusted for other in self._peers):
                 self._on_met()
+        else:
+            raise ValueError(f"it says {kind!r:.80} and does not know the secret: it is another program")
 
     def _welcome(self, peer: Peer, message: Message) -> None:
         """Asked: the stranger's answer."""
@@ -427,15 +462,18 @@ class Hosts:
         why = peer.why_not(message)
         if not why and (peer.node_rank == self._own_rank or any(p.node_rank == peer.node_rank for p in self._peers)):
             why = f"there is a node {peer.node_rank} already; give each host a node rank of its own"
+        elif not why and self._num_nodes > 1 and peer.node_rank not in self._awaited:
+            why = f"node {peer.node_rank} is not awaited here: the job has {self._num_nodes} hosts, from node 0 on"
         if why:
             peer.connection.send("refused", why=why)
             peer.connection.closed = True
             return
         self._strangers.remove(peer)
-        peer.welcome(message, others=self._others_for(peer) if self._listener is not None else [])
+        others = self._others_for(peer) if self.is_first else []
+        peer.welcome(message, num_nodes=self._num_nodes, others=others)
         self._peers.append(peer)
         peer.heard_s = self._now_s
-        self._missing -= self._listener is not None
+        self._came(peer)
 
     def _others_for(self, newcomer: Peer) -> list[tuple[int, str, str, int]]:
         """Node 0: those that have come before, and that the newcomer has to connect to."""

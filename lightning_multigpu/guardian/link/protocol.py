@@ -11,24 +11,34 @@ job's secret.
 
 A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof serves twice. The
 one exception: a rank that could inherit no secret may ask for it before it says hello (``ask``, ``secret``), over the
-UNIX socket, where the kernel says to both ends whether the other is a process of the same user.
+UNIX socket, where the kernel says to both ends who the other is: see :func:`foreign`.
+
+Whoever has not proved that yet is a stranger: :data:`MAX_STRANGER_BYTES` are read of what a stranger sends, and no
+file descriptor is taken.
 
 Between hosts, every line after that is sealed: see :class:`Seal`.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 MAX_LINE_BYTES = 128 * 1024
+MAX_STRANGER_BYTES = 4 * 1024
 _CHUNK_BYTES = 64 * 1024
+_MAX_DESCRIPTORS = 4
+_MAX_ACCEPTED = 64
+_NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_NOTHING_LEFT_S = 0.02
 
 Message = dict[str, Any]
 
@@ -89,6 +99,28 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
+def foreign(sock: socket.socket) -> str:
+    """What is foreign about the process at the other end of a UNIX socket; empty for one that may be of the same job.
+
+    That is one of the same user in the same PID namespace: with host networking, containers share UNIX addresses.
+    """
+    pid, user = peer_of(sock)
+    if user != os.getuid():
+        return f"a process of user {user}, and not of user {os.getuid()}"
+    if pid == 0 or _namespaces(pid) not in (None, _namespaces(os.getpid())):
+        return "a process of another container (PID namespace)"
+    return ""
+
+
+def _namespaces(pid: int) -> int | None:
+    """The number of PID namespaces, from this one on, that a process is in; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return sum(len(line.split()) for line in file if line.startswith("NSpid:"))
+    except OSError:
+        return None
+
+
 class Seal:
     """Seals the lines that travel one way over a connection, or checks their seals at the other end.
 
@@ -129,17 +161,21 @@ class Seal:
 class Connection:
     """Messages over a stream socket that never blocks. File descriptors may come along over a UNIX socket.
 
+    Args:
+        sock: the socket.
+        is_stranger: the other end has to introduce itself before :meth:`trust` is called: until then little is read.
+
     Attributes:
         closed: the other end is gone, or has sent what is no message.
         why: what the system, or the check of a message, says of that; empty if the other end has just closed it.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, is_stranger: bool = False) -> None:
         sock.setblocking(False)
         self.socket = sock
         self.closed = False
         self.why = ""
-        self._takes_descriptors = sock.family == socket.AF_UNIX
+        self._left_bytes = MAX_STRANGER_BYTES if is_stranger else None
         self._descriptors: list[int] = []
         self._lines: deque[bytes] = deque()
         self._rest = b""
@@ -148,6 +184,10 @@ class Connection:
 
     def fileno(self) -> int:
         return self.socket.fileno()
+
+    def trust(self) -> None:
+        """The other end has introduced itself: all that it sends is read from here on."""
+        self._left_bytes = None
 
     def seal(self, *, outgoing: Seal, incoming: Seal) -> None:
         """From here on, what is sent is sealed, and so must be what arrives."""
@@ -218,6 +258,8 @@ class Connection:
             if not data:
                 self.closed = True
                 return False
+            if self._left_bytes is not None:
+                self._left_bytes -= len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             self._lines.extend(lines)
             if len(self._rest) > MAX_LINE_BYTES:
@@ -225,10 +267,34 @@ class Connection:
         return bool(self._lines)
 
     def _read(self) -> bytes:
-        if not self._takes_descriptors:
+        if self._left_bytes == 0:
+            raise OSError(f"it has sent {MAX_STRANGER_BYTES} bytes, and has not introduced itself")
+        if self._left_bytes is not None:  # the kernel closes descriptors that come along
+            return self.socket.recv(self._left_bytes)
+        if self.socket.family != socket.AF_UNIX:
             return self.socket.recv(_CHUNK_BYTES)
-        data, descriptors, _, _ = socket.recv_fds(self.socket, _CHUNK_BYTES, 4)
-        self._descriptors += descriptors
+        data, descriptors, _, _ = socket.recv_fds(self.socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
+        self._descriptors += descriptors
+        while len(self._descriptors) > _MAX_DESCRIPTORS:  # nobody has asked for so many
+            os.close(self._descriptors.pop())
         return data
+
+
+def accepted(listener: socket.socket) -> Iterator[Connection]:
+    """The strangers who have connected meanwhile, 64 at most: then it is time to look at others again.
+
+    Args:
+        listener: one that does not block.
+    """
+    for _ in range(_MAX_ACCEPTED):
+        try:
+            sock, _ = listener.accept()
+        except ConnectionError:  # who has left again
+            continue
+        except OSError as error:
+            if error.errno in _NOTHING_LEFT:  # the listener stays readable: the caller's loop is not to spin
+                time.sleep(_NOTHING_LEFT_S)
+            return
+        yield Connection(sock, is_stranger=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.metering.clocks import synchronise, timed
+from lightning_multigpu.communication.metering.clocks import CoreWait, synchronise, timed
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedTensors
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
@@ -37,8 +37,7 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGro
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
 
-_FEWEST_RUNS, _MOST_RUNS = 3, 10
-_ENOUGH_S = 1.0
+_MOST_RUNS = 10
 _MESSAGE_BYTES = (4 << 10, 1 << 20)
 _ROUND_TRIPS = 8
 
@@ -54,6 +53,8 @@ class CostProbe:
         device: where this rank computes.
         seed: of the random numbers of the measurement, the same on all ranks.
         recompute: indices of the layers that run again in backward, and are measured so.
+        fewest_runs: runs of a step that are measured in any case.
+        enough_s: seconds after which no further run begins.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class CostProbe:
         device: torch.device,
         seed: int,
         recompute: Collection[int] = (),
+        *,
+        fewest_runs: int = 3,
+        enough_s: float = 1.0,
     ) -> None:
         self._chain = chain
         self._bounds = bounds
@@ -73,29 +77,42 @@ class CostProbe:
         self._device = device
         self._seed = seed
         self._recompute = recompute
+        self._fewest_runs = fewest_runs
+        self._enough_s = enough_s
         self._layers = LayerInterception(chain, *bounds[ownership.position], self._begin_part, self._measure_layer)
         self._parts: dict[int, list[PartCost]] = {}
+        self._is_warm = False
+        self._core_wait = CoreWait()
         self._part_start_s = 0.0
         self._saved = SavedTensors(None)
 
     def measure(self, step: Callable[[], Any]) -> dict[int, PartCost]:
         """The costs of this rank's parts of the step; a collective of the pipeline.
 
+        The fastest time of each part counts, since slower ones show other work of the machine. Time in which other
+        threads had the core does not count.
+
         Args:
             step: runs the user's step on one micro-batch and returns its loss. It is called for each stage of this rank
-                once to warm up, then 3 to 10 times, for about a second. The fastest time of each part counts, since
-                slower ones show other work of the machine.
+                once to warm up, unless this probe has measured before, and then up to 10 times.
 
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
         position, num_ranks = self._ownership.position, self._ownership.num_ranks
-        with preserved_random_state(self._device), self._preserved_gradients(), self._layers.installed():
+        self._parts = {part: costs[:1] for part, costs in self._parts.items()}
+        with (
+            preserved_random_state(self._device),
+            self._preserved_gradients(),
+            self._layers.installed(),
+            self._core_wait,
+        ):
             for stage in range(position, len(self._bounds), num_ranks):
                 self._measure_stage(stage, step, (position - 1) % num_ranks, (position + 1) % num_ranks)
         if self._group is not None:
             self._group.finish()
-        gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+            gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+        self._is_warm = True
         return {part: _fastest(costs) for part, costs in self._parts.items()}
 
     def _measure_stage(self, stage: int, step: Callable[[], Any], previous: int, following: int) -> None:
@@ -110,10 +127,10 @@ class CostProbe:
             return arrived[0]
 
         held = [*self._ownership.held(), *self._ownership.buffers()]
-        for run in range(1 + _MOST_RUNS):
+        for run in range(1 if self._is_warm else 0, 1 + _MOST_RUNS):
             if run == 1:
                 begin_s = time.perf_counter()
-            if run > _FEWEST_RUNS and time.perf_counter() - begin_s > _ENOUGH_S:
+            if run > self._fewest_runs and time.perf_counter() - begin_s > self._enough_s:
                 break
             self._saved = SavedTensors(held if run == 0 else None)
             with self._saved.counted():
@@ -162,19 +179,31 @@ class CostProbe:
 
     def _start_clock(self) -> None:
         synchronise(self._device)
-        self._part_start_s = time.perf_counter()
+        # In this order, and at the end in the other: a wait between the two makes the time too long, never too short.
+        start_s = time.perf_counter()
+        self._part_start_s = start_s - self._core_wait.seconds()
+
+    def _clock_s(self) -> float:
+        """Seconds since the clock was started, without those in which other threads had the core."""
+        synchronise(self._device)
+        waited_s = self._core_wait.seconds()
+        return time.perf_counter() - waited_s - self._part_start_s
 
     def _end_part(
         self, part: int, outputs: Sequence[Tensor], *, output_bytes: int | None = None, recomputed_bytes: int = 0
     ) -> None:
         """Stops the clock of a part's forward pass, runs and times its backward pass and records its costs."""
-        synchronise(self._device)
-        forward_s = time.perf_counter() - self._part_start_s
+        forward_s = self._clock_s()
         wanted = [output for output in outputs if output.requires_grad and output.grad_fn is not None]
         gradients = [torch.ones_like(output) for output in wanted]
+        backward_s = 0.0
+        if wanted:
+            self._start_clock()
+            torch.autograd.backward(wanted, gradients)
+            backward_s = self._clock_s()
         cost = PartCost(
             forward_s,
-            timed(lambda: torch.autograd.backward(wanted, gradients), self._device) if wanted else 0.0,
+            backward_s,
             sum(output.nbytes for output in outputs) if output_bytes is None else output_bytes,
             self._saved.size_bytes.get(part, 0),
             self._saved.input_bytes.get(part, 0),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import block_lists, models_in
-from lightning_multigpu.planning.balance import layers_text
+from lightning_multigpu.planning.balance import balanced_bounds, layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
 
@@ -26,16 +27,32 @@ class Chain:
     Attributes:
         name: of the container in the module, "layers" for example.
         layers: the container's children.
+        around: the modules that contain the layers, the container included, with their names; the outermost first.
+        points: names of submodules at each of which another stage could begin; empty where none can.
+        schedule: options of the schedule, as code.
     """
 
     name: str
     layers: tuple[Module, ...]
+    around: Mapping[Module, str] = field(default_factory=dict)
+    points: Sequence[str] = ()
+    schedule: str = ""
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def layer_name(self, index: int) -> str:
         return f"{self.name}.{index}"
+
+    def cut_of(self, around: Module) -> str:
+        """The strategy that cuts the forward pass of a module around the layers, as code to paste.
+
+        Args:
+            around: one of ``self.around``, whose forward pass the step runs once.
+        """
+        root, name = next(iter(self.around)), self.around[around]
+        is_found = smallest_around(root, self.points) == name
+        return strategy_code("auto" if is_found else name, self.points, self.schedule)
 
     def describe(self) -> str:
         """The split part, for people."""
@@ -131,19 +148,25 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-def find_chain(module: Module, name: str, num_stages: int) -> Chain:
+def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -> Chain:
     """The container called ``name``; for "auto" the container with most parameters that has a layer for every stage.
 
     Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested containers with equally many parameters the outer
     one is taken. Whether the layers form a chain is checked when they run. In a module with Hugging Face models "auto"
     takes only their lists of blocks, or an ``nn.Sequential`` outside of them.
 
+    Args:
+        module: the whole module.
+        name: of the container, or "auto".
+        num_stages: to split the layers into.
+        schedule: options of the schedule, as code, for suggestions.
+
     Raises:
         ValueError: there is no such container, or it has too few layers; the message lists the containers.
     """
     found = {path: child for path, child in module.named_modules() if isinstance(child, _CONTAINERS)}
     if name != "auto":
-        return _named(module, name, num_stages, found)
+        return _named(module, name, num_stages, found, schedule)
     usable = {
         path: found[path]
         for path in _candidates(module, found)
@@ -151,13 +174,19 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     }
     if not usable:
         points = suggested_split_points(module, num_stages)
-        other = f", or cut the module anywhere, unchanged: PipelineStrategy(split_points={points})" if points else ""
+        other = f", or cut the module anywhere, unchanged: {strategy_code('auto', points, schedule)}" if points else ""
         raise ValueError(
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
             f"{num_stages} stages. {_listing(found)} Use fewer devices{other}"
         )
     path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals, which is the outer one
-    return _chain(module, path, usable[path])
+    return _chain(module, path, usable[path], num_stages, schedule)
+
+
+def strategy_code(name: str, points: Sequence[str], schedule: str) -> str:
+    """The strategy with these split points, as code to paste."""
+    own = "" if name == "auto" else f"module={name!r}, "
+    return f"PipelineStrategy({own}split_points={list(points)}{schedule and f', {schedule}'})"
 
 
 def suggested_split_points(module: Module, num_stages: int) -> list[str]:
@@ -181,13 +210,25 @@ def suggested_split_points(module: Module, num_stages: int) -> list[str]:
             return []
         points.append(min(near, key=lambda path: (path.count("."), away[path])))
     order = list(starts.values())
-    inside_one_part = len({point.split(".")[0] for point in points}) == 1 and all("." in point for point in points)
-    # Else the whole module's forward is cut, if it has one; a step that calls the parts by itself has none.
-    has_forward = type(module).forward.__module__.partition(".")[0] not in ("torch", "lightning")
-    return sorted(points, key=order.index) if inside_one_part or has_forward else []
+    whole = smallest_around(module, points)
+    # A step that calls the parts by itself leaves the whole module without a forward pass of its own.
+    has_forward = bool(whole) or type(module).forward.__module__.partition(".")[0] not in ("torch", "lightning")
+    return sorted(points, key=order.index) if has_forward else []
 
 
-def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList]) -> Chain:
+def smallest_around(module: Module, points: Sequence[str]) -> str:
+    """The name of the smallest submodule that has all points, and a forward pass."""
+    parts = [point.split(".")[:-1] for point in points]
+    common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
+    parts_by_name = dict(module.named_modules())
+    while common and isinstance(parts_by_name.get(".".join(common)), ModuleList | ModuleDict | None):
+        common = common[:-1]
+    return ".".join(common)
+
+
+def _named(
+    module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList], schedule: str
+) -> Chain:
     if name not in found:
         kind = next((type(child).__name__ for path, child in module.named_modules() if path == name), None)
         what = "is no part of the module" if kind is None else f"is a {kind}"
@@ -197,20 +238,31 @@ def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequenti
             f"module={name!r} has {len(found[name])} layers for {num_stages} stages; use {len(found[name])} or fewer "
             "devices, or name a longer chain"
         )
-    return _chain(module, name, found[name])
+    return _chain(module, name, found[name], num_stages, schedule)
 
 
-def _chain(module: Module, path: str, container: Sequential | ModuleList) -> Chain:
+def _chain(module: Module, path: str, container: Sequential | ModuleList, num_stages: int, schedule: str) -> Chain:
     """The chain; warns where only what is around the layers has been compiled."""
-    parts = path.split(".")
-    around = [module.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    around = modules_around(module, path)
     if any(map(_is_compiled, around)) and not all(map(_is_compiled, container)):
         warnings.warn(
             f"the layers of {path.replace('._orig_mod', '')!r} are compiled as a whole, and run one by one on their "
             "stages: they run uncompiled; compile each layer by itself with layer.compile()",
             stacklevel=2,
         )
-    return Chain(path, tuple(container))
+    chain = Chain(path, tuple(container), around, schedule=schedule)
+    names = list(container._modules)
+    if len(set(chain.layers)) == len(names):  # else a submodule is called twice
+        starts = [start for start, _ in balanced_bounds(chain.parameter_bytes(), num_stages)[1:]]
+        chain.points = [f"{path}.{names[start]}" for start in starts]
+    return chain
+
+
+def modules_around(module: Module, path: str) -> dict[Module, str]:
+    """The submodule at ``path`` and the modules that contain it, with their names; ``module`` itself first."""
+    parts = path.split(".") if path else []
+    paths = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    return {module.get_submodule(each): each for each in paths}
 
 
 def _is_compiled(module: Module) -> bool:

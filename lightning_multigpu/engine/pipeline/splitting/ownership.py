@@ -137,13 +137,18 @@ class Ownership:
 
     def gather(self, group: PipelineGroup) -> None:
         """Brings all values into the host's memory of the last position; a collective of the pipeline."""
+        for holding, value in self.values_of_others(group):
+            self._exchange(holding, value)
+
+    def values_of_others(self, group: PipelineGroup) -> Iterator[tuple[Holding, Tensor]]:
+        """On the last position the values that it does not hold, in host memory; a collective of the pipeline."""
         last = self.num_ranks - 1
         for holding in self.holdings:
             if self.position == holding.holders[0] and last not in holding.holders:
                 group.send(holding.tensor, last)
             elif self.position == last and last not in holding.holders:
                 value = torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype)
-                self._exchange(holding, group.receive(value, holding.holders[0]))
+                yield holding, group.receive(value, holding.holders[0])
         group.finish()
 
     def restore(self, group: MeteredGroup, ranks: Sequence[int], holdings: Sequence[Holding] | None = None) -> None:

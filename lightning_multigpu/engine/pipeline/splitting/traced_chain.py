@@ -6,16 +6,15 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleDict, ModuleList, Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain, uncompiled
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain, modules_around, smallest_around, uncompiled
 from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
 
 _MANY_TRACES = 12  # the checks of the first batch make up to four
@@ -87,6 +86,7 @@ class TracedChain(Chain):
         name: of the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
         points: names of submodules of ``module``; a piece begins with each of them.
         device: where the parameters and buffers will be.
+        schedule: options of the schedule, as code, for suggestions.
 
     Raises:
         ValueError: there are no such submodules.
@@ -94,13 +94,15 @@ class TracedChain(Chain):
 
     layers: tuple[Piece, ...]
 
-    def __init__(self, module: Module, name: str, points: Sequence[str], device: torch.device) -> None:
-        name = _smallest_around(module, points) if name == "auto" else name
+    def __init__(
+        self, module: Module, name: str, points: Sequence[str], device: torch.device, schedule: str = ""
+    ) -> None:
+        name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
-        super().__init__(name or type(module).__name__, tuple(Piece(self._whole, i) for i in range(len(points) + 1)))
+        pieces = tuple(Piece(self._whole, i) for i in range(len(points) + 1))
+        super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points, schedule)
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
-        self._named_points = ["", *points]
         self._device = device
         self._traces: dict[Any, Trace] = {}
         self._arranging = self._will_train = False
@@ -110,10 +112,10 @@ class TracedChain(Chain):
         self._parts = tuple(self._whole.modules())
 
     def layer_name(self, index: int) -> str:
-        return f"what begins with {self._named_points[index]!r}" if index else f"the beginning of {self.name!r}"
+        return f"what begins with {self.points[index - 1]!r}" if index else f"the beginning of {self.name!r}"
 
     def describe(self) -> str:
-        return f"{self.name!r}, cut before {', '.join(map(repr, self._named_points[1:]))}"
+        return f"{self.name!r}, cut before {', '.join(map(repr, self.points))}"
 
     def describe_layers(self, start: int, stop: int) -> str:
         return self.layer_name(start)
@@ -233,15 +235,6 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
-
-
-def _smallest_around(module: Module, points: Sequence[str]) -> str:
-    """The name of the smallest submodule that has all points, and a forward pass."""
-    parts = [point.split(".")[:-1] for point in points]
-    common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
-    while common and isinstance(_part(module, ".".join(common)), ModuleList | ModuleDict | None):
-        common = common[:-1]
-    return ".".join(common)
 
 
 def _part(module: Module, name: str) -> Module | None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
@@ -134,6 +135,8 @@ class LayerInterception:
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._enter = enter
+        self.callers: list[Module] | None = None
+        """The modules whose forward pass calls the layers, the innermost first; None before the first training step."""
         self._with_grad = False
         self._next = 0
         self._running = False
@@ -244,6 +247,8 @@ class LayerInterception:
         self._check_input(index, given)
         self._next = index + 1
         if index == 0:
+            if self.callers is None and self._with_grad:
+                self.callers = self._find_callers()
             self._enter(Region.WITHIN)
         if index < self.start:
             output = self._skip(index)
@@ -254,7 +259,8 @@ class LayerInterception:
         if missing is not None:
             raise PipelineError(
                 f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another stage: "
-                "besides the previous layer's output a layer can take only what every stage computes itself"
+                "besides the previous layer's output a layer can take only what every stage computes itself; "
+                f"{self._other_ways()}"
             )
         self._begin_part(1 + index)
         if arriving:
@@ -331,14 +337,47 @@ class LayerInterception:
         if not used:
             raise PipelineError(
                 f"the input of layer {self._name(index)} is not the output of layer {self._name(index - 1)}: something "
-                "is computed between the two, such as a residual x + layer(x), and would be lost between stages; move "
-                "it into the layers, or name another part with module="
+                "is computed between the two, such as a residual x + layer(x), and would be lost between stages; "
+                f"{self._other_ways()}"
             )
         if any(_version(tensor) != version for tensor, version in used):
             raise PipelineError(
                 f"the output of layer {self._name(index - 1)} is changed in place before layer {self._name(index)} "
-                "takes it, which would be lost between stages; move that into the layers"
+                f"takes it, which would be lost between stages; {self._other_ways()}"
             )
+
+    def _other_ways(self) -> str:
+        """The fixes for a step that computes between the layers.
+
+        The forward pass that is running around the layers can be cut as it is; a step that calls the layers by itself
+        has none.
+        """
+        rewrite = "move it into the layers, or name another part with module="
+        if not self.chain.points:
+            return rewrite
+        around = self._find_callers()
+        if around:
+            return (
+                "cut the forward pass there, unchanged, with your other options: "
+                f"strategy={self.chain.cut_of(around[0])}; or {rewrite}"
+            )
+        return (
+            "put the loop over the layers into the forward() of a module, which can be cut by "
+            f"split_points={list(self.chain.points)}; or {rewrite}"
+        )
+
+    def _find_callers(self) -> list[Module]:
+        """The modules around the layers whose forward pass is running, the innermost first."""
+        found: list[Module] = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "forward" and code.co_argcount:
+                caller = frame.f_locals.get(code.co_varnames[0])
+                if isinstance(caller, Module) and caller in self.chain.around and caller not in found:
+                    found.append(caller)
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
 
     def _name(self, index: int) -> str:
         return self.chain.layer_name(index)

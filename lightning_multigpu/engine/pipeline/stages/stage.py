@@ -152,7 +152,8 @@ class Stage:
 
     def forward(self, micro_batch: int) -> Activations | Tensor:
         """Runs the forward pass; returns the output, on the last stage the loss."""
-        self._begin_pass("forward", micro_batch, received=not self.is_first)
+        needed = None if self.is_first else Message("forward", self.index - 1, micro_batch)
+        self._begin_pass("forward", micro_batch, needed)
         output = self._run(micro_batch)
         if isinstance(output, Tensor):
             self._outputs[micro_batch] = (output,)
@@ -161,7 +162,7 @@ class Stage:
             self._send_output(micro_batch, output)
         if self._alternates:  # the previous stage had received this gradient before it sent the present input
             self._messages.taken(Message("backward", self.index, micro_batch - (self.num_stages - self.index) - 1))
-        self._recorder.enter("idle", self.index, micro_batch)
+        self._end_pass(micro_batch)
         return output
 
     def backward(self, micro_batch: int, *, full: bool) -> None:
@@ -173,21 +174,22 @@ class Stage:
         wanted = [number for number, output in enumerate(outputs) if output.requires_grad]
         computed: Gradients = (None,) * len(received)
         if wanted:
-            self._begin_pass("backward", micro_batch, received=not self.is_last)
+            needed = None if self.is_last else Message("backward", self.index + 1, micro_batch)
+            self._begin_pass("backward", micro_batch, needed)
             gradients: Gradients = (None,) * len(outputs) if self.is_last else self._arrived_gradients(micro_batch)
             roots, given = [outputs[number] for number in wanted], [gradients[number] for number in wanted]
             computed = self._compute_gradients(micro_batch, roots, given, received, full=full)
         if not self.is_first:
             self._send_gradients(micro_batch, received, computed)
-        self._recorder.enter("idle", self.index, micro_batch)
+        self._end_pass(micro_batch)
 
     def weight(self, micro_batch: int) -> None:
         """Runs the part of the backward pass that no other stage waits for."""
         compute = self._weight_parts.pop(micro_batch, None)
         if compute is not None:
-            self._begin_pass("weight", micro_batch, received=False)
+            self._begin_pass("weight", micro_batch, None)
             compute()
-            self._recorder.enter("idle", self.index, micro_batch)
+            self._end_pass(micro_batch)
 
     # Forward
 
@@ -281,10 +283,14 @@ class Stage:
 
     # Both
 
-    def _begin_pass(self, kind: str, micro_batch: int, *, received: bool) -> None:
-        self._messages.settle()
-        waited = received and not self._messages.posted_by_stage
+    def _begin_pass(self, kind: str, micro_batch: int, needed: Message | None) -> None:
+        self._messages.pass_begins(needed)
+        waited = needed is not None and not self._messages.posted_by_stage
         self._recorder.enter(kind, self.index, micro_batch, received=waited)
+
+    def _end_pass(self, micro_batch: int) -> None:
+        self._messages.pass_ends()
+        self._recorder.enter("idle", self.index, micro_batch)
 
     def _before_scheduled_wait(self, micro_batch: int) -> None:
         if not self._messages.posted_by_stage:

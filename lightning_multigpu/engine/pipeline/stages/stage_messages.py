@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
@@ -71,7 +72,10 @@ class PipelineGroup:
         self.ranks = dist.get_process_group_ranks(process_group)
         self.device = device
         self._meter = meter
+        self._on_stream = device.type == "cuda"
         self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: list[Transfer] = []
+        self._idle_since: Any = None
 
     @property
     def num_ranks(self) -> int:
@@ -80,12 +84,43 @@ class PipelineGroup:
     def begin(self, operation: str, size_bytes: int, **described: Any) -> Transfer:
         """Starts to meter a transfer of the pipeline; arguments as of :meth:`.Meter.begin`."""
         return self._meter.begin(
-            operation, group="pipeline", group_size=self.num_ranks, size_bytes=size_bytes, **described
+            operation,
+            group="pipeline",
+            group_size=self.num_ranks,
+            size_bytes=size_bytes,
+            on_stream=self._on_stream,
+            **described,
         )
 
     def waiting(self, operation: str, size_bytes: int) -> AbstractContextManager[None]:
         """Meters a transfer of the pipeline that this rank waits for within the block."""
-        return self._meter.blocking(operation, group="pipeline", group_size=self.num_ranks, size_bytes=size_bytes)
+        return self._meter.blocking(
+            operation,
+            group="pipeline",
+            group_size=self.num_ranks,
+            size_bytes=size_bytes,
+            on_stream=self._on_stream,
+        )
+
+    def pass_ends(self) -> None:
+        """From here on the rank, or its stream, can only wait for messages, until :meth:`pass_begins`."""
+        if self._idle_since is None:
+            self._idle_since = recorded_event() if self._on_stream else self._meter.now()
+
+    def pass_begins(self) -> None:
+        """Ends the wait since the last pass; what was sent after that pass counts as sent."""
+        for transfer in self._sending:
+            transfer.finish()
+        self._sending.clear()
+        since, self._idle_since = self._idle_since, None
+        if since is not None and self._on_stream:
+            self._meter.waited_on_stream(since)
+        elif since is not None:
+            self._meter.waited(since, self._meter.now())
+
+    def sends_until_next_pass(self, transfer: Transfer) -> None:
+        """Lets a schedule's transfer last until the next pass begins; the rank does not know when it really ends."""
+        self._sending.append(transfer)
 
     def send_object(self, obj: Any, position: int) -> None:
         """Sends a picklable object; returns at once."""
@@ -230,8 +265,11 @@ class HostMessages:
         for work, _ in self._under_way.pop(message, ()):
             work.wait()
 
-    def settle(self) -> None:
-        """Called when the schedule has waited for all receives that it has posted; here it has posted none."""
+    def pass_begins(self, message: Message | None) -> None:
+        """Called when the schedule has waited for the message that a pass needs; here the stage waits for it."""
+
+    def pass_ends(self) -> None:
+        """Called when a pass has ended, and has given its messages to :meth:`send`."""
 
     def finish(self) -> None:
         """Waits until everything has been sent."""
@@ -249,7 +287,14 @@ class HostMessages:
 class ScheduledMessages:
     """One stage's messages as torch's schedules post them and wait for them, which NCCL needs.
 
-    Methods as those of :class:`HostMessages`.
+    Methods as those of :class:`HostMessages`. On a GPU the stream waits, and not the host::
+
+        compute stream  [-- forward 1 --]........................[-- backward 0 --]
+        posted by torch                 send 1, receive gradient 0
+        metered                         [---- exposed -----------]
+
+    A receive lasts from its posting to the pass that needs it, and is hidden while other passes run meanwhile. A send
+    lasts until the next pass begins: torch keeps what it returns, so that its real end is not known.
 
     Args:
         group: the ranks of the pipeline.
@@ -259,29 +304,34 @@ class ScheduledMessages:
 
     def __init__(self, group: PipelineGroup) -> None:
         self._group = group
-        self._transfers: list[Transfer] = []
+        self._expected: dict[Message, list[Transfer]] = {}
 
     def receive(self, message: Message, buffers: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        return self._operations(dist.irecv, "recv", buffers, position, awaited=True)
+        self._group.pass_ends()  # before the first pass of a step
+        self._expected[message] = [self._group.begin("recv", buffer.nbytes) for buffer in buffers]
+        return self._operations(dist.irecv, buffers, position)
 
     def arrived(self, message: Message) -> None: ...
 
     def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        return self._operations(dist.isend, "send", tensors, position, awaited=False)
+        for tensor in tensors:
+            self._group.sends_until_next_pass(self._group.begin("send", tensor.nbytes, awaited=False))
+        return self._operations(dist.isend, tensors, position)
 
     def taken(self, message: Message) -> None: ...
 
-    def settle(self) -> None:
-        for transfer in self._transfers:
+    def pass_begins(self, message: Message | None) -> None:
+        for transfer in () if message is None else self._expected.pop(message, ()):
             transfer.finish()
-        self._transfers.clear()
+        self._group.pass_begins()
 
-    finish = settle
+    def pass_ends(self) -> None:
+        self._group.pass_ends()
 
-    def _operations(
-        self, operation: Any, name: str, tensors: Sequence[Tensor], position: int, *, awaited: bool
-    ) -> list[dist.P2POp]:
-        self._transfers += [self._group.begin(name, t.nbytes, blocking=awaited, awaited=awaited) for t in tensors]
+    def finish(self) -> None:
+        self._group.pass_begins()
+
+    def _operations(self, operation: Any, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
         rank = self._group.ranks[position]
         return [dist.P2POp(operation, tensor, rank, self._group.process_group) for tensor in tensors]
 
