@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.engine.pipeline.errors import PipelineError
     from lightning_multigpu.guardian import RankFailedError
     from lightning_multigpu.registry import REGIMES, Regime, register_all
+    from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.strategies import MultiGPUStrategy, PipelineStrategy, RingDDPStrategy
 
 __version__ = version("lightning-multigpu")
@@ -31,6 +32,7 @@ __all__ = [
     "RankFailedError",
     "Regime",
     "RingDDPStrategy",
+    "find_last_checkpoint",
     "register_all",
 ]
 
@@ -44,6 +46,7 @@ _MODULES = {
     "RankFailedError": "lightning_multigpu.guardian",
     "Regime": "lightning_multigpu.registry",
     "RingDDPStrategy": "lightning_multigpu.strategies",
+    "find_last_checkpoint": "lightning_multigpu.runtime.last_checkpoint",
     "register_all": "lightning_multigpu.registry",
 }
 

@@ -6,7 +6,7 @@ When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,8 +86,8 @@ __all__ = [
     "further_ddp_options",
     "has_set_signal_handlers",
     "interrupt",
-    "logger_step",
     "logging_as",
+    "place_of_checkpoint",
     "restore_handler_at_teardown",
     "set_num_threads_if_needed",
     "set_rng_states",
@@ -106,15 +106,7 @@ def writes_logs_after_this_batch(trainer: Trainer) -> bool:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of the Trainer's helpers
         return True
     interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # likewise
-    return interval > 0 and (logger_step(trainer) + 1) % interval == 0
-
-
-def logger_step(trainer: Trainer) -> int:
-    """The step under which Lightning itself logs at this moment, so that all curves share one axis.
-
-    ``trainer.global_step`` is another axis: it is one ahead, and counts each optimizer of a module with several.
-    """
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    return interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
 
 
 def asked_precision() -> str | None:
@@ -141,6 +133,15 @@ def argument_of(strategy: Strategy, name: str) -> Any:
         if hasattr(strategy, place):
             return getattr(strategy, place)
     raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")
+
+
+def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
+    """Where ``ckpt_path`` is among the arguments of the Trainer's method that a launcher is to run; None if not there.
+
+    No hook before the launch is told what the user has passed to ``fit(ckpt_path=...)``.
+    """
+    names = list(inspect.signature(function).parameters)[: len(args)]
+    return names.index("ckpt_path") if "ckpt_path" in names else None
 
 
 def draws_graph(logger: Any) -> bool:

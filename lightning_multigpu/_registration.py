@@ -17,10 +17,8 @@ from types import ModuleType
 
 _LIGHTNING = "lightning.pytorch"
 _OTHER_ROOT = "pytorch_lightning"
-# Modules that the registry imports, and that import Lightning: they cannot be registered in the middle of their import.
-_ADAPTERS = tuple(
-    f"lightning_multigpu.{name}" for name in ("_lightning_internals", "registry", "runtime", "strategies")
-)
+# Modules with the strategies, and that import Lightning: they cannot be registered in the middle of their import.
+_ADAPTERS = tuple(f"lightning_multigpu.{name}" for name in ("_lightning_internals", "runtime", "strategies"))
 
 
 def register_with_lightning() -> None:
@@ -34,10 +32,7 @@ def register_with_lightning() -> None:
 
 
 def _register() -> None:
-    registry = import_module("lightning_multigpu.registry")
-    # Where its own import has brought Lightning in, the registry is half-imported now, and registers at its end.
-    if hasattr(registry, "register_all"):
-        registry.register_all()
+    import_module("lightning_multigpu.registry").register_all()
 
 
 def _warn_of_other_root() -> None:
@@ -52,7 +47,7 @@ def _warn_of_other_root() -> None:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Acts at the first import of Lightning, under either of its names, or of a module that the registry imports."""
+    """Acts at the first import of Lightning, under either of its names, or of a module that registering imports."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

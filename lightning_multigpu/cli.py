@@ -3,6 +3,7 @@
 ::
 
     lightning-multigpu fit --config configs/ring_ddp.yaml --trainer.max_epochs=3
+    lightning-multigpu fit --resume runs/ring_ddp/version_0
     lightning-multigpu fit --model=examples.digits.DigitClassifier --trainer.strategy=ring_ddp --trainer.devices=2
     lightning-multigpu strategies --json
 
@@ -18,7 +19,7 @@ strategy is given by its name (``--trainer.strategy=ring_ddp``) or, where it tak
 Modules of the current directory can be imported, so that ``examples.digits`` works from the root of a checkout.
 
 Exit status: 0 for success; 2 when the command line, a configuration file or a setting is wrong, after one message on
-standard error and before any process is started; else that of the failure, with its traceback.
+standard error and before any rank begins; else that of the failure, with its traceback.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu._waiting_ranks import wait_if_started_early
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 
@@ -85,10 +87,11 @@ _BENCHES = {
 }
 _PIPELINE = {"plan": "the split, and the predicted time and memory for several numbers of micro-batches"}
 COMMANDS: tuple[Command, ...] = (
-    Command("fit", "train a model", "training"),
-    Command("validate", "run a model over its validation data", "training"),
-    Command("test", "run a model over its test data", "training"),
-    Command("predict", "compute a model's predictions", "training"),
+    Command("new", "write a small project that trains at once", "new"),
+    Command("fit", "train a model", "first_look"),
+    Command("validate", "run a model over its validation data", "first_look"),
+    Command("test", "run a model over its test data", "first_look"),
+    Command("predict", "compute a model's predictions", "first_look"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("pipeline", "predict a pipeline's step time and memory, without training", "pipeline", _PIPELINE),
     Command("bench", "time collectives or strategies on this machine", "bench", _BENCHES),
@@ -109,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _make_current_directory_importable()
+    wait_if_started_early(lambda: import_module("lightning_multigpu.commands.training"))
     try:
         return _dispatch(arguments)
     except UsageError as error:
@@ -127,6 +131,11 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return 0
     if name == "--version":
         print(f"{PROGRAM} {version('lightning-multigpu')} (lightning {version('lightning')}, torch {version('torch')})")
+        return 0
+    if name.partition("=")[0] == "--print_completion":
+        shell = name.partition("=")[2] or "".join(rest[:1])
+        words = {command.name: tuple(command.words) for command in COMMANDS}
+        print(import_module("lightning_multigpu.commands.completion").script(shell, words, _dispatch))
         return 0
     commands = {command.name: command for command in COMMANDS}
     if name in commands:
@@ -158,10 +167,14 @@ def _help() -> str:
             "options:",
             "  -h, --help  this text; after a command, that command's options",
             "  --version   the versions of this pack, Lightning and torch",
+            "  --print_completion {bash,zsh}",
+            f'              a script that completes commands and settings: eval "$({PROGRAM} --print_completion bash)"',
             "",
             "examples:",
+            f"  {PROGRAM} new my_project",
             f"  {PROGRAM} fit --config configs/ring_ddp.yaml",
             f"  {PROGRAM} fit --config configs/ring_ddp.yaml --trainer.devices=4 --print_config",
+            f"  {PROGRAM} fit --resume runs/ring_ddp/version_0",
             f"  {PROGRAM} strategies",
         ]
     )

@@ -1,16 +1,17 @@
-"""Registry of the strategies: one row for each name that ``Trainer(strategy=...)`` accepts."""
+"""Registry of the strategies: one row for each name that ``Trainer(strategy=...)`` accepts.
+
+A row names its class and imports it when it is asked for, so that the table can be read without Lightning.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
-from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class Regime:
 
     Args:
         name: the name that ``Trainer(strategy=...)`` accepts.
-        strategy: the class behind the name.
+        class_path: the public path of the class behind the name.
         options: arguments of the class that the name fixes.
         summary: description in one line.
         compute: where the computation happens.
@@ -32,7 +33,7 @@ class Regime:
     """
 
     name: str
-    strategy: type[MultiGPUStrategy]
+    class_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     summary: str
     compute: str
@@ -40,6 +41,13 @@ class Regime:
     model: str
     bytes_per_step: str
     synchronous: bool = True
+
+    @property
+    def strategy(self) -> type[MultiGPUStrategy]:
+        """The class behind the name; imports Lightning."""
+        module, _, name = self.class_path.rpartition(".")
+        strategy: type[MultiGPUStrategy] = getattr(import_module(module), name)
+        return strategy
 
 
 _RING_DDP: dict[str, Any] = {
@@ -61,20 +69,20 @@ _LOOPED_PIPELINE = {**_PIPELINE, "bytes_per_step": "A sent forward and A back at
 REGIMES: tuple[Regime, ...] = (
     Regime(
         name="ring_ddp",
-        strategy=RingDDPStrategy,
+        class_path="lightning_multigpu.RingDDPStrategy",
         summary="data parallel training, gradients averaged by a ring all-reduce",
         **_RING_DDP,
     ),
     Regime(
         name="ring_ddp_spawn",
-        strategy=RingDDPStrategy,
+        class_path="lightning_multigpu.RingDDPStrategy",
         options={"start_method": "spawn"},
         summary="ring_ddp with processes spawned from a running interpreter, for notebooks and REPLs",
         **_RING_DDP,
     ),
     Regime(
         name="model_parallel",
-        strategy=PipelineStrategy,
+        class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe", "num_micro_batches": 1},
         summary="layers on different devices, which compute one after the other",
         compute="one stage at a time: each device is idle for (P-1)/P of a step",
@@ -82,7 +90,7 @@ REGIMES: tuple[Regime, ...] = (
     ),
     Regime(
         name="gpipe",
-        strategy=PipelineStrategy,
+        class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe"},
         summary="layers on different devices; micro-batches flow through all forward, then all backward",
         compute="all stages at once; each is idle for (P-1)/(M+P-1) of a step",
@@ -90,7 +98,7 @@ REGIMES: tuple[Regime, ...] = (
     ),
     Regime(
         name="pipeline_1f1b",
-        strategy=PipelineStrategy,
+        class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "1f1b"},
         summary="gpipe with backward as soon as possible: at most P micro-batches are in memory, not M",
         compute="all stages at once, one forward and one backward in turn; idle as under gpipe",
@@ -98,7 +106,7 @@ REGIMES: tuple[Regime, ...] = (
     ),
     Regime(
         name="pipeline_interleaved",
-        strategy=PipelineStrategy,
+        class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "interleaved"},
         summary="pipeline_1f1b with v = 2 stages on each device, which shortens idle time",
         compute="all devices at once; each is idle for (P-1)/(vM+P-1) of a step",
@@ -106,7 +114,7 @@ REGIMES: tuple[Regime, ...] = (
     ),
     Regime(
         name="pipeline_zero_bubble",
-        strategy=PipelineStrategy,
+        class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "zero_bubble"},
         summary="pipeline_interleaved that computes the gradients of the weights where a device would be idle",
         compute="all devices at once, with little idle time; more micro-batches are in memory",
@@ -117,11 +125,10 @@ REGIMES: tuple[Regime, ...] = (
 
 def register_all() -> None:
     """Register every strategy with Lightning under its name; calling it again changes nothing."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
     for regime in REGIMES:
         if regime.name not in StrategyRegistry:
             StrategyRegistry.register(
                 regime.name, regime.strategy, description=regime.summary, override=False, **regime.options
             )
-
-
-register_all()

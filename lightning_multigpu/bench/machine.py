@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shlex
@@ -13,14 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from lightning_multigpu.bench.jobs.placement import Placement
+from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.commands.usage import PROGRAM
-from lightning_multigpu.strategies.option_checks import available_cpu_count
 
-_FILES = ("--json", "--plot")
+_FILES = ("--json", "--plot", "--config")
 _PATH = re.compile(r"(?<![^\s'\"\[(=:,])(?:~|\.{0,2})/(?:[^\s:,;'\"\])/]+/)*([^\s:,;'\"\])/]+)")
 _ADDRESS = re.compile(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\b\]?(?::\d+)?")
 
@@ -37,14 +35,7 @@ def header(placement: Placement, *, threads: int, device_type: str, command: Seq
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": _shown(command),
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count() or 1,
-            "usable_cores": available_cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "gpus": _gpus() if device_type == "cuda" else [],
-            "system": f"{platform.system()} {platform.release()}",
-        },
+        "machine": machine_of(device_type),
         "versions": {
             "lightning_multigpu": version("lightning-multigpu"),
             "lightning": version("lightning"),
@@ -66,7 +57,7 @@ def header_lines(header: dict[str, Any]) -> list[str]:
     return [
         f"# {header['date']}: {header['command']}",
         f"# {machine['processor']}, {machine['usable_cores']} of {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB{gpus}, {machine['system']}",
+        f"{machine['memory_bytes'] / 1e9:.0f} GB{gpus}, {machine['system']}",
         "# " + ", ".join(f"{name} {number}" for name, number in versions.items()),
         f"# {header['ranks']} ranks ({header['nodes']} x {header['ranks_per_node']}), "
         f"{header['threads_per_rank']} intra-op thread(s) a rank, {header['device']} tensors",
@@ -91,17 +82,3 @@ def _shown(command: Sequence[str]) -> str:
             word = f"{name}={Path(value).name}"
         words.append(word)
     return shlex.join([PROGRAM, *words])
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _gpus() -> list[str]:
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -13,6 +13,18 @@ from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 
+_PURPOSES: dict[tuple[str | None, str], str] = {
+    ("all_reduce", "data"): "all-reduce of gradients",
+    ("broadcast", "data"): "buffers",
+    (None, "control"): "messages that keep ranks in step",
+    (None, "pipeline"): "between stages",
+    (None, "metrics"): "metrics",
+    (None, "world"): "metrics and figures of monitors",
+    (None, "replicas"): "check of replicas",
+    (None, "user"): "your own groups",
+}
+"""The purpose of an operation in a group of the meter, for people; None stands for any operation."""
+
 DATA_AXIS = "data"
 """The meter's group of gradients; metric reductions and the like have groups of their own."""
 
@@ -37,6 +49,12 @@ def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
         values["communication/algbw_gb_per_sec"] = (sum(t.size_bytes for t in gradients) / seconds / 1e9, seconds)
         values["communication/busbw_gb_per_sec"] = (bus_bytes / seconds / 1e9, seconds)
     return values
+
+
+def purpose_of(operation: str, group: str) -> str:
+    """The purpose of an operation in a group of the meter, in words."""
+    known = _PURPOSES.get((operation, group)) or _PURPOSES.get((None, group))
+    return known or f"{operation} in the group {group!r}"
 
 
 class CommunicationMonitor(Monitor):
@@ -65,10 +83,22 @@ class CommunicationMonitor(Monitor):
 
     group: ClassVar[Group] = "communication"
 
+    def __init__(self, *, log: bool = True) -> None:
+        super().__init__(log=log)
+        self._steps_read = 0
+        self._seconds: dict[str, float] = {}
+
+    def purposes_ms(self) -> dict[str, float]:
+        """The parts of ``total_ms`` by their purpose, means over the steps but the first; parts overlap in time."""
+        steps = self._steps_read - self.warm_up
+        return {purpose: 1e3 * seconds / steps for purpose, seconds in self._seconds.items()} if steps > 0 else {}
+
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter = _meter_of(trainer)
         self._next_step = 0 if self._meter is None else self._meter.steps_ended
+        self._steps_read = 0
+        self._seconds = {}
         if self._meter is None and trainer.world_size > 1:
             rank_zero_warn(
                 f"communication is not measured: {type(trainer.strategy).__name__} has no meter; the strategies of "
@@ -106,6 +136,11 @@ class CommunicationMonitor(Monitor):
             fresh.append(step)
         for step in reversed(fresh):
             self._next_step = step.index + 1
+            self._steps_read += 1
+            if self._steps_read > self.warm_up:
+                for totals in step.operations:
+                    purpose = purpose_of(totals.operation, totals.group)
+                    self._seconds[purpose] = self._seconds.get(purpose, 0.0) + totals.total_s
             for key, (value, weight) in figures(step).items():
                 self.observe(key, value, weight)
 

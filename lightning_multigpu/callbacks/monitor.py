@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import MaxMetric, Metric
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import logger_step, writes_logs_after_this_batch
+from lightning_multigpu._lightning_internals import writes_logs_after_this_batch
 from lightning_multigpu.callbacks.keys import KEYS, Group, keys_of
 from lightning_multigpu.report.statistics import Series, Statistics, aggregate
 
@@ -25,6 +26,10 @@ class Monitor(Callback):
     the interval is then formed on each rank and aggregated over the ranks: one collective, of one float64 a key and
     rank. All ranks get the same values, in ``trainer.callback_metrics``, ``trainer.logged_metrics`` and every logger.
 
+    They are logged as the module's own metrics are, by ``self.log``, so that they stand in the row of their step in a
+    CSV file; those of an interval that a validation or an epoch ends stand in its row. As with all that ``self.log``
+    logs, a figure without a value in an interval keeps its last one until the end of the epoch.
+
     Args:
         log: whether to log at all; if not, nothing is communicated and :attr:`series` is all there is.
     """
@@ -37,7 +42,6 @@ class Monitor(Callback):
         self._log = log
         self._interval: dict[str, tuple[float, float]] = {}
         self._interval_start_step = 0
-        self._logger_step = 0
 
     def statistics(self) -> dict[str, Statistics]:
         """Statistics of this rank over the newest fit, by key in the table's order; keys without a value are absent."""
@@ -59,22 +63,20 @@ class Monitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # At the end of an epoch Lightning's counter is one ahead of the step under which it logs.
-        self._logger_step = logger_step(trainer)
         self.collect(trainer, pl_module, batch)
         if writes_logs_after_this_batch(trainer):
-            self._end_interval(trainer)
+            self._end_interval(trainer, pl_module, on_step=True)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.pause()
-            self._end_interval(trainer)
+            self._end_interval(trainer, pl_module, on_step=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.pause()
-        self._end_interval(trainer)
+        self._end_interval(trainer, pl_module, on_step=False)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -121,7 +123,7 @@ class Monitor(Callback):
             total, total_weight = self._interval.get(key, (0.0, 0.0))
             self._interval[key] = (total + value * weight, total_weight + weight)
 
-    def _end_interval(self, trainer: Trainer) -> None:
+    def _end_interval(self, trainer: Trainer, pl_module: LightningModule, *, on_step: bool) -> None:
         if not self._log or trainer.global_step == self._interval_start_step:
             return
         self._interval_start_step = trainer.global_step
@@ -130,7 +132,12 @@ class Monitor(Callback):
         self.settle()
         local = {key: total / weight for key, (total, weight) in self._interval.items()}
         self._interval = {}
-        record(trainer, self._over_ranks(trainer, local), self._logger_step)
+        for key, figure in self._over_ranks(trainer, local).items():
+            # In float64, as bytes do not fit float32. An epoch's tensors would bring advice to reduce them over the
+            # ranks, which has been done; an epoch's metrics do not.
+            value = torch.tensor(figure, dtype=torch.float64)
+            logged = value if on_step else _of_epoch(value)
+            pl_module.log(key, logged, on_step=on_step, on_epoch=not on_step, batch_size=1, metric_attribute=key)
 
     def _over_ranks(self, trainer: Trainer, local: dict[str, float]) -> dict[str, float]:
         """The run's value of each key that any rank has: the same on every rank."""
@@ -152,15 +159,8 @@ class Monitor(Callback):
         return run
 
 
-def record(trainer: Trainer, values: dict[str, float], step: int) -> None:
-    """Puts figures where ``self.log`` puts them, at once: some intervals end in hooks where it is too late to log.
-
-    They go through float64, as bytes do not fit float32.
-    """
-    if not values:
-        return
-    tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
-    trainer.callback_metrics.update(tensors)
-    trainer.logged_metrics.update(tensors)
-    for logger in trainer.loggers:
-        logger.log_metrics(values, step=step)
+def _of_epoch(value: torch.Tensor) -> Metric:
+    """A figure that is logged once in an epoch, as a metric that is not synchronised."""
+    metric = MaxMetric(sync_on_compute=False).set_dtype(value.dtype)
+    metric.update(value)
+    return metric

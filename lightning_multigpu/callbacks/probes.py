@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -50,7 +52,7 @@ class HostProbe:
         self._process = psutil.Process()
         self._clock = clock
         self._process_clock = process_clock
-        self._cores = min(num_threads or torch.get_num_threads(), _usable_cores())
+        self._cores = min(num_threads or torch.get_num_threads(), usable_cores())
         self._read_s = clock()
         self._process_s = process_clock()
         self._host = _host_seconds()
@@ -124,6 +126,20 @@ class NvmlProbe:
             nvml.nvmlShutdown()
 
 
+def machine_of(device_type: str) -> dict[str, Any]:
+    """This host as JSON: no host name, no address and no path is in it. Its GPUs are named under "cuda" only."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if device_type == "cuda"
+        else [],
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
 def probes_of(device: torch.device) -> list[Probe]:
     """The probes of a rank that trains on ``device``; warns once where a library for more figures is missing."""
     probes: list[Probe] = [HostProbe(is_device=device.type == "cpu")]
@@ -140,7 +156,17 @@ def probes_of(device: torch.device) -> list[Probe]:
     return probes
 
 
-def _usable_cores() -> int:
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
     """Cores that the scheduler may give to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 import socket
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning
 import torch
@@ -19,6 +21,8 @@ from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.keys import KEYS
 from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.one_device import OneDevice
+from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.planning.timeline import StageRecord
@@ -60,9 +64,28 @@ class RunReport(Callback):
         write_file: whether rank 0 writes the file.
         count_activations: whether the activations that autograd keeps for backward are counted in one step of a
             pipeline; pass False where the step calls ``torch.func.grad`` and the like, which raise an error then.
+        compare_with_one_device: say at the end how many samples the run has trained against one device in the same
+            time. One device is measured before the first step: rank 0 trains a copy of the model for a few steps on the
+            first batch, on a CPU with the intra-op threads of all ranks of its host, while the other ranks wait. The
+            run itself is not changed. It takes memory for the copy, and up to 6 steps, or 10 s and two steps. A
+            ``training_step`` that calls ``torch.distributed`` itself would wait for the other ranks: leave it off then.
+        picture_format: of the picture of a pipeline's schedule; "png" and "pdf" need the extra ``plot``.
+
+    Raises:
+        ValueError: ``picture_format`` is unknown, or matplotlib is not installed for it.
     """
 
-    def __init__(self, *, print_table: bool = True, write_file: bool = True, count_activations: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        print_table: bool = True,
+        write_file: bool = True,
+        count_activations: bool = True,
+        compare_with_one_device: bool = False,
+        picture_format: Literal["svg", "png", "pdf"] = "svg",
+    ) -> None:
+        schedule_picture.check_picture(Path(f"{schedule_picture.FILE_STEM}.{picture_format}"), "picture_format")
+        self._picture_suffix = f".{picture_format}"
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank; None before the first."""
         self.path: Path | None = None
@@ -74,25 +97,50 @@ class RunReport(Callback):
         self._write_file = write_file
         self._count_activations = count_activations
         self._own: list[Monitor] = []
+        self._compare = compare_with_one_device
+        self._one_device: OneDevice | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_s = time.perf_counter()
+        self._about = _about(trainer, pl_module)
         self._throughput = self._monitor(trainer, ThroughputMonitor)
+        self._communication = self._monitor(trainer, CommunicationMonitor)
         self._monitors = (
             self._throughput,
-            self._monitor(trainer, CommunicationMonitor),
+            self._communication,
             self._monitor(trainer, DeviceUtilizationMonitor),
         )
         self._own = [monitor for monitor in self._monitors if monitor not in _callbacks(trainer)]
         self._stages = None
+        self._one_device = OneDevice(trainer) if self._compare else None
         if isinstance(trainer.strategy, ObservedStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
         for monitor in self._own:
             monitor.on_fit_start(trainer, pl_module)
 
     on_train_start = _of_monitors("on_train_start")
-    on_train_batch_start = _of_monitors("on_train_batch_start")
-    on_train_batch_end = _of_monitors("on_train_batch_end")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._one_device is not None and self._one_device.is_due:
+            self._throughput.pause()
+            self._one_device.measure(trainer, pl_module, batch)
+            self._throughput.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        for monitor in self._own:
+            monitor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._one_device is not None:
+            self._one_device.batch_starts()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._one_device is not None:
+            self._one_device.batch_ends(trainer)
+        for monitor in self._own:
+            monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
     on_validation_start = _of_monitors("on_validation_start")
     on_train_epoch_end = _of_monitors("on_train_epoch_end")
     on_exception = _of_monitors("on_exception")
@@ -113,18 +161,29 @@ class RunReport(Callback):
             host=socket.gethostname(),
             steps=self._throughput.steps,
             metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
+            step_samples=self._throughput.step_samples,
+            communication_ms=self._communication.purposes_ms(),
             stages=self._stages,
         )
         name, options = identify(trainer.strategy)
-        records = _gather(trainer, record)
+        self._about["wall_s"] = time.perf_counter() - self._start_s
+        median_step_s = None if self._one_device is None else self._one_device.median_step_s()
+        gathered = _gather(trainer, (record, self._about, median_step_s))
+        records, about = [record for record, _, _ in gathered], gathered[0][1]
+        one_device = None
+        if self._one_device is not None:
+            num_batches = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+            one_device = self._one_device.comparison([median for _, _, median in gathered], num_batches)
         pipeline = PipelineReport(records)
         self.report = document.build(
             records,
             strategy=name,
             options=options,
             versions=_versions(trainer.strategy.root_device),
+            about=about,
             aggregations=KEYS,
             pipeline=pipeline.section(),
+            one_device=one_device,
         )
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         if not trainer.is_global_zero:
@@ -132,7 +191,7 @@ class RunReport(Callback):
         if self._print_table:
             run_table.show(self.report)
         if self._write_file and not _is_fast_dev_run(trainer):
-            self._write(directory, pipeline.picture())
+            self._write(directory, pipeline.picture(self._picture_suffix))
 
     def results(self) -> dict[str, Any]:
         """The attributes that a spawned rank 0 hands to the process that has started it."""
@@ -145,10 +204,10 @@ class RunReport(Callback):
                 return callback
         return kind(log=False)
 
-    def _write(self, directory: str, picture: str | None) -> None:
+    def _write(self, directory: str, picture: bytes | None) -> None:
         assert self.report is not None
         path = Path(directory) / document.FILE_NAME
-        picture_path = path.with_name(schedule_picture.FILE_NAME)
+        picture_path = path.with_name(f"{schedule_picture.FILE_STEM}{self._picture_suffix}")
         try:
             if "://" in directory:
                 raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
@@ -156,7 +215,7 @@ class RunReport(Callback):
             if picture is None:
                 picture_path.unlink(missing_ok=True)
             else:
-                document.write_text(picture, picture_path)
+                document.write_bytes(picture, picture_path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.
             rank_zero_warn(f"the report was not written to {directory}: {error}")
@@ -187,6 +246,27 @@ def _gather(trainer: Trainer, record: _Object) -> list[_Object]:
     gathered: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(gathered, record)
     return gathered
+
+
+def _about(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """What runs, on what, and since when."""
+    parameters = list(module.parameters())
+    device_type = trainer.strategy.root_device.type
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "wall_s": 0.0,
+        "model": {
+            "class": f"{type(module).__module__}.{type(module).__qualname__}",
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        },
+        "precision": str(trainer.precision),
+        "hardware": {
+            "device": device_type,
+            "threads_per_rank": torch.get_num_threads(),
+            **machine_of(device_type),
+        },
+    }
 
 
 def _versions(device: torch.device) -> dict[str, str]:

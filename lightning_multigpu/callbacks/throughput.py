@@ -94,11 +94,14 @@ class ThroughputMonitor(Monitor):
         self._peak_flops = peak_flops
         self.steps = 0
         """Optimizer steps of the fit that runs or ran last."""
+        self.step_samples: int | None = 0
+        """The most samples that this rank has trained on in one of them; None where that is not known."""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self.steps = 0
+        self.step_samples = 0
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -122,6 +125,8 @@ class ThroughputMonitor(Monitor):
             self._last_global_step = trainer.global_step
             self.steps += new_steps
             self._pending.append((self._stopwatch.lap(), new_steps, self._work))
+            known = self.step_samples is not None and self._work.samples is not None
+            self.step_samples = max(self.step_samples or 0, self._work.samples or 0) if known else None
             self._work = _Work()
         while self._pending and self._pending[0][0].ready():
             self._resolve(*self._pending.popleft())

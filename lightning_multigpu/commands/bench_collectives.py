@@ -85,8 +85,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         _check(options, plan, place)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with started(place, options, [*name.split(), *arguments]) as running:
-        return 0 if running is None else (_support if options.support else _table)(*running, plan, options)
+    with started(place, options, [*name.split(), *arguments]) as (hosts, head):
+        return (_support if options.support else _table)(hosts, head, plan, options)
 
 
 def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
@@ -108,6 +108,7 @@ def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Nam
     write_json(options.json, document(head, settings, "results", [table.as_json(result) for result in results]))
     if options.plot is not None:
         draw(results, options.plot, world_size=world_size, link_gbit=options.link_gbit)
+        print(f"# drawn into {options.plot}", flush=True)
     return int(any(result.wrong for result in results))
 
 
@@ -128,7 +129,7 @@ def _implementations(options: argparse.Namespace) -> list[Implementation]:
     rows = {row.name: row for row in table_of_implementations.IMPLEMENTATIONS}
     names = names_of("backends", options.backends, rows)
     if options.support:
-        return [rows[name] for name in names] or [row for row in rows.values() if not row.operations]
+        return [rows[name] for name in names] or list(rows.values())
     for name in names:
         if not rows[name].is_built:
             built = ", ".join(row.name for row in rows.values() if row.is_built)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import UsageError
+
+_OWN = ("json", "plot", "verbose")  # options that hosts may be given differently
 
 
 def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) -> None:
@@ -48,19 +52,28 @@ def check_directory(option: str, path: Path | None) -> None:
 
 
 @contextmanager
-def started(place: Placement, options: Any, command: Sequence[str]) -> Iterator[tuple[Hosts, dict[str, Any]] | None]:
-    """The hosts of a bench and the header of its results, which is printed; None on hosts that have only followed.
+def started(
+    place: Placement, options: argparse.Namespace, command: Sequence[str]
+) -> Iterator[tuple[Hosts, dict[str, Any]]]:
+    """The hosts of a bench and the header of its results; only the first agent prints until the bench has ended.
 
     Args:
         place: of this process.
         options: the common ones, parsed.
         command: what follows the program's name.
+
+    Raises:
+        UsageError: hosts have been started with different options.
     """
-    with Hosts(place, threads=options.threads, verbose=options.verbose) as hosts:
-        if not hosts.leads:
-            hosts.follow()
-            yield None
-            return
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(place, threads=options.threads, verbose=options.verbose))
+        try:
+            hosts.check_settings({f"--{n}": str(value) for n, value in vars(options).items() if n not in _OWN})
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if not hosts.prints:
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            options.json = options.plot = None
         head = header(place, threads=options.threads, device_type=options.device, command=command)
         print("\n".join(header_lines(head)), flush=True)
         yield hosts, head
@@ -70,3 +83,4 @@ def write_json(path: Path | None, document: dict[str, Any]) -> None:
     """Writes a document if there is a path for it."""
     if path is not None:
         path.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"# written to {path}", flush=True)

@@ -36,20 +36,32 @@ its own.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from rich.console import Console
+from rich.progress import Progress
 
+from lightning_multigpu.bench.collectives.plot import check_plot
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import contenders
-from lightning_multigpu.bench.strategies.models import MODELS, brings_batch, check_model
+from lightning_multigpu.bench.strategies.models import MODELS, brings_batch, brings_loader, check_model, made
+from lightning_multigpu.bench.strategies.strategy_plot import draw
 from lightning_multigpu.bench.strategies.strategy_run import Plan, measure
 from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
 from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
 from lightning_multigpu.commands.classes import ClassNotFoundError, find_class
+from lightning_multigpu.commands.given import load
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+
+T = TypeVar("T")
 
 DEFAULT_STRATEGIES = ("ddp", "ring_ddp")
 
@@ -66,19 +78,22 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(name).parse(arguments)
     try:
+        subject = _subject(options)
         place = placement(options.devices, options.num_nodes)
-        plan, baseline = _plan(options), _baseline(options)
+        plan, baseline = _plan(options, subject), _baseline(options)
         _check(options, place.devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    with started(place, options, [*name.split(), *arguments]) as running:
-        if running is None:
-            return 0
-        hosts, head = running
-        results = measure(hosts, plan)
+    progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+    with started(place, options, [*name.split(), *arguments]) as (hosts, head), progress:
+        task = progress.add_task("starting", total=plan.num_turns)
+        results = measure(hosts, plan, lambda label: progress.update(task, description=label, advance=1))
+    status = int(any(result.reason is not None for result in results))
+    if not hosts.prints:
+        return status
     table = StrategiesTable(results, baseline)
     settings = {
-        "model": options.model,
+        "model": subject.name,
         "parameters": max(result.parameters for result in results),
         "batch_size": plan.batch_size,
         "baseline": baseline,
@@ -96,15 +111,78 @@ def run(name: str, arguments: Sequence[str]) -> int:
     print("\n".join(table.lines()), flush=True)
     document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}
     write_json(options.json, document)
-    return int(any(result.reason is not None for result in results))
+    if options.plot is not None:
+        draw(results, options.plot)
+        print(f"# drawn into {options.plot}", flush=True)
+    return status
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    model = _model(options.model)
+@dataclass(frozen=True)
+class _Subject:
+    """What is trained.
+
+    Args:
+        name: of the model, for people.
+        model: makes it.
+        data: makes its data module; None where it brings its data.
+        precision: of the Trainer.
+        default_batch_size: for ``example_batch``; None where a loader decides.
+    """
+
+    name: str
+    model: Callable[[], LightningModule]
+    data: Callable[[], LightningDataModule] | None = None
+    precision: Any = None
+    default_batch_size: int | None = None
+
+
+def _subject(options: argparse.Namespace) -> _Subject:
+    if options.config is not None:
+        if options.model is not None or options.data is not None:
+            raise UsageError("--config has a model and its data: leave --model and --data out, or it")
+        return _of_config(options.config)
+    name = options.model or "mlp"
+    data = None if options.data is None else partial(made, LightningDataModule, options.data)
+    if data is not None:
+        _try("--data", options.data, data)
+    model = _model(name, brings_data=data is not None)
+    default = int(getattr(model, "default_batch_size", 64)) if data is None and brings_batch(model) else None
+    return _Subject(name, model, data, default_batch_size=default)
+
+
+def _of_config(path: str) -> _Subject:
+    """Model, data and precision of a configuration file of ``fit``."""
+    settings = load(path)
+    if "model" not in settings:
+        raise UsageError(f"--config={path}: it has no 'model'")
+    if "optimizer" in settings:
+        raise UsageError(f"--config={path}: 'optimizer' is not read here; give the model configure_optimizers()")
+    model = partial(made, LightningModule, settings["model"])
+    data = partial(made, LightningDataModule, settings["data"]) if settings.get("data") is not None else None
+    instance = _try("--config", f"{path}: model", model)
+    if data is not None:
+        _try("--config", f"{path}: data", data)
+    elif not brings_batch(instance) and not brings_loader(type(instance)):
+        raise UsageError(f"--config={path}: it has no 'data', and {type(instance).__name__} brings none")
+    default = int(getattr(instance, "default_batch_size", 64)) if data is None and brings_batch(instance) else None
+    precision = (settings.get("trainer") or {}).get("precision")
+    return _Subject(type(instance).__name__, model, data, precision, default)
+
+
+def _try(option: str, what: str, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except Exception as error:  # of the user's class, or of the parser
+        raise UsageError(f"{option}={what} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _plan(options: argparse.Namespace, subject: _Subject) -> Plan:
     return Plan(
         contenders=contenders(options.strategies),
-        model=model,
-        batch_size=_batch_size(options.batch_size, model),
+        model=subject.model,
+        data=subject.data,
+        precision=subject.precision,
+        batch_size=_batch_size(options.batch_size, subject),
         device_type=options.device,
         repetitions=options.repetitions,
         steps=options.steps,
@@ -113,15 +191,15 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
-def _batch_size(given: int | None, model: type[LightningModule]) -> int:
-    if not brings_batch(model):
+def _batch_size(given: int | None, subject: _Subject) -> int:
+    if subject.default_batch_size is None:
         if given is not None:
-            raise UsageError(f"--batch-size={given}: {model.__name__} has a loader of its own, which decides that")
+            raise UsageError(f"--batch-size={given}: {subject.name} has a loader of its own, which decides that")
         return 0
-    return given or int(getattr(model, "default_batch_size", 64))
+    return given or subject.default_batch_size
 
 
-def _model(name: str) -> type[LightningModule]:
+def _model(name: str, *, brings_data: bool) -> type[LightningModule]:
     if name in MODELS:
         return MODELS[name]
     if "." not in name:
@@ -132,7 +210,7 @@ def _model(name: str) -> type[LightningModule]:
         raise UsageError(f"--model={name}: {error}") from error
     if cls is None:
         raise UsageError(f"--model={name} is no class")
-    check_model(cls)
+    check_model(cls, brings_data=brings_data)
     return cls
 
 
@@ -152,6 +230,9 @@ def _check(options: argparse.Namespace, devices: int) -> None:
             "--device=cpu"
         )
     check_directory("json", options.json)
+    check_directory("plot", options.plot)
+    if options.plot is not None:
+        check_plot(options.plot)
 
 
 def _parser(name: str) -> OptionParser:
@@ -167,11 +248,13 @@ def _parser(name: str) -> OptionParser:
     add("--baseline", metavar="NAME", help="the one that the others are set against (default: ddp, or the first)")
     add(
         "--model",
-        default="mlp",
         metavar="NAME",
         help="mlp, gpt, or your own package.Class: a LightningModule with example_batch(batch_size) or "
         "train_dataloader() (default: mlp)",
     )
+    add("--data", metavar="CLASS", help="the LightningDataModule of your model, as package.Class")
+    add("--config", metavar="PATH", help="model, data and precision of a configuration file of 'fit'")
+    add("--plot", type=Path, metavar="PATH", help="draw the steps there: a png, svg or pdf (needs the extra 'plot')")
     add("--batch-size", type=number(int, 1), metavar="N", help="of each rank (default: 64 for mlp, 4 for gpt)")
     add_common_options(parser, timed="steps", timeout_s=120.0)
     add("--steps", type=number(int, 1), default=5, metavar="N", help="timed steps in each turn (default: 5)")

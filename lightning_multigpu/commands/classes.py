@@ -7,18 +7,8 @@ from argparse import ArgumentError
 from collections.abc import Iterator
 from pydoc import ErrorDuringImport, locate
 
-from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu._suggest import did_you_mean, nearest
 from lightning_multigpu.registry import REGIMES
-
-_BASES = (Strategy, Callback, Logger, Profiler, LightningModule, LightningDataModule, Optimizer, LRScheduler)
 
 
 class ClassNotFoundError(LookupError):
@@ -38,7 +28,9 @@ def find_class(path: str) -> type | None:
         found = locate(path)
         if found is None:
             module = importlib.import_module(module_name)
-            raise ClassNotFoundError(f"{module_name} has no {name!r}. {did_you_mean(name, dir(module))}".rstrip())
+            is_ours = module_name.split(".")[0] == "lightning_multigpu"
+            hint = (is_ours and _did_you_mean_class(name)) or did_you_mean(name, dir(module))
+            raise ClassNotFoundError(f"{module_name} has no {name!r}. {hint}".rstrip())
     except ErrorDuringImport as error:
         raise ClassNotFoundError(f"importing it failed with {error.value!r}") from error
     except ModuleNotFoundError as error:
@@ -49,12 +41,16 @@ def find_class(path: str) -> type | None:
 
 def arguments_of(cls: type) -> list[str]:
     """The names of the arguments that a configuration file may give the class."""
+    from jsonargparse import ArgumentParser
+
     names = ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False)
     return list(dict.fromkeys(name.split(".")[0] for name in names))
 
 
 def refusal(cls: type, name: str, value: object) -> str | None:
     """The objection of jsonargparse to this value of the argument ``name``; None without one."""
+    from jsonargparse import ArgumentParser
+
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, fail_untyped=False)
     heading = f'Parser key "{name}":'
@@ -67,7 +63,7 @@ def refusal(cls: type, name: str, value: object) -> str | None:
 
 
 def _class_of_name(name: str) -> type:
-    classes = {cls.__name__: cls for base in _BASES for cls in _subclasses(base)}
+    classes = _classes()
     if name in classes:
         return classes[name]
     for regime in REGIMES:
@@ -75,7 +71,29 @@ def _class_of_name(name: str) -> type:
             raise ClassNotFoundError(
                 f"a strategy's name takes no options; with options, pass its class {regime.strategy.__name__}"
             )
-    raise ClassNotFoundError(f"there is no such class. {did_you_mean(name, classes)}".rstrip())
+    raise ClassNotFoundError(f"there is no such class. {_did_you_mean_class(name)}".rstrip())
+
+
+def _did_you_mean_class(name: str) -> str:
+    """A hint at a class of Lightning or of torch by its bare name, or of this pack's callbacks by its path."""
+    ours = "lightning_multigpu.callbacks"
+    module = importlib.import_module(ours)
+    paths = {found: f"{ours}.{found}" for found in module.__all__ if isinstance(getattr(module, found), type)}
+    near = nearest(name, _classes())
+    return "" if near is None else f"Did you mean {paths.get(near, near)!r}?"
+
+
+def _classes() -> dict[str, type]:
+    """The classes that a command line may give by their bare names: those that have been imported."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.strategies import Strategy
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    bases = (Strategy, Callback, Logger, Profiler, LightningModule, LightningDataModule, Optimizer, LRScheduler)
+    return {cls.__name__: cls for base in bases for cls in _subclasses(base)}
 
 
 def _subclasses(cls: type) -> Iterator[type]:

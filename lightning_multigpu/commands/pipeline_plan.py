@@ -5,16 +5,22 @@ devices to be idle. ``--json PATH`` writes one object. Its keys are stable: a ch
 ``schema_version``; new keys do not. Times are in seconds. ::
 
     {
-      "schema_version": 1,
+      "schema_version": 2,
       "num_ranks": 2, "num_pipelines": 1, "balance": "time", "link_gbit": null,
       "batch_samples": 32,             of the first batch, those of one pipeline
-      "one_device_s": 0.4,             the same samples on one device, forward and backward
+      "one_device_s": 0.4,             the same samples on one device, forward and backward; the median of the rounds
+      "waiting": 0.01,                 the share of the measurement in which other processes had the core
+      "too_noisy": false,              whether the rounds differ too much to choose
       "plans": [
         {
           "schedule": "1f1b", "num_micro_batches": 4, "module": "blocks",
           "step_s": 0.25,              forward and backward of the batch
           "bubble": 0.2,               1 - busy / wall, over all ranks
-          "relative_throughput": 1.6,  one_device_s / step_s
+          "relative_throughput": 1.6,  one device's time / step_s, at most num_ranks: one device takes the whole batch
+                                       at once, or its micro-batches one after the other, whichever is faster
+          "relative_throughput_range": [1.57, 1.63],   over the rounds of measurements
+          "step_s_of_rounds": [0.25, 0.25, 0.26, 0.25, 0.24],
+          "may_be_fastest": true,      no other plan was faster in every round
           "stages": [                  in order; for one micro-batch
             {"rank": 1, "layers": [0, 4], "parameters_bytes": 1024,
              "forward_s": 0.01, "backward_s": 0.02, "transfer_s": 0.0}
@@ -48,21 +54,22 @@ from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
 from lightning_multigpu.planning.schedule_order import SCHEDULES
 from lightning_multigpu.planning.stage_costs import LinkCost
 from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
+from lightning_multigpu.report.schedule_picture import check_picture
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _DESCRIPTION = f"""\
 Predict what a pipeline takes, without training:
 
   {PROGRAM} pipeline plan --config configs/gpipe.yaml --num-micro-batches 1 2 4 8
 
 All other options are those of "{PROGRAM} fit". One process takes the first training batch, measures the
-layers on one device (the first of the Trainer's), and trains nothing. What is predicted is forward and backward of a
-batch: not the optimizer, not the averaging of gradients between pipelines, and not what Lightning and torch's schedules
-take themselves.
+layers on one device (the first of the Trainer's) in several rounds, and trains nothing. What is predicted is forward
+and backward of a batch: not the optimizer, not the averaging of gradients between pipelines, and not what Lightning and
+torch's schedules take themselves.
 """
 
 
@@ -80,13 +87,20 @@ def run(name: str, arguments: Sequence[str]) -> int:
         path: Path | None = getattr(options, option)
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{option}={path}: there is no directory {path.parent}; make it first")
+    if options.picture is not None:
+        try:
+            check_picture(options.picture, "--picture")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     plans = PlanCLI(rest, options).plans
     print_plans(Console(file=sys.stdout), plans, options.link_gbit)
     if options.json is not None:
         document = {"schema_version": SCHEMA_VERSION, **as_json(plans, options.link_gbit)}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"Plans as JSON: {options.json}")
     if options.picture is not None:
-        options.picture.write_text(picture(plans))
+        options.picture.write_bytes(picture(plans, options.picture.suffix))
+        print(f"Picture: {options.picture}")
     return 0
 
 
@@ -140,6 +154,6 @@ def _parser(name: str) -> OptionParser:
         metavar="G",
         help="bandwidth between neighbouring devices, in Gbit/s (messages take no time)",
     )
-    add("--picture", type=Path, metavar="PATH", help="draw the predicted schedules there, as SVG")
+    add("--picture", type=Path, metavar="PATH", help="draw the predicted schedules there: svg, png or pdf")
     add("--json", type=Path, metavar="PATH", help="write the plans there too")
     return parser

@@ -25,15 +25,15 @@ keys do not. ::
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import lightning_multigpu
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM
 from lightning_multigpu.registry import REGIMES, Regime
@@ -76,7 +76,7 @@ def as_json(regimes: Sequence[Regime]) -> dict[str, Any]:
     strategies = [
         {
             "name": regime.name,
-            "class": class_path(regime),
+            "class": regime.class_path,
             "options": dict(regime.options),
             "summary": regime.summary,
             "compute": regime.compute,
@@ -92,7 +92,8 @@ def as_json(regimes: Sequence[Regime]) -> dict[str, Any]:
 
 def as_table(regimes: Sequence[Regime]) -> Table:
     """A table with one block of rows a strategy: six columns of sentences would not fit on 80 characters."""
-    symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items())
+    used = _letters(f"{regime.summary} {regime.compute} {regime.bytes_per_step}" for regime in regimes)
+    symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items() if symbol in used)
     table = Table(title="Trainer(strategy=...)", caption=symbols, show_header=False, title_justify="left")
     table.caption_justify = "left"
     table.add_column(style="bold", no_wrap=True)
@@ -107,19 +108,17 @@ def as_table(regimes: Sequence[Regime]) -> Table:
     return table
 
 
-def class_path(regime: Regime) -> str:
-    """The import path of the class, from the package's root if it is public there."""
-    strategy = regime.strategy
-    if getattr(lightning_multigpu, strategy.__name__, None) is strategy:
-        return f"lightning_multigpu.{strategy.__name__}"
-    return f"{strategy.__module__}.{strategy.__qualname__}"
+def _letters(texts: Iterable[str]) -> set[str]:
+    """The symbols in formulas such as ``"vP-1"``: letters of words that consist of symbols alone."""
+    words = (word for text in texts for word in re.findall(r"[A-Za-z]+", text))
+    return {letter for word in words if set(word) <= SYMBOLS.keys() for letter in word}
 
 
 def _details(regime: Regime) -> list[tuple[str, str]]:
     options = ", ".join(f"{name}={value!r}" for name, value in regime.options.items())
     return [
         ("summary", regime.summary),
-        ("class", class_path(regime) + (f" with {options}" if options else "")),
+        ("class", regime.class_path + (f" with {options}" if options else "")),
         ("compute", regime.compute),
         ("gradients", regime.gradients),
         ("model", regime.model),

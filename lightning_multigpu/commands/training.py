@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentError
+import re
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -15,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from lightning_multigpu.commands import resume
 from lightning_multigpu.commands.settings import check_checkpoint, check_trainer_settings, path_of_strategy_class
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.commands.wrong_key import condensed, raise_for_wrong_key
@@ -55,15 +58,27 @@ class TrainingParser(LightningArgumentParser):
 
     @override
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        @wraps(instantiator)
-        def remembering(class_type: type, *class_args: Any, **class_kwargs: Any) -> Any:
-            try:
-                return instantiator(class_type, *class_args, **class_kwargs)
-            except Exception as error:
-                self.failure = self.failure or (class_type, error)
-                raise
+        super().add_instantiator(_Remembering(self, instantiator), *args, **kwargs)
 
-        super().add_instantiator(remembering, *args, **kwargs)
+
+class _Remembering:
+    """An instantiator of :class:`TrainingParser`; the callback that saves settings takes it to spawned ranks."""
+
+    def __init__(self, parser: TrainingParser, instantiator: Callable[..., Any]) -> None:
+        update_wrapper(self, instantiator)  # jsonargparse passes what its signature asks for
+        self._parser = parser
+        self._instantiator = instantiator
+
+    def __call__(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._instantiator(class_type, *args, **kwargs)
+        except Exception as error:
+            self._parser.failure = self._parser.failure or (class_type, error)
+            raise
+
+
+def _instance(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return cls(*args, **kwargs)
 
 
 class TrainingCLI(LightningCLI):
@@ -81,6 +96,7 @@ class TrainingCLI(LightningCLI):
 
     def __init__(self, arguments: Sequence[str]) -> None:
         names = ", ".join(regime.name for regime in REGIMES)
+        self._command = arguments[0]
         described = f"Strategies of this pack: {names}; '{PROGRAM} strategies' describes them. Else as LightningCLI."
         super().__init__(
             args=list(arguments),
@@ -94,12 +110,27 @@ class TrainingCLI(LightningCLI):
                 "prog": PROGRAM,
                 "exit_on_error": False,
                 "allow_abbrev": False,
-                **{name: {"description": described} for name in self.subcommands()},
+                self._command: {"description": described},
             },
         )
 
     @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in Lightning, which asks self
+        """The one that was asked for: making the parsers of the others would take three quarters of the time."""
+        return {self._command: super().subcommands()[self._command]}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self._command == "fit":  # for --help: the option is taken out before the parser sees it
+            parser.add_argument(f"--{resume.OPTION}", type=str, default=SUPPRESS, metavar="RUN", help=resume.HELP)
+
+    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self._resumption: resume.Resumption | None = None
+        if self._command == "fit":
+            run, given = resume.taken_out(args[1:])
+            self._resumption = None if run is None else resume.find(run)
+            args = [args[0], *(given if self._resumption is None else self._resumption.options(given))]
         try:
             self.config = parser.parse_args(args)
             strategy = self.config[self.config.subcommand].trainer.strategy
@@ -111,13 +142,27 @@ class TrainingCLI(LightningCLI):
             raise_for_wrong_key(rest, list(known))
             raise UsageError(condensed(error.message)) from error
         settings = self.config[self.config.subcommand]
+        if resume.OPTION in settings:
+            raise UsageError("resume is an option of the command line, and no setting of a configuration file")
         check_trainer_settings(settings.trainer)
         check_checkpoint(settings.ckpt_path)
+        if self._resumption is not None:
+            self._resumption.check(self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings as they are saved beside the logs."""
+        name = self.config.subcommand
+        dumped = self._subcommand_parsers[name].dump(self.config[name], skip_none=False, format="yaml")
+        settings: dict[str, Any] = yaml.safe_load(dumped)
+        return settings
 
     @override
     def before_instantiate_classes(self) -> None:
+        if self._resumption is not None:
+            self.config[self.config.subcommand].ckpt_path = self._resumption.file.path
+            self._resumption.tell()
         for base in (Strategy, Callback, Logger):
-            self.parser.add_instantiator(lambda cls, *args, **kwargs: cls(*args, **kwargs), base)
+            self.parser.add_instantiator(_instance, base)
 
     @override
     def instantiate_classes(self) -> None:
@@ -130,7 +175,20 @@ class TrainingCLI(LightningCLI):
             failed, error = self.parser.failure
             if isinstance(error, _REFUSALS) and failed.__module__.startswith(_NOT_USERS):
                 raise UsageError(str(error)) from error
+            if isinstance(error, ModuleNotFoundError) and failed.__module__.startswith(_NOT_USERS):
+                command = re.search(r"`(pip install .+?)`", str(error))
+                raise UsageError(
+                    f"{failed.__name__} needs a missing package: {command[1] if command else error}"
+                ) from error
             raise error from None
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        if self.config[self.config.subcommand].ckpt_path == "last":
+            found = resume.find_last(self.trainer, self._settings())
+            if found is not None:
+                for config in (self.config, self.config_init):
+                    config[self.config.subcommand].ckpt_path = found.path
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

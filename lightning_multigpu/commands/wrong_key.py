@@ -22,12 +22,13 @@ _CLASS_SETTINGS = ("model", "data", "optimizer", "lr_scheduler", "trainer.callba
 _INDEX = re.compile(r"\[\d+\]$")
 
 
-def raise_for_wrong_key(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Raises for the first wrong key or value in the order given; returns where none is found.
+def raise_for_wrong_key(arguments: Sequence[str], known: Sequence[str], *, values: bool = True) -> Settings:
+    """Raises for the first wrong key or value in the order given; where none is found, returns what was given.
 
     Args:
         arguments: those after the subcommand.
         known: all settings of the subcommand, as dotted names: ``"trainer.max_epochs"``.
+        values: look into the values of the settings too: classes, which have to be imported, and their arguments.
 
     Raises:
         UsageError: the message names file, key and the nearest right key.
@@ -35,11 +36,12 @@ def raise_for_wrong_key(arguments: Sequence[str], known: Sequence[str]) -> None:
     merged: Settings = {}
     for option, value in options(arguments):
         if option in ("c", "config"):
-            search, settings = _Search(known, value), load(value)
+            search, settings = _Search(known, value, values), load(value)
         else:
-            search, settings = _Search(known, None), nested(option, value, known)
+            search, settings = _Search(known, None, values), nested(option, value, known)
         merge(merged, settings)
         search.level(settings, merged, "")
+    return merged
 
 
 def condensed(message: str) -> str:
@@ -63,17 +65,20 @@ class _Search:
     Args:
         known: all settings, as dotted names.
         file: the source; None for the command line.
+        values: look into values.
     """
 
     known: Sequence[str]
     file: str | None
+    values: bool
 
     def level(self, settings: Mapping[str, Any], merged: Mapping[str, Any], prefix: str) -> None:
         """``settings`` are those of the source below ``prefix``, ``merged`` all that were given there so far."""
         for key, value in settings.items():
             path = f"{prefix}{key}"
-            if path in self.known:
-                self.value(value, merged.get(key), path)
+            if any(path == name or path.startswith(f"{name}.") for name in self.known):
+                if self.values and path in self.known:
+                    self.value(value, merged.get(key), path)
             elif not any(name.startswith(f"{path}.") for name in self.known):
                 self.unknown_setting(prefix, str(key))
             elif isinstance(value, Mapping):
@@ -117,10 +122,11 @@ class _Search:
 
     def unknown_setting(self, prefix: str, key: str) -> NoReturn:
         here = {name.removeprefix(prefix).split(".")[0] for name in self.known if name.startswith(prefix)}
-        near = nearest(key, here)
-        elsewhere = [name for name in self.known if name.rpartition(".")[2] == key]
-        if near is None and elsewhere:
-            self.wrong(prefix + key, f" is not a setting. Did you mean {self.name(elsewhere[0])!r}?")
+        by_last_word = {name.rpartition(".")[2]: name for name in self.known}
+        near, near_elsewhere = nearest(key, here), nearest(key, by_last_word)
+        if key in by_last_word or (near is None and near_elsewhere is not None):
+            elsewhere = by_last_word[key if key in by_last_word else str(near_elsewhere)]
+            self.wrong(prefix + key, f" is not a setting. Did you mean {self.name(elsewhere)!r}?")
         self.unknown(prefix, key, here, near)
 
     def unknown(self, prefix: str, key: str, known: Iterable[str], near: str | None) -> NoReturn:

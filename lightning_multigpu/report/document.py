@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ class RankRecord:
     host: str
     steps: int
     metrics: Mapping[str, Statistics]
+    step_samples: int | None = None
+    """The most samples that it has trained on in one optimizer step; None where that is not known."""
+    communication_ms: Mapping[str, float] = field(default_factory=dict)
+    """Its communication in a step by purpose, in ms."""
     stages: StageRecord | None = None
     """Steps and memory of its stages, under a pipeline."""
 
@@ -36,8 +40,9 @@ def build(
     strategy: str,
     options: Mapping[str, Any],
     versions: Mapping[str, str],
+    about: Mapping[str, Any],
     aggregations: Mapping[str, Aggregation],
-    pipeline: Mapping[str, Any] | None = None,
+    **sections: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The document of :mod:`lightning_multigpu.report.schema`.
 
@@ -46,8 +51,9 @@ def build(
         strategy: the name to pass to ``Trainer(strategy=...)``, or the class where it has none.
         options: the strategy's options that are not at their default, JSON-able.
         versions: of the software, by name.
+        about: ``date``, ``wall_s``, ``model``, ``precision`` and ``hardware`` of the run.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        pipeline: the section about a pipeline, where there is one.
+        sections: ``pipeline`` and ``one_device``; None leaves one out.
 
     Raises:
         ValueError: there is no record, or two have the same rank.
@@ -63,6 +69,7 @@ def build(
         "schema_version": SCHEMA_VERSION,
         "strategy": {"name": strategy, "options": dict(options)},
         "world": {"size": len(ranks), "nodes": len(hosts), "hosts": [hosts[node] for node in sorted(hosts)]},
+        **about,
         "versions": dict(versions),
         "steps": max(record.steps for record in in_order),
         "ranks": [
@@ -75,7 +82,16 @@ def build(
         ],
         "aggregate": {"metrics": aggregate_ranks([record.metrics for record in in_order], aggregations)},
     }
-    return report if pipeline is None else {**report, "pipeline": dict(pipeline)}
+    samples = [record.step_samples for record in in_order]
+    if all(samples_of_rank is not None for samples_of_rank in samples):
+        report["global_batch"] = sum(filter(None, samples))
+    purposes = dict.fromkeys(purpose for record in in_order for purpose in record.communication_ms)
+    if purposes:
+        report["communication_ms"] = {
+            purpose: sum(record.communication_ms.get(purpose, 0.0) for record in in_order) / len(in_order)
+            for purpose in purposes
+        }
+    return {**report, **{name: dict(section) for name, section in sections.items() if section is not None}}
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:
@@ -85,10 +101,10 @@ def write(report: Mapping[str, Any], path: Path) -> None:
         ValueError: a number is not finite.
         OSError: the folder cannot be made or written to.
     """
-    write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", path)
+    write_bytes((json.dumps(report, indent=2, allow_nan=False) + "\n").encode(), path)
 
 
-def write_text(text: str, path: Path) -> None:
+def write_bytes(contents: bytes, path: Path) -> None:
     """Writes a file atomically.
 
     Raises:
@@ -97,8 +113,8 @@ def write_text(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents)
         os.chmod(temporary, 0o644)  # mkstemp lets nobody else read
         os.replace(temporary, path)
     except BaseException:

@@ -16,7 +16,7 @@ from lightning_multigpu.planning.timeline import (
     usage,
 )
 from lightning_multigpu.report.document import RankRecord
-from lightning_multigpu.report.schedule_picture import Panel, draw
+from lightning_multigpu.report.schedule_picture import Panel, picture
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,12 @@ class PipelineReport:
             "pipelines": [_entry(pipeline) for pipeline in self._pipelines],
         }
 
-    def picture(self) -> str | None:
-        """The schedule of the first timed pipeline, in theory and as measured, as SVG; None if none was timed."""
+    def picture(self, suffix: str = ".svg") -> bytes | None:
+        """The schedule of the first timed pipeline, in theory and as measured; None if none was timed.
+
+        Args:
+            suffix: of the file: ".svg", ".png" or ".pdf".
+        """
         timed = next((pipeline for pipeline in self._pipelines if pipeline.measured), None)
         if timed is None:
             return None
@@ -69,7 +73,8 @@ class PipelineReport:
         theory = f"{title}, in theory (the same work in equal stages, messages in no time)"
         labels = [f"rank {record.rank}" for record in timed.ranks]
         panels = ((theory, timed.theory), (f"{title}, as measured", timed.measured))
-        return draw([Panel(f"{name}: bubble {100 * bubble(lines):.1f} %", labels, lines) for name, lines in panels])
+        drawn = [Panel(f"{name}: bubble {100 * bubble(lines):.1f} %", labels, lines) for name, lines in panels]
+        return picture(drawn, suffix)
 
 
 def _pipeline(ranks: Sequence[tuple[RankRecord, StageRecord]]) -> _Pipeline:

@@ -45,7 +45,10 @@ def _times(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
             *(f"{100 * share:.1f}" for share in shares),
         )
     measured, theory = (f"{100 * pipeline[key]:.1f} %" for key in ("bubble", "theoretical_bubble"))
-    table.caption = f"of {number(1e3 * pipeline['wall_s'])} ms the ranks do not work for {measured}; in theory {theory}"
+    table.caption = (
+        f"of {number(1e3 * pipeline['wall_s'])} ms the ranks do not work for {measured}; in theory {theory}\n"
+        "from the first pass to the last: the rest of a step is loading, hooks and the optimizer"
+    )
     return table
 
 

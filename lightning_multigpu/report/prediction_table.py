@@ -11,8 +11,9 @@ from rich.table import Table
 
 from lightning_multigpu.planning.balance import layers_text
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan
+from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.numbers import number, size
-from lightning_multigpu.report.schedule_picture import Panel, draw
+from lightning_multigpu.report.schedule_picture import Panel
 
 
 def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None) -> None:
@@ -27,12 +28,12 @@ def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None)
     console.print(_table(plans))
     for plan in plans.plans:
         console.print(_stages(plan), highlight=False, soft_wrap=True)
-    best = min(plans.plans, key=lambda plan: plan.step_s)
-    console.print(f"\nfastest: {_name(best)}", highlight=False, soft_wrap=True)
+    console.print(f"\n{_choice(plans)}", highlight=False, soft_wrap=True)
 
 
 def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
     """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.pipeline_plan` describes."""
+    may_be_fastest = [plans.fastest, *plans.alike]
     return {
         "num_ranks": plans.num_ranks,
         "num_pipelines": plans.num_pipelines,
@@ -40,13 +41,22 @@ def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
         "link_gbit": link_gbit,
         "batch_samples": plans.num_samples,
         "one_device_s": plans.one_device_s,
-        "plans": [_plan_json(plan) for plan in plans.plans],
+        "waiting": plans.waiting,
+        "too_noisy": plans.is_too_noisy,
+        "plans": [
+            {**_plan_json(plan), "may_be_fastest": any(plan is one for one in may_be_fastest)} for plan in plans.plans
+        ],
     }
 
 
-def picture(plans: PipelinePlans) -> str:
-    """The predicted schedules as an SVG document, one below the other on one scale of time, rank 0 at the bottom."""
-    return draw(
+def picture(plans: PipelinePlans, suffix: str = ".svg") -> bytes:
+    """The predicted schedules, one below the other on one scale of time, rank 0 at the bottom.
+
+    Args:
+        plans: at least one.
+        suffix: of the file: ".svg", ".png" or ".pdf".
+    """
+    return schedule_picture.picture(
         [
             Panel(
                 f"{_name(plan)}: {number(1e3 * plan.step_s)} ms, bubble {100 * plan.bubble:.1f} %",
@@ -54,7 +64,8 @@ def picture(plans: PipelinePlans) -> str:
                 plan.timelines,
             )
             for plan in plans.plans
-        ]
+        ],
+        suffix,
     )
 
 
@@ -75,8 +86,9 @@ def _head(plans: PipelinePlans, link_gbit: float | None) -> str:
 def _table(plans: PipelinePlans) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for title in ("M", "step ms", "bubble", "x one device", "largest memory", "activations"):
-        table.add_column(title, justify="right")
+    for title in ("M", "step ms", "bubble", "x one device", "rounds", "largest memory", "activations"):
+        longest = max(map(len, title.split()))
+        table.add_column(title, justify="right", min_width=longest, no_wrap=title == "rounds")
     for plan in plans.plans:
         table.add_row(
             plan.schedule,
@@ -84,6 +96,7 @@ def _table(plans: PipelinePlans) -> Table:
             number(1e3 * plan.step_s),
             f"{100 * plan.bubble:.1f} %",
             f"{plan.relative_throughput:.2f}",
+            "-".join(f"{x:.2f}" for x in plan.relative_throughput_range),
             size(plan.largest_memory.total),
             size(plan.largest_memory.activations_bytes),
         )
@@ -109,6 +122,23 @@ def _stages(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _choice(plans: PipelinePlans) -> str:
+    """The fastest plan, and those that may be; or why none can be chosen."""
+    rounds = f"{len(plans.plans[0].rounds)} rounds of measurements"
+    busy = f"; other processes had the core for {100 * plans.waiting:.0f} % of the time" if plans.waiting > 0.05 else ""
+    if plans.is_too_noisy:
+        widest = max(plans.plans, key=lambda plan: plan.spread)
+        steps = [1e3 * of_round.step_s for of_round in widest.rounds]
+        return (
+            f"the machine is too noisy to choose: in {rounds} {_name(widest)} took {number(min(steps))} to "
+            f"{number(max(steps))} ms{busy}. Repeat this on a quiet machine"
+        )
+    if not plans.alike:
+        return f"fastest: {_name(plans.fastest)}, in each of {rounds}{busy}"
+    alike = ", and ".join(_name(plan) for plan in plans.alike)
+    return f"fastest: {_name(plans.fastest)}; {rounds} cannot tell it from {alike}{busy}"
+
+
 def _name(plan: Plan) -> str:
     return f"{plan.schedule}, M = {plan.num_micro_batches}"
 
@@ -121,6 +151,8 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "step_s": plan.step_s,
         "bubble": plan.bubble,
         "relative_throughput": plan.relative_throughput,
+        "relative_throughput_range": list(plan.relative_throughput_range),
+        "step_s_of_rounds": [of_round.step_s for of_round in plan.rounds],
         "stages": [asdict(stage) for stage in plan.stages],
         "memory": [asdict(rank) for rank in plan.memory],
     }

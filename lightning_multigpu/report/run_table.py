@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -26,10 +26,17 @@ _ROWS = (
     ("sent per step and rank", "communication/sent_bytes", "bytes"),
     ("of that through shared memory", "communication/memory_bytes", "bytes"),
     ("bus bandwidth of the all-reduce", "communication/busbw_gb_per_sec", "GB/s"),
-    ("device utilization", "device/utilization_percent", "%"),
-    ("device memory in use", "device/memory_used_bytes", "bytes"),
-    ("power", "device/power_watts", "W"),
 )
+_DEVICE_ROWS = {
+    # On a CPU the memory in use is that of all programs of the host, which tells nothing about the run.
+    "cpu": (("use of a rank's own cores", "device/utilization_percent", "%"),),
+    "cuda": (
+        ("GPU utilization", "device/utilization_percent", "%"),
+        ("memory in use of a GPU, all processes", "device/memory_used_bytes", "bytes"),
+        ("power of all GPUs", "device/power_watts", "W"),
+    ),
+}
+_PROCESS_ROWS = (("main memory of the largest process", "device/process_rss_bytes", "bytes"),)
 
 
 def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
@@ -39,14 +46,14 @@ def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
         title=f"{report['strategy']['name']}: {_many(world['size'], 'rank')} on {_many(world['nodes'], 'node')}, "
         f"{_many(report['steps'], 'optimizer step')}",
         box=box.SIMPLE_HEAD if terminal else box.ASCII,
-        caption=_exposed_share(report),
+        caption="\n".join(_captions(report)),
     )
     table.add_column("")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
     metrics = report["aggregate"]["metrics"]
-    for label, key, base_unit in _ROWS:
+    for label, key, base_unit in (*_ROWS, *_DEVICE_ROWS[report["hardware"]["device"]], *_PROCESS_ROWS):
         if key in metrics:
             statistics = metrics[key]
             unit, divisor = _scale(base_unit, statistics["median"])
@@ -60,6 +67,32 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     console.print(render(report, terminal=console.is_terminal))
     if "pipeline" in report:
         pipeline_table.show(report["pipeline"], console)
+    if "one_device" in report:
+        console.print(one_device_line(report), highlight=False, soft_wrap=True)
+
+
+def one_device_line(report: Mapping[str, Any]) -> str:
+    """Whether the ranks were worth it: one line about a report that has the section ``one_device``."""
+    found = report["one_device"]
+    if "reason" in found:
+        return f"no comparison with one device: {found['reason']}"
+    ratio = f"{found['ratio']:.2g}"
+    slower = ": slower than one device" if float(ratio) < 1 else ""
+    threads = f"; one device with {_many(found['threads'], 'intra-op thread')}" if "threads" in found else ""
+    return (
+        f"{_many(report['world']['size'], 'rank')} train {ratio} x as many samples as one device would{slower} "
+        f"(measured on the first steps, without loading{threads})"
+    )
+
+
+def _captions(report: Mapping[str, Any]) -> Iterator[str]:
+    purposes = report.get("communication_ms", {})
+    if purposes:
+        parts = sorted(purposes.items(), key=lambda part: -part[1])
+        yield f"all communication, means in ms: {', '.join(f'{purpose} {number(ms)}' for purpose, ms in parts)}"
+    share = _exposed_share(report)
+    if share is not None:
+        yield share
 
 
 def _exposed_share(report: Mapping[str, Any]) -> str | None:

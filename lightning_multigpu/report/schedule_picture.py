@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 from lightning_multigpu.planning.timeline import BUSY, Interval, Timeline, span
 
-FILE_NAME = "pipeline_schedule.svg"
+FILE_STEM = "pipeline_schedule"
+FORMATS = ("svg", "png", "pdf")
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = {
@@ -59,6 +64,57 @@ def draw(panels: Sequence[Panel]) -> str:
         f'viewBox="0 0 {width} {height:g}" font-family="sans-serif" font-size="12">'
     )
     return "\n".join([head, f'<rect width="{width}" height="{height:g}" fill="white"/>', *body, "</svg>", ""])
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Checks that :func:`picture` can draw into a file of that name.
+
+    Raises:
+        ValueError: the name's ending is none of :data:`FORMATS`, or it needs matplotlib, which is not installed.
+    """
+    if path.suffix.removeprefix(".") not in FORMATS:
+        raise ValueError(f"{option}={path}: a picture's name ends in one of {', '.join(FORMATS)}")
+    if path.suffix != ".svg" and find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{option}={path} needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]', or let "
+            "the name end in .svg"
+        )
+
+
+def picture(panels: Sequence[Panel], suffix: str) -> bytes:
+    """The contents of a file with that suffix: what :func:`draw` draws, ".png" and ".pdf" by matplotlib."""
+    if suffix == ".svg":
+        return draw(panels).encode()
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    heights = [1 + len(panel.labels) for panel in panels]
+    figure, axes = pyplot.subplots(
+        len(panels), figsize=(12, 0.6 + 0.45 * sum(heights)), height_ratios=heights, squeeze=False, sharex=True,
+        layout="constrained",
+    )  # fmt: skip
+    for (axis,), panel in zip(axes, panels, strict=True):
+        start_s, end_s = span(panel.timelines)
+        for row, timeline in enumerate(panel.timelines):
+            for interval in timeline:
+                begin_s, stop_s = max(interval.start_s, start_s), min(interval.end_s, end_s)
+                if stop_s > begin_s:
+                    box = (1e3 * (begin_s - start_s), 1e3 * (stop_s - begin_s))
+                    edge = "white" if interval.kind in BUSY else "none"
+                    axis.broken_barh([box], (row - 0.45, 0.9), facecolors=_COLOURS[interval.kind], edgecolors=edge)
+        axis.set_yticks(range(len(panel.labels)), panel.labels)
+        axis.invert_yaxis()
+        axis.set_title(panel.title, loc="left", fontsize=10)
+    kinds = [kind for kind in _COLOURS if any(i.kind == kind for p in panels for line in p.timelines for i in line)]
+    colours = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in kinds]
+    figure.legend(colours, kinds, ncols=len(kinds), loc="outside lower center")
+    axes[-1][0].set_xlabel("ms; white: idle")
+    contents = io.BytesIO()
+    try:
+        figure.savefig(contents, format=suffix.removeprefix("."), dpi=120)
+    finally:
+        pyplot.close(figure)
+    return contents.getvalue()
 
 
 def _panel(panel: Panel, start_s: float, end_s: float, top: float, scale: float) -> Iterator[str]:

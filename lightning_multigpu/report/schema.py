@@ -1,21 +1,43 @@
 """The schema of ``multigpu_report.json``.
 
-Version 1::
+Version 2::
 
     {
-      "schema_version": 1,
+      "schema_version": 2,
+      "date": "2026-11-22T12:00:00Z",                             start of the fit
+      "wall_s": number,                                           seconds of the fit, validation included
+      "model": {"class": "package.Class", "parameters": int, "trainable_parameters": int},
+      "precision": str,                                           of the Trainer
+      "global_batch": int,                                        samples of an optimizer step, all ranks together
+      "hardware": {"device": "cpu" or "cuda", "threads_per_rank": int, "processor": str, "cores": int,
+                   "usable_cores": int, "memory_bytes": int, "gpus": [str], "system": str},   of the host of rank 0
       "strategy": {"name": str, "options": {option: any JSON}},   the options that are not at their default
       "world": {"size": int, "nodes": int, "hosts": [str]},       ranks; nodes; one host name a node, in node order
       "versions": {software: str},
       "steps": int,                                               optimizer steps of the fit
       "ranks": [{"rank": int, "host": str, "metrics": METRICS}],  one a rank, in rank order
       "aggregate": {"metrics": METRICS},
+      "communication_ms": {purpose: number},                      only where a meter measured communication
+      "one_device": ONE_DEVICE,                                   only with RunReport(compare_with_one_device=True)
       "pipeline": PIPELINE                                        only where the model was split into stages
     }
+    ONE_DEVICE = {"ratio": number, "step_ms": number, "run_step_ms": number, "threads": int} or {"reason": str}
     METRICS = {KEY: {"median": number, "p95": number, "mean": number, "last": number}}
     PIPELINE = {"schedule": str, "stages_per_rank": int, "pipelines": [{**STEP, "ranks": [RANK]}]}
     STEP = {"num_micro_batches": int, "wall_s": number, "bubble": number, "theoretical_bubble": number}
     RANK = {"rank": int, "stages": [int], **PASSES, **TIMES, **MEMORY}
+
+Version 2 has all that version 1 had, with the same meanings, and ``date``, ``wall_s``, ``model``, ``precision``,
+``global_batch``, ``hardware``, ``communication_ms`` and ``one_device``. Programs that read version 1 can read version 2
+once they accept the number.
+
+``global_batch`` is of steps with full batches, and absent where the samples of a batch are not known. ``gpus`` has the
+host's GPUs under ``cuda``. ``communication_ms`` has the parts of ``communication/total_ms`` by purpose, means over the
+steps but the first and over the ranks; parts that overlap in time add up to more than the total. In ``one_device``,
+``ratio`` is the samples that the run trains in a given time over those of one device: ``step_ms`` are the milliseconds
+of one device for an optimizer step on the batches of one data rank, measured before the first step with ``threads``
+intra-op threads (on CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; loading of data is in
+neither. ``reason`` says why there is no figure.
 
 A KEY is ``group/figure_unit`` with the groups ``throughput``, ``communication`` and ``device``. A figure that has no
 meaning in a run is absent; numbers are finite. In ``aggregate`` each statistic is the sum, maximum or mean, as the
@@ -39,7 +61,7 @@ the first such step, without parameters and buffers, each piece of memory once, 
 most that torch had allocated; what was not measured is absent.
 """
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class ReportError(ValueError):

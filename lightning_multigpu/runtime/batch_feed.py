@@ -57,12 +57,12 @@ class BatchFeed:
         rank: int,
         num_replicas: int,
         meter: Meter,
-        new_group: Callable[[], dist.ProcessGroup],
+        control_group: Callable[[], dist.ProcessGroup],
         ranks_a_batch: int,
     ) -> Any:
         """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
 
-        In training all ranks stay in step through ``new_group()``, also the ``ranks_a_batch`` of each data rank.
+        In training all ranks stay in step through ``control_group()``, also the ``ranks_a_batch`` of each data rank.
         Prediction keeps Lightning's own sampler, which repeats nothing and remembers the indices for writers.
         """
         if trainer.predicting:
@@ -74,7 +74,7 @@ class BatchFeed:
             leave_interrupts_to_rank(dealt, trainer.global_rank)
         if not trainer.training:
             return dealt
-        group = new_group()
+        group = control_group()
         return self._agreed(dealt, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:

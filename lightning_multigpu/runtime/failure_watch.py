@@ -19,8 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import EndOfRun
@@ -31,7 +34,9 @@ from lightning_multigpu.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ended_text
+from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.run_signals import RunSignals
+from lightning_multigpu.runtime.uncaught_errors import FailureMessage
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -75,6 +80,7 @@ class FailureWatch:
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
         self._hooks_follow = False
+        self._cannot_join = False
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
@@ -141,8 +147,8 @@ class FailureWatch:
     ) -> Any:
         """Runs a rank's work; if it fails, raises what made the job fail, whichever rank that was.
 
-        The first rank of each host raises the failed rank's exception, so that it is what the terminal shows last;
-        other ranks end with exit status 1 and one line in the log.
+        The first rank of each host raises the failed rank's exception, or the second where the first one is gone;
+        further ranks end with exit status 1 and one line in the log.
         """
         self._hooks_follow = True
         try:
@@ -157,20 +163,45 @@ class FailureWatch:
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
             failure = self.settle(error, run, step)
-            is_own = failure is None or not isinstance(error, Exception)
-            if (is_own or run.local_rank == 0) and self.client is not None:
+            speaks = failure is None or run.local_rank == _speaker(failure, run)
+            if speaks and self.client is not None:
                 self.client.announced()
-                # Before the exception, which is to be the last word.
-                sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(self.client.waited)))
-                if failure is not None and is_own and failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED):
-                    # A launcher that has seen a rank end sends SIGTERM to the others, which says nothing of the cause.
-                    sys.stderr.write(f"{failure.describe()}\n")
-            if failure is None or is_own:
+            if not isinstance(error, Exception):
+                if speaks:
+                    self._tell_of_the_end(failure)
                 raise
-            if run.local_rank == 0:
+            if failure is None:
+                raise
+            if speaks:
                 raise failure.exception() from None
-            log.info("Rank %d ends because %s", run.rank, failure.describe())
+            log.info("Rank %d ends because %s", run.rank, failure.sentence())
             raise SystemExit(1) from None
+
+    def message(self, run: RunContext, trainer: pl.Trainer | None) -> FailureMessage:
+        """What this rank prints about the failure that has ended the run, if nobody catches its exception."""
+        failure = self.failure
+        assert failure is not None
+        is_own = failure.rank == run.rank and bool(failure.traceback)  # without one, the guardian has seen it
+        # Ranks that cannot join raise the same exception, each for itself.
+        in_full = is_own and (run.local_rank == 0 or not self._cannot_join)
+        is_first = run.node_rank == 0 and run.local_rank == _speaker(failure, run)
+        waited: list[str] = []
+        if self.client is not None and (in_full or not failure.traceback):  # the rank that raised tells it otherwise
+            waited = self.client.waited
+        checkpoint = None
+        # torchrun and SLURM end the first rank as soon as another one has failed, before it can say anything.
+        advises = is_first or (in_full and not isinstance(run.environment, LightningEnvironment))
+        if advises and has_trained(trainer):
+            checkpoint = partial(last_checkpoint_of, trainer)
+        return FailureMessage(failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0)
+
+    def _tell_of_the_end(self, failure: Failure | None) -> None:
+        """Prints what is known of the end of a run by a signal, or by an exit of the user's program."""
+        if self.client is not None:
+            sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(self.client.waited)))
+        if failure is not None and failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED):
+            # A launcher that has seen a rank end sends SIGTERM to the others, which says nothing of the cause.
+            sys.stderr.write(f"The job failed: {failure.sentence()}\n")
 
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds out which rank's failure stands behind ``error``; tells the guardian if it is this rank's own.
@@ -185,23 +216,23 @@ class FailureWatch:
         """
         self.failed = True
         self._hooks_follow = False
+        self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
         _limit_exit(run.failure_timeout_s, from_exit=not isinstance(error, Exception))
-        cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
         deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
-        while self.failure is None and not cannot_join and time.monotonic() < deadline_s:
+        while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
             time.sleep(0.05)
         own = Failure.of(error, rank=run.rank, step=step)
         if self.failure is None:
-            if not cannot_join:
+            if not self._cannot_join:
                 error.add_note(own.summary())
             if self.client is not None:
                 ended_by = {KeyboardInterrupt: WAS_INTERRUPTED, SIGTERMException: WAS_TERMINATED}.get(type(error))
                 # Where a signal has struck says nothing about what was wrong.
                 self.client.failed(own if ended_by is None else own._replace(what=ended_by, traceback=""))
-        other = None if cannot_join else self.failure  # the guardian may have known of another one
+        other = None if self._cannot_join else self.failure  # the guardian may have known of another one
         self.failure = other or own
         self._abort()
         return other
@@ -232,6 +263,18 @@ class FailureWatch:
         cut, self._cut = self._cut, None
         if cut is not None:
             cut()
+
+
+def has_trained(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
+    """True in a fit that has completed a step, or has resumed from a checkpoint of one."""
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
+
+
+def _speaker(failure: Failure, run: RunContext) -> int:
+    """The local rank that tells its host of another rank's failure: the first one, unless that has died."""
+    first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
+    by_signal = failure.what in (WAS_INTERRUPTED, WAS_TERMINATED)
+    return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:

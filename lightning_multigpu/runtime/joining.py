@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing.util
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lightning_multigpu._lightning_internals import place_of_checkpoint
 from lightning_multigpu.communication.digest import compared, model_table, value_text
-from lightning_multigpu.communication.interface import source_address
+from lightning_multigpu.communication.interface import NO_WAY, source_address, unreachable
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, own_host
@@ -26,10 +28,18 @@ from lightning_multigpu.guardian import Guardian, GuardianClient
 from lightning_multigpu.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.guardian.start import ADDRESS, SECRET
 from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.last_checkpoint import with_last_found
 from lightning_multigpu.runtime.process_groups import CONNECTIONS
 from lightning_multigpu.runtime.run_context import RunContext
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+JOB_SECRET = "LIGHTNING_MULTIGPU_JOB_SECRET"
+_SHORTEST_SECRET = 32
+_INVITATION = "guardian"
 _CUT_S = 2.0
+_LOOK_S = 2.0
 
 # How often this process has joined at an address: a store or a guardian of an earlier time may still be there.
 _ATTEMPTS: Counter[tuple[str, int]] = Counter()
@@ -55,6 +65,16 @@ class Joining:
         self.watch = watch
         self._deadline_s: float | None = None
         self._attempt = 0
+        self._rendezvous: Rendezvous | None = None
+        self._arrivals: list[Arrival] = []
+        self._resumes = False
+
+    def resume(self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
+        """Before the launch: what :func:`with_last_found` makes of the arguments of ``function``."""
+        args = with_last_found(function, args, trainer)
+        place = place_of_checkpoint(function, args)
+        self._resumes = place is not None and args[place] is not None
+        return args
 
     def begin(
         self, run: RunContext, *, guardian: Guardian | None = None, variables: Mapping[str, str] | None = None
@@ -109,19 +129,23 @@ class Joining:
             # Who looks at the clock by itself says more than who finds its connections cut.
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
+            if self._rendezvous is not None and run.rank == 0:
+                self._rendezvous.withdraw(_INVITATION)
             if self.watch.client is not None:
                 self.watch.client.joined()
         except RendezvousError:
             raise
         except RuntimeError as error:
             self.watch.check()
+            if any(reason in str(error) for reason in NO_WAY.values()):
+                raise ConnectionError(self._cannot_reach(run, str(error))) from error
             if time.monotonic() < self._deadline_s:
                 raise
             raise RendezvousError(
                 f"the ranks have come, but were not connected within {run.join_timeout_s:g} s (join_timeout_s): {error}"
             ) from error
         finally:
-            self._deadline_s = None
+            self._deadline_s = self._rendezvous = None
 
     def meet(self, run: RunContext, alike: Mapping[str, str]) -> Store | None:
         """Waits for all ranks; returns the store for their process group, or None if there is one already.
@@ -151,16 +175,37 @@ class Joining:
             **limits,
         ).open()
         world_size = run.environment.world_size()
-        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, dict(alike))
+        address = source_address(run.main_address) or ""
+        table = {**alike, "loads a checkpoint": "yes" if self._resumes else "no"}
+        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
         if client is not None and run.num_nodes > 1 and run.rank == 0:
-            rendezvous.offer("guardian", _invite_hosts(client, run))
+            rendezvous.offer(_INVITATION, _invite_hosts(client, run))
+            self._rendezvous = rendezvous
         rendezvous.check_in()
         if client is not None and run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
-            client.join_hosts(**rendezvous.wait_for("guardian"), node_rank=run.node_rank)
-        rendezvous.wait_for_all()
+            _follow(rendezvous.wait_for(_INVITATION), client, run)
+        self._arrivals = rendezvous.wait_for_all()
         return rendezvous.group_store
+
+    def _cannot_reach(self, run: RunContext, error: str) -> str:
+        """Names the ranks to which this one finds no way; the back end's error names neither end."""
+        names = {arrival.address: arrival.name() for arrival in reversed(self._arrivals) if arrival.address}
+        # Before the other ranks, who see connections close, tell of it as their own failure.
+        found = unreachable(names, timeout_s=_LOOK_S)
+        found |= {address: error for address in names if f"remote=[{address}]" in error}
+        own = next((arrival.name() for arrival in self._arrivals if arrival.rank == run.rank), f"rank {run.rank}")
+        if not found:
+            return (
+                f"{own} could not connect to another rank ({error}), and sees no reason now: a table of the kernel may "
+                "have been full (dmesg: 'neighbour table overflow'; sysctl net.ipv4.neigh.default.gc_thresh3)"
+            )
+        listed = ", ".join(f"{address}, the address of {names[address]}: {why}" for address, why in found.items())
+        return (
+            f"{own} cannot connect to {listed}. See to the routes and firewalls between the two hosts, or name another "
+            "interface by GLOO_SOCKET_IFNAME"
+        )
 
     def watch_again(self, run: RunContext, world: MeteredGroup) -> None:
         """Puts this rank under a new guardian when an earlier run has left its world open; a collective over it."""
@@ -178,7 +223,7 @@ class Joining:
             invitation = world.broadcast_object(_invite_hosts(client, run) if run.rank == 0 else None, 0)
             if run.local_rank == 0 and run.rank != 0:
                 assert invitation is not None
-                client.join_hosts(**invitation, node_rank=run.node_rank)
+                _follow(invitation, client, run)
 
     def _connect_to(self, variables: Mapping[str, str], guardian: Guardian | None, run: RunContext) -> GuardianClient:
         client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.hear)
@@ -212,11 +257,35 @@ def _latest_s(run: RunContext) -> float:
 
 
 def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
-    """On rank 0: has the guardian listen for those of the other hosts; returns what they need to come."""
-    secret = os.urandom(32).hex()
+    """On rank 0: has the guardian listen for those of the other hosts; returns what they need to come.
+
+    That holds a secret only if the environment has none: whoever reads the store while the ranks join has it then too.
+    """
+    given, made = job_secret(os.environ), os.urandom(32).hex()
     address = source_address(run.main_address) or run.main_address
-    port = client.listen_for_hosts(address, num_nodes=run.num_nodes, secret=secret)
-    return {"address": address, "port": port, "secret": secret}
+    port = client.listen_for_hosts(address, num_nodes=run.num_nodes, secret=given or made)
+    return {"address": address, "port": port, "secret": None if given else made}
+
+
+def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunContext) -> None:
+    """On the first rank of another host: has the guardian join that of node 0."""
+    secret = job_secret(os.environ) or invitation["secret"]
+    client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
+
+
+def job_secret(variables: Mapping[str, str]) -> str | None:
+    """The secret of the guardians of several hosts that the job's launcher has set, as hexadecimal digits, or None.
+
+    Raises:
+        ValueError: it is so short that it could be guessed.
+    """
+    given = variables.get(JOB_SECRET, "")
+    if given and len(given) < _SHORTEST_SECRET:
+        raise ValueError(
+            f"{JOB_SECRET} has {len(given)} characters; it must have {_SHORTEST_SECRET} or more: on the host that "
+            f"starts the job, export {JOB_SECRET}=$(openssl rand -hex 32)"
+        )
+    return hashlib.sha256(given.encode(errors="surrogateescape")).hexdigest() if given else None
 
 
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
@@ -239,6 +308,9 @@ def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], prec
         strategy: the name of the strategy's class.
         options: the strategy's options.
         precision: the precision that it trains in.
+
+    Raises:
+        ValueError: see :func:`job_secret`.
     """
     values = {
         "strategy": strategy,
@@ -251,6 +323,10 @@ def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], prec
         "torch": str(torch.__version__),
         "lightning": str(lightning.__version__),
     }
+    if run.num_nodes > 1:
+        secret = job_secret(os.environ)
+        shown = "not set" if secret is None else f"set (digest {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
+        values[JOB_SECRET] = shown
     with contextlib.suppress(PackageNotFoundError):
         values["lightning_multigpu"] = version("lightning_multigpu")
     return values

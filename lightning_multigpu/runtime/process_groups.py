@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -20,7 +23,11 @@ from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 
+log = logging.getLogger(__name__)
+
 AXES = ("data", "pipeline", "tensor")
+
+_ABORT_S = 5.0
 
 # Beside the world's group, which is the process's too: it outlives a run, and so do its connections.
 CONNECTIONS = Connections()
@@ -58,8 +65,11 @@ class ProcessGroups:
         self._timeout = timeout
         self.also_cut: list[Callable[[], None]] = []
         self._before: dict[str, str | None] = {}
+        self._is_stuck = False
+        self._cutting = threading.Lock()
         self._port = environment.main_port
         self.own: list[dist.ProcessGroup] = []
+        self._control: dist.ProcessGroup | None = None
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
         wanted = {**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})}
@@ -69,7 +79,6 @@ class ProcessGroups:
         except BaseException:
             self.leave(failed=True)
             raise
-        self.own = [group for axis in AXES if (group := self.mesh.get_group(axis)) is not self.world]
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -90,8 +99,7 @@ class ProcessGroups:
 
     def lines(self, axis: str) -> list[list[int]]:
         """The ranks of each line of ``axis``; every rank of the world is in one of them."""
-        ranks = self.mesh.mesh.movedim(AXES.index(axis), -1).reshape(-1, self.mesh[axis].size())
-        return [list(line) for line in ranks.tolist()]
+        return _lines(self.mesh.mesh, AXES.index(axis))
 
     def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
         """A further group over that of ``lines`` which this rank is in, or None; a collective of the whole world.
@@ -101,35 +109,76 @@ class ProcessGroups:
             backend: None for that of the other groups.
         """
         mine: dist.ProcessGroup | None = None
+        backend = backend or self.backend
         for ranks in lines:
-            with CONNECTIONS.noted():
-                group = dist.new_group(
-                    ranks, timeout=self._timeout, backend=backend or self.backend, sort_ranks=ranks == sorted(ranks)
-                )
+            with CONNECTIONS.noted(), self._unbound(backend):
+                group = dist.new_group(ranks, timeout=self._timeout, backend=backend, sort_ranks=ranks == sorted(ranks))
             if dist.get_rank() in ranks:
                 mine = group
         if mine is not None:
             self.own.append(mine)
         return mine
 
+    @contextlib.contextmanager
+    def _unbound(self, backend: str) -> Iterator[None]:
+        """Within the block the world is bound to no device, unless the groups made there are NCCL's.
+
+        Where it is, torch has ranks outside of a new group take part in a split of NCCL's world, also if the group is
+        Gloo's: its members take no part in that, and all would wait for ever.
+        """
+        bound = self.world.bound_device_id
+        if backend != "nccl":
+            self.world.bound_device_id = None
+        try:
+            yield
+        finally:
+            self.world.bound_device_id = bound
+
+    def control(self) -> dist.ProcessGroup:
+        """All ranks, for small messages between hosts; the same group each time. A collective of the whole world."""
+        if self._control is None:
+            self._control = self.over([list(range(dist.get_world_size()))], backend="gloo")
+        assert self._control is not None
+        return self._control
+
     def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
         return metered_group(group, meter, name, self.device)
 
     def cut(self) -> None:
-        """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error."""
-        for cut in self.also_cut:
-            cut()
-        for group in [self.world, *self.own]:
-            with contextlib.suppress(Exception):
-                group.abort()
-        CONNECTIONS.cut(except_port=self._port)
+        """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error.
+
+        Sockets first, which takes no time; then groups of CPU back ends; then those of NCCL, all at the same time: an
+        abort of NCCL returns when the device has left the group's kernels, and a kernel may wait for that of another
+        group, whose abort must not come after. A device that does not answer is given up after a few seconds.
+        """
+        with self._cutting:
+            for cut in self.also_cut:
+                cut()
+            CONNECTIONS.cut(except_port=self._port)
+            over_nccl = []
+            for group in [self.world, *self.own]:
+                with contextlib.suppress(Exception):
+                    if moves_by_nccl(group):
+                        over_nccl.append(group)
+                    else:
+                        group.abort()
+            self._is_stuck = not _abort_together(over_nccl)
+            if self._is_stuck:
+                log.warning("NCCL has not ended its collectives within %g s, and is left as it is", _ABORT_S)
 
     def leave(self, *, failed: bool) -> None:
-        """Destroys what this run has made. After a failure that includes the world: it has been aborted."""
+        """Destroys what this run has made. After a failure that includes the world: it has been aborted.
+
+        Groups that cannot be aborted stay: to destroy them would take as long.
+        """
         own, self.own = self.own, []
         if failed:
-            leave_world()
+            with self._cutting:
+                if self._is_stuck:
+                    atexit.unregister(leave_world)
+                else:
+                    leave_world()
         elif dist.is_initialized():
             for group in own:
                 dist.destroy_process_group(group)
@@ -153,7 +202,28 @@ class ProcessGroups:
         mesh_device = "cuda" if self.backend == "nccl" else "cpu"
         with CONNECTIONS.noted():
             self._join(environment, interface, store)
-            return init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+            if mesh_device == "cuda":  # torch splits NCCL's world, by one call for all groups of an axis
+                mesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
+                self.own = [group for axis in AXES if (group := mesh.get_group(axis)) is not self.world]
+                return mesh
+        ranks = torch.arange(dist.get_world_size()).reshape(shape)
+        groups = [self._along(ranks, axis) for axis in range(len(AXES))]
+        return DeviceMesh.from_group(groups, mesh_device, mesh=ranks, mesh_dim_names=AXES)
+
+    def _along(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
+        """This rank's line of an axis; as few groups as can be, since each over Gloo connects all of its ranks."""
+        if ranks.shape[axis] == dist.get_world_size():
+            return self.world
+        if ranks.shape[axis] > 1:
+            group = self.over(_lines(ranks, axis))
+            assert group is not None
+            return group
+        alone = [dist.get_rank()]
+        for group in self.own:
+            if dist.get_process_group_ranks(group) == alone:
+                return group
+        self.own.append(dist.new_group(alone, backend=self.backend, use_local_synchronization=True))
+        return self.own[-1]
 
     def _join(self, environment: ClusterEnvironment, interface: str | None, store: Store | None) -> None:
         if dist.is_initialized():
@@ -175,10 +245,39 @@ class ProcessGroups:
         rank_zero_info(f"Process group of {environment.world_size()} over {self.backend}, through {interface}")
 
 
+def _lines(ranks: torch.Tensor, axis: int) -> list[list[int]]:
+    """Ranks that differ in one axis only, in its order."""
+    return [list(line) for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()]
+
+
 def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:
     """The collectives of ``group``, whose tensors travel from ``device`` or, unless its back end is NCCL, the CPU."""
-    travels_from = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    return MeteredGroup(group, meter, name=name, device=travels_from)
+    return MeteredGroup(group, meter, name=name, device=device if moves_by_nccl(group) else torch.device("cpu"))
+
+
+def moves_by_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether the back end of ``group`` is NCCL."""
+    return dist.get_backend(group) == "nccl"
+
+
+def _abort_together(groups: list[dist.ProcessGroup]) -> bool:
+    """Aborts groups of NCCL at the same time; returns whether all have come to an end in time.
+
+    torch runs each abort in a thread of its own and waits for it; NCCL's calls around a group of calls, which torch
+    makes itself (``_abort_process_group``), do not reach into such threads.
+    """
+
+    def abort(group: dist.ProcessGroup) -> None:
+        with contextlib.suppress(Exception):
+            group.abort()
+
+    threads = [threading.Thread(target=abort, args=(group,), name="abort-nccl", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    until_s = time.monotonic() + _ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def leave_world() -> None:

@@ -8,6 +8,8 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_multigpu.runtime.library_messages import silence_deprecations
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
@@ -70,7 +72,8 @@ class RunContext:
         return self.environment.main_port
 
     def tell_ranks(self) -> None:
-        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        """Tells the cluster environment, Lightning's rank-zero helpers and the warnings' filters which rank this is."""
         self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
+        silence_deprecations(self.rank)

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu._waiting_ranks import are_waiting, launch_rank
 from lightning_multigpu.guardian import Guardian
+from lightning_multigpu.guardian.proc import refusal
 from lightning_multigpu.runtime.joining import Joining, start_guardian
 from lightning_multigpu.runtime.run_context import RunContext
+from lightning_multigpu.runtime.uncaught_errors import show_if_uncaught
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,13 +51,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
             self._check(trainer)
+            args = self._joining.resume(function, args, trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         watch = self._joining.watch
         children: ChildWatch | None = None
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
             guardian = start_guardian(self._run)
-            self._call_children_scripts()
+            self._start_ranks(guardian)
             first_rank = self._run.node_rank * self.num_processes
             children = ChildWatch(dict(enumerate(self.procs, first_rank + 1)), guardian)
             _STARTED.update(children.ranks)
@@ -68,10 +72,40 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
         except EndOfRun:  # on all ranks, whose scripts go on
             raise
-        except Exception:
+        except Exception as error:
+            show_if_uncaught(error, watch.message(self._run, trainer))
             if children is not None:
                 children.end_all(_PATIENCE * self._run.failure_timeout_s)
             raise
+
+    def _start_ranks(self, guardian: Guardian | None) -> None:
+        """Starts the other ranks of this host; where one cannot be started, those that were are ended."""
+        try:
+            self._start_processes()
+        except BaseException as error:
+            if guardian is not None:
+                guardian.kill()
+            for process in self.procs:
+                process.kill()
+                process.wait()
+            if hint := refusal(error):
+                error.add_note(f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start: {hint}")
+            raise
+
+    def _start_processes(self) -> None:
+        if not are_waiting():
+            self._call_children_scripts()
+            return
+        environment = self.cluster_environment
+        os.environ.update(
+            MASTER_ADDR=environment.main_address,
+            MASTER_PORT=str(environment.main_port),
+            NODE_RANK=str(environment.node_rank()),
+            LOCAL_RANK=str(environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        for local_rank in range(1, self.num_processes):
+            self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:

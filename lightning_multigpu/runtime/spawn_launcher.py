@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -30,12 +30,14 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.guardian import Failure, Guardian
-from lightning_multigpu.guardian.failure import host_name
+from lightning_multigpu.guardian.failure import folded, host_name
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
-from lightning_multigpu.guardian.proc import ended_text
-from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS
+from lightning_multigpu.guardian.proc import ended_text, refusal
+from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, has_trained
 from lightning_multigpu.runtime.joining import Joining, start_guardian
+from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.run_context import RunContext
+from lightning_multigpu.runtime.uncaught_errors import FailureMessage, show_if_uncaught
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -77,6 +79,8 @@ class SpawnLauncher(MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self._check(trainer)
+        if trainer is not None:
+            args = self.joining.resume(function, args, trainer)
         with self._one_port_for_all_ranks():
             return self._launch(function, args, trainer, kwargs)
 
@@ -197,18 +201,25 @@ class _Result(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """The answer of a failed rank: its failure, and its exception where that is its own and pickle takes it."""
+    """The answer of a failed rank.
 
-    failure: Failure
+    Attributes:
+        message: what is to be printed about it.
+        pickled: its exception, where that is its own and pickle takes it.
+    """
+
+    message: FailureMessage
     pickled: bytes | None
 
     def exception(self) -> BaseException:
+        error: BaseException | None = None
         with contextlib.suppress(Exception):
             if self.pickled is not None:
-                error: BaseException = pickle.loads(self.pickled)
-                error.add_note(self.failure.traceback.rstrip())
-                return error
-        return self.failure.exception()
+                error = pickle.loads(self.pickled)
+                error.add_note(folded(self.message.failure.traceback).rstrip())
+        error = error or self.message.failure.exception()
+        show_if_uncaught(error, self.message)
+        return error
 
 
 @dataclass(frozen=True)
@@ -252,12 +263,22 @@ class _Task:
         except Exception as error:
             if isinstance(error, EndOfRun):
                 error = ValueError(_TUNED_IN_VAIN)
-            failure = watch.failure or Failure.of(error, rank=run.rank, step=None)
-            answers.send_bytes(pickle.dumps(_Failed(failure, _pickled(error) if failure.rank == run.rank else None)))
+                watch.settle(error, run, None)
+            watch.failure = watch.failure or Failure.of(error, rank=run.rank, step=None)
+            is_own = watch.failure.rank == run.rank
+            message = replace(watch.message(run, None), checkpoint=self._checkpoint())
+            answers.send_bytes(pickle.dumps(_Failed(message, _pickled(error) if is_own else None)))
             if watch.client is not None:
                 watch.client.announced()
             raise SystemExit(1) from None
         answers.send_bytes(answer)
+
+    def _checkpoint(self) -> str | None:
+        """The file to resume from; the process that has started the ranks does not know where they save."""
+        if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
+            with contextlib.suppress(Exception):  # as where the message is printed
+                return last_checkpoint_of(self.trainer)
+        return None
 
 
 def _pickled(error: Exception) -> bytes | None:
@@ -288,8 +309,14 @@ class _Ranks:
                 self.processes.append(process)
                 if guardian is not None:
                     guardian.started(self._first_rank + local_rank, process.pid)
-        except BaseException:
-            self.end()
+        except BaseException as error:
+            if guardian is not None:
+                guardian.kill()
+            self._signal(signal.SIGKILL)
+            self._join(self._timeout_s)
+            if hint := refusal(error):
+                number = len(self.processes)
+                error.add_note(f"rank {number} of {run.ranks_per_host} on this host cannot start: {hint}")
             raise
 
     def await_end(self) -> None:
@@ -326,9 +353,9 @@ class _Ranks:
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
-            failed = [_Failed(failure, None)]
+            failed = [_Failed(FailureMessage(failure, False, []), None)]
         if failed:
-            raise min(failed, key=lambda answer: answer.pickled is None).exception() from None
+            raise min(failed, key=lambda answer: not answer.message.in_full).exception() from None
         result = self._answers[0]
         assert isinstance(result, _Result)
         return result

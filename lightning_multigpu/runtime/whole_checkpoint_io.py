@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
     which can end half-way, and a killed process leaves the temporary file. Here the data goes to a file without a name
     in the directory of the checkpoint, which the kernel forgets with the process, and gets its name when it is
     complete and on the disk. Where the file system knows no such files, a hidden one has a name from the beginning.
+    The directory is on the disk, too, before a save returns: an older checkpoint may be removed then.
+
+    Where the system refuses to write, a save raises OSError with the path and the reason; of a full disk, with what is
+    free. The former file stays.
 
     Attributes:
         maps_files: whether a file that is loaded is mapped into memory, so that of its tensors only those are read that
@@ -32,16 +38,19 @@ class WholeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         directory, name = os.path.split(os.path.abspath(path))
-        os.makedirs(directory, exist_ok=True)
         partial = os.path.join(directory, f".{name}.{os.getpid()}")
         try:
+            os.makedirs(directory, exist_ok=True)
             if not _write_unnamed(checkpoint, directory, partial):
                 with open(partial, "wb") as file:
                     _write(checkpoint, file)
             os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
+            _sync_directory(directory)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
                 os.unlink(partial)
+            if reason := _reason(error, directory):
+                raise OSError(reason[0], f"the checkpoint was not saved: {reason[1]}", str(path)) from error
             raise
 
     @override
@@ -67,7 +76,7 @@ def map_files(io: CheckpointIO) -> None:
 
 
 def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> bool:
-    """False where the system does not know files without a name."""
+    """False where the system does not know files without a name, or cannot give them one."""
     if not hasattr(os, "O_TMPFILE"):
         return False
     try:
@@ -78,13 +87,41 @@ def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> boo
         _write(checkpoint, file)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-        folder = os.open("/proc/self/fd", os.O_RDONLY)
         try:
-            # Given a directory, os.link follows the link in /proc to the file itself.
-            os.link(str(descriptor), name, src_dir_fd=folder, follow_symlinks=True)
-        finally:
-            os.close(folder)
+            folder = os.open("/proc/self/fd", os.O_RDONLY)
+            try:
+                # Given a directory, os.link follows the link in /proc to the file itself.
+                os.link(str(descriptor), name, src_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(folder)
+        except OSError:  # no /proc, or a file system without links
+            return False
     return True
+
+
+def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | None:
+    """What the system has refused and how to get it, also where torch has made another error of it; or None."""
+    while error is not None and not (isinstance(error, OSError) and error.errno):
+        error = error.__cause__ or error.__context__
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    text = os.strerror(error.errno)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with contextlib.suppress(OSError):
+            text += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        text += " (raise the limit: ulimit -n)"
+    return error.errno, f"{text}; a former file of that name is as it was"
+
+
+def _sync_directory(directory: str) -> None:
+    """Sees to it that names in the directory are on the disk, where the file system can do so."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write(checkpoint: dict[str, Any], file: Any) -> None:

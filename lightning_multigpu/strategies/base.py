@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -11,7 +12,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,18 +20,21 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.runtime.batch_feed import BatchFeed
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
+from lightning_multigpu.runtime.last_checkpoint import await_file
+from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
 from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
@@ -64,8 +68,9 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples (ranks are then
             weighted by their samples, so that uneven batches average as on one device), "sum", or, for a mean over
             something else, a function from the batch to its weight (its number of tokens, for example).
-        failure_timeout_s: seconds in which all other ranks have to end after one has failed, 1 or more; later they are
-            killed. A rank that is stopped for half of this time while others wait for it has failed.
+        failure_timeout_s: seconds in which all other ranks have to end after one has failed, 1 or more, on several
+            hosts 5 or more; later they are killed. A rank that is stopped for half of this time while others wait for
+            it has failed, and so has a host that is silent for so long.
         hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have come to
             it, the ranks that have not, and where those are; 1 or more. The report ends nothing. None or 0: no report.
         join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than
@@ -122,6 +127,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             # Behind dict() jsonargparse does not follow the options into torch's DDP, whose arguments are not ours.
             **dict(options),
         )
+        silence_tips()
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
         self.hang_report_s = hang_report_s or None
@@ -202,11 +208,15 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
-        """Checks the module before any process is started; for subclasses.
+        """Checks the run before any process is started; for subclasses, and for callbacks that have such a method.
 
         Raises:
-            ValueError: the strategy cannot run it.
+            ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            check = getattr(callback, "check_before_launch", None)
+            if check is not None:
+                check(trainer)
 
     @override
     def setup_environment(self) -> None:
@@ -270,7 +280,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
             meter=self.meter,
-            new_group=self._new_group_of_all,
+            control_group=self._control_group,
             ranks_a_batch=self._model_parallel_size,
         )
 
@@ -314,6 +324,18 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             super().remove_checkpoint(filepath)
 
     @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads the file that rank 0 has chosen: ranks that look for the newest one may see other files. A collective.
+
+        Raises:
+            FileNotFoundError: this host does not see that file.
+        """
+        path, exists = self.broadcast((checkpoint_path, os.path.exists(str(checkpoint_path))))
+        if exists:
+            await_file(path, self.failure_watch.check)
+        return super().load_checkpoint(path, weights_only)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning restores weights before it converts the module: float64 weights would pass through float32.
         if isinstance(self.precision_plugin, DoublePrecision):
@@ -327,6 +349,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._stage_starts(training=True)
+        self._tell_global_batch()
         self.meter.discard()
 
     @override
@@ -343,6 +366,12 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     def on_predict_start(self) -> None:
         super().on_predict_start()
         self._stage_starts()
+
+    def _tell_global_batch(self) -> None:
+        assert self.lightning_module is not None
+        trainer, ranks_a_batch = self.lightning_module.trainer, self._model_parallel_size
+        sizes = self.gather_objects(full_batch_size(trainer.train_dataloader))
+        rank_zero_info(global_batch_text(sizes[::ranks_a_batch], ranks_a_batch, trainer))
 
     def _stage_starts(self, *, training: bool = False) -> None:
         assert self.lightning_module is not None

@@ -130,12 +130,10 @@ class MeshStrategy(ParallelStrategy, ABC):
         assert self.groups is not None
         return self.groups.new(axis, backend=backend, descending=descending)
 
-    def _new_group_of_all(self) -> dist.ProcessGroup:
-        """A further group of all ranks for small messages between hosts; as :meth:`new_group`."""
+    def _control_group(self) -> dist.ProcessGroup:
+        """All ranks, for small messages between hosts; a collective of the whole world."""
         assert self.groups is not None
-        group = self.groups.over([list(range(dist.get_world_size()))], backend="gloo")
-        assert group is not None
-        return group
+        return self.groups.control()
 
     def _join_groups(self, store: Store | None) -> tuple[ProcessGroups, MeteredGroup]:
         """Joins the other ranks through ``store``; returns the groups, and the collectives of the world."""

@@ -42,6 +42,13 @@ class ObservedStrategy:
         """True if this rank has the values of a parameter of the module, and of its gradient."""
         return True
 
+    def values_of_other_ranks(self) -> dict[int, Tensor]:
+        """On rank 0 the values of the module's parameters and buffers that only other ranks hold, in host memory.
+
+        They are listed by the ``id`` of the tensor in their place. Elsewhere the dictionary is empty. A collective.
+        """
+        return {}
+
     def record_stages(self, *, count_activations: bool = True) -> None:
         """Record the passes and the memory of this rank's stages of a pipeline in every following fit.
 

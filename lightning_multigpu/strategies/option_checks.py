@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
@@ -19,6 +20,8 @@ from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.runtime.run_context import RunContext
 
 DEVICE_TYPES = ("cpu", "cuda")
+SHORTEST_OF_HOSTS_S = 5.0
+_OWN_DESCRIPTORS = 64
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -179,8 +182,35 @@ def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
         )
 
 
+def check_silence(failure_timeout_s: float, num_nodes: int) -> None:
+    """Raises ValueError if the guardians of several hosts would take a busy host for one that is gone."""
+    if num_nodes > 1 and failure_timeout_s < SHORTEST_OF_HOSTS_S:
+        raise ValueError(
+            f"failure_timeout_s={failure_timeout_s:g} with num_nodes={num_nodes}: it must be "
+            f"{SHORTEST_OF_HOSTS_S:g} or more. A host that is silent for half of it counts as gone, and a busy or "
+            "throttled one may be silent for a second and more"
+        )
+
+
+def check_descriptors(num_ranks: int, device_type: str) -> None:
+    """Raises ValueError if a rank may open too few files for its connections; else back ends fail in their own words.
+
+    With 2 ranks, rank 0 has 53 descriptors open under ``ring_ddp``. Over Gloo it has three connections to each other
+    rank; over NCCL one, of control messages, and those of NCCL, which are not counted here.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_DESCRIPTORS + (1 if device_type == "cuda" else 3) * (num_ranks - 1)
+    if resource.RLIM_INFINITY != limit < needed:
+        may = "" if most == resource.RLIM_INFINITY or most >= needed else f" (beyond the hard limit of {most})"
+        raise ValueError(
+            f"this process may have {limit} files and connections open (ulimit -n), and a rank of {num_ranks} needs "
+            f"{needed} or more, data loaders not counted; raise the limit on every host: "
+            f"ulimit -n {max(4096, 2 * needed)}{may}"
+        )
+
+
 def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_gpu: bool) -> None:
-    """Checks what the Trainer has given a strategy: devices, back end, precision and SyncBatchNorm.
+    """Checks what the Trainer has given a strategy: devices, hosts, back end, precision and SyncBatchNorm.
 
     Args:
         run: the run.
@@ -191,6 +221,8 @@ def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_
     on_gpus = run.device_type == "cuda"
     check_devices(run.devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
     check_backend(run.backend, run.device_type)
+    check_silence(run.failure_timeout_s, run.num_nodes)
+    check_descriptors(run.world_size, run.device_type)
     check_sync_batchnorm(sync_batchnorm, run.device_type)
     bf16_supported = True
     if on_gpus and may_ask_gpu and precision.startswith("bf16"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, 
 CHECKPOINT_KEY = "lightning_multigpu"
 """The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
 
+_NCCL_ALGORITHM = "NCCL_ALGO"
 _ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
@@ -41,9 +43,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     """Data parallel training: each rank computes the gradients of its share of the batch, and a ring averages them.
 
     The all-reduce of the gradients runs while backward still computes. On CPU tensors the ring is this pack's own
-    (:mod:`lightning_multigpu.communication.ring`); on GPUs it is NCCL's. Each rank sends 2(N-1)/N times the size of the
-    gradients per optimizer step. Options of Lightning's ``DDPStrategy`` keep their names and meaning; communication
-    hooks work on CPU tensors too.
+    (:mod:`lightning_multigpu.communication.ring`); on GPUs NCCL moves the gradients. In a ring each rank sends 2(N-1)/N
+    times the size of the gradients per optimizer step. Options of Lightning's ``DDPStrategy`` keep their names and
+    meaning; communication hooks work on CPU tensors too.
 
     Args:
         bucket_cap_mb: size in MiB of the buckets in which gradients travel. Smaller buckets start earlier, larger ones
@@ -66,6 +68,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
             in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
             with a warning.
+        nccl_algorithm: NCCL's algorithm for all-reduces on GPUs: "ring" or "tree", for the time of the run; None lets
+            NCCL choose for each size. The bytes that the meter reports are those of a ring.
         check_loss: before the first step, check that the gradients of two halves of each rank's first batch add up to
             those of the whole, as they do unless the loss couples the samples of a batch; see
             :class:`.GradientCheck`. Has no effect in manual optimization; excludes ``static_graph``.
@@ -93,6 +97,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         compression: str | Mapping[str, Any] | Compressor | None = None,
         compress_inside_hosts: bool = False,
         shared_memory: bool = True,
+        nccl_algorithm: Literal["ring", "tree"] | None = None,
         check_loss: bool = False,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -104,6 +109,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if bucket_cap_mb not in ("auto", None):
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         option_checks.check_positive("average_every", average_every, whole=True)
+        if nccl_algorithm is not None:
+            option_checks.check_choice("nccl_algorithm", nccl_algorithm, ("ring", "tree"))
         gradients = {"ddp_comm_hook": ddp_comm_hook, "compression": compression}
         given = [f"{name}={value!r}" for name, value in gradients.items() if value is not None]
         if average_every > 1 and given:
@@ -142,6 +149,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             "static_graph": static_graph,
             "forward_sync_buffers": False,  # done here, where the meter sees it, and never in the middle of validation
         }
+        self._nccl_algorithm = nccl_algorithm
         self._check_loss = check_loss
         self._is_checked = False
         self._broadcast_buffers = broadcast_buffers
@@ -169,18 +177,20 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             "compression": compressor if compressor in (None, AUTO) else repr(compressor),
             "compress_inside_hosts": transport.compress_inside_hosts,
             "shared_memory": transport.shared_memory,
+            "nccl_algorithm": self._nccl_algorithm,
             "check_loss": self._check_loss,
         }
 
     @override
     def environment_variables(self) -> dict[str, str]:
-        return {"NCCL_ALGO": "Ring"} if self.root_device.type == "cuda" else {}
+        # For all-reduces alone: NCCL chooses from all its algorithms for the rest, some of which have no tree.
+        return {} if self._nccl_algorithm is None else {_NCCL_ALGORITHM: f"allreduce:{self._nccl_algorithm}"}
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         assert self.lightning_module is not None
         assert self.groups is not None
-        self._bookkeeping = self.new_group("data")
+        self._bookkeeping = self.groups.mesh.get_group("data")  # used by the main thread, as the world is
         self._buffers = self.metered(self._bookkeeping, "data")
         self._reducer, bucket_cap_mb = self._transport.open(
             self.lightning_module,
@@ -232,6 +242,23 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
                 "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
             )
         super()._configure_launcher()
+        self._check_nccl_algorithm()
+
+    def _check_nccl_algorithm(self) -> None:
+        if self._nccl_algorithm is None:
+            return
+        given = f"nccl_algorithm={self._nccl_algorithm!r}"
+        run, compressor = self.run_context, self._transport.compressor
+        if run.device_type != "cuda" or (run.backend or "nccl") != "nccl":
+            over = run.backend or ("gloo" if run.device_type == "cpu" else "nccl")
+            raise ValueError(f"{given}: gradients on {run.device_type!r} travel over {over!r} here; leave it out")
+        if compressor not in (None, AUTO):
+            raise ValueError(f"{given} and compression={compressor!r}: compressed gradients do not travel over NCCL")
+        if _NCCL_ALGORITHM in os.environ:
+            raise ValueError(
+                f"{given} and {_NCCL_ALGORITHM}={os.environ[_NCCL_ALGORITHM]} in the environment: leave one of "
+                "the two out"
+            )
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
 
@@ -45,7 +45,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Try:
-    """Prepare tensors, do it once, check the result, and see how long it takes; answered by :class:`Tried`."""
+    """Prepare tensors, do it once, check the result, and time it; answered by the fields of :class:`Tried`."""
 
     operation: str
     size: int
@@ -78,7 +78,8 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     """Joins the other ranks, then serves the requests."""
     store = _join(settings, seat)
     assert dist.group.WORLD is not None
-    operations = settings.implementation.make(dist.group.WORLD)
+    hosts = (seat.devices,) if settings.implementation.knows_hosts else ()
+    operations = settings.implementation.make(dist.group.WORLD, *hosts)
     bench: _Bench | None = None
     for request in requests:
         if isinstance(request, Join):
@@ -86,7 +87,7 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
         elif isinstance(request, Try):
             bench = None  # gives its tensors back before new ones are made
             bench = _Bench(request, operations[request.operation], settings, seat, store)
-            requests.answer(bench.tried())
+            requests.answer(asdict(bench.tried()))
         elif bench is not None:
             requests.answer(bench.check() if isinstance(request, Check) else bench.time(request.warm_up, request.calls))
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ the next operation, and the others go on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -130,12 +130,12 @@ class Contender:
     def tried(self, operation: Operation, size: int) -> bool:
         """Tries an operation on a size for the first time; False where it is not supported or fails."""
         self._seconds, self._told, self._first = [], False, Tried()
-        answers: list[Tried] | None = self._ask(Try(operation.name, size), trying=True)
+        answers = self._ask(Try(operation.name, size), trying=True)
         if answers is None:
             return False
-        slowest = max(answers, key=lambda answer: answer.seconds)
-        wrong = sum(answer.wrong for answer in answers)
-        self._first = Tried(slowest.numel, slowest.size_bytes, wrong, slowest.seconds)
+        tried = [Tried(**answer) for answer in answers]
+        slowest = max(tried, key=lambda answer: answer.seconds)
+        self._first = replace(slowest, wrong=sum(answer.wrong for answer in tried))
         return True
 
     def turn(self) -> None:

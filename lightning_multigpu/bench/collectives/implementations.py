@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_multigpu.bench.collectives.operations import Buffers
+from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
+from lightning_multigpu.communication.compression.factory import make_compressor
+from lightning_multigpu.communication.compression.pieces import Piece
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.engine.data_parallel.gradient_transport import layout
 
 Call = Callable[[Buffers], object]
 """Does one operation on prepared tensors, until it returns (on a GPU: until the current stream gets there)."""
@@ -32,10 +37,12 @@ class Implementation:
 
     name: str
     backend: str
-    make: Callable[[dist.ProcessGroup], Mapping[str, Call]]
+    make: Callable[..., Mapping[str, Call]]
     summary: str
     operations: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    knows_hosts: bool = False
+    """``make`` is also given the number of ranks on each host."""
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is built and meant for "cpu" or "cuda" tensors."""
@@ -93,6 +100,35 @@ def shared_memory(group: dist.ProcessGroup) -> dict[str, Call]:
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
+def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
+    """The all-reduce of ``ring_ddp`` over hosts: shared memory inside each, a ring between them."""
+    arranged = layout([list(range(dist.get_world_size(group)))], ranks_per_host)
+    inside, between = _own_group(arranged.inside), _own_group(arranged.between)
+    all_reduce = HierarchicalAllReduce(
+        None if inside is None else SharedMemoryAllReduce(inside),
+        None if between is None else RingAllReduce(between),
+        inside_group=inside,
+    )
+    return {"all_reduce": lambda b: all_reduce(b.output)}
+
+
+def compressed(group: dist.ProcessGroup) -> dict[str, Call]:
+    """The all-reduce of ``ring_ddp(compression="bf16")`` between hosts. The bench's numbers are exact in bf16."""
+    all_reduce = CompressedAllReduce(group, make_compressor("bf16"))
+
+    def call(b: Buffers) -> None:
+        all_reduce(b.output, [Piece("tensor", (b.output.numel(),))])
+        all_reduce.end_step()
+
+    return {"all_reduce": call}
+
+
+def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """This rank's of several groups; None without one. A collective of all ranks."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         "shared_memory",
@@ -103,6 +139,18 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         ("cpu",),
     ),
     Implementation("ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)),
+    Implementation(
+        "hierarchy",
+        "gloo",
+        hierarchy,
+        "this pack's shared memory inside each host and ring between hosts",
+        ("all_reduce",),
+        ("cpu",),
+        knows_hosts=True,
+    ),
+    Implementation(
+        "compressed", "gloo", compressed, "this pack's compressed all-reduce, in bf16", ("all_reduce",), ("cpu",)
+    ),
     Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
     Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),

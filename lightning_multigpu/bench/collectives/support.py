@@ -86,11 +86,13 @@ def try_all(
                 contender.end()
 
 
-def _missing(implementation: Implementation, device_type: str) -> tuple[str, str] | None:
+def _missing(implementation: Implementation, device_type: str) -> tuple[str, str | None] | None:
     if not implementation.is_built:
         return NOT_BUILT, f"{implementation.backend} is not part of this build of torch"
     if device_type == "cuda" and not torch.cuda.device_count():
         return NO_GPU, "this machine has no GPU"
+    if implementation.devices and device_type not in implementation.devices:
+        return _NO_SUCH
     return None
 
 

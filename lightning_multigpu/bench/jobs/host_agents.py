@@ -1,22 +1,21 @@
-"""Jobs over all hosts: the first agent leads, the others follow, each with the ranks of its own host.
+"""Jobs over all hosts: every agent runs the same bench, each with the ranks of its own host.
 
 ::
 
-    leader  -- command 7 -->  store  -- command 7 -->  follower
-      |                                                   |
-      ranks 0, 1                                          ranks 2, 3
-      |                                                   |
-    leader  <-- answer 7 --   store  <-- answer 7 --   follower
+    agent 0  -- answers of ranks 0, 1 -->  store  <-- answers of ranks 2, 3 --  agent 1
+    agent 0  <--------- answers of all ranks, in rank order, as JSON --------->  agent 1
+
+All agents see the same answers, so that they take the same decisions without commands from each other.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import pickle
+import json
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -27,8 +26,7 @@ from lightning_multigpu.bench.jobs.local_ranks import Entry, Failure, LocalRanks
 from lightning_multigpu.bench.jobs.placement import Placement
 
 _JOIN = timedelta(minutes=10)
-_PATIENCE = timedelta(hours=24)
-_MARGIN_S = 60.0
+_MARGIN = timedelta(minutes=1)
 
 
 class JobError(RuntimeError):
@@ -44,7 +42,7 @@ class JobError(RuntimeError):
 
 
 class Hosts:
-    """A context manager: the agents of all hosts, and the jobs that they run.
+    """A context manager: this agent's part in the jobs of all hosts. Every agent has to call the same methods.
 
     Args:
         placement: of this agent.
@@ -56,11 +54,14 @@ class Hosts:
         self.placement = placement
         self._threads = threads
         self._verbose = verbose
-        self._jobs: dict[str, LocalRanks] = {}
-        self._commands = 0
-        is_main = placement.agent == 0 and not placement.has_store
+        self._jobs: set[Job] = set()
+        self._shared = 0
         store = TCPStore(
-            placement.main_address, placement.main_port, is_master=is_main, timeout=_JOIN, wait_for_workers=False
+            placement.main_address,
+            placement.main_port,
+            is_master=placement.agent == 0 and not placement.has_store,
+            timeout=_JOIN,
+            wait_for_workers=False,
         )
         self._port = int(store.port)
         self._store = PrefixStore("lightning-multigpu-bench", store)
@@ -71,57 +72,52 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.leads:
-            with contextlib.suppress(Exception):
-                self._everywhere("stop", timeout_s=_MARGIN_S)
-        self.stop()
+        while self._jobs:
+            self._jobs.pop().kill()
+        with contextlib.suppress(Exception):
+            self._store.set(f"left/{self.placement.agent}", "")
+            if self.prints:  # the store ends with this process
+                self._store.wait([f"left/{agent}" for agent in range(self.placement.num_agents)], _MARGIN)
 
     @property
-    def leads(self) -> bool:
-        """Whether this agent leads; the others :meth:`follow`."""
+    def prints(self) -> bool:
+        """Whether this agent prints the results; the others are silent."""
         return self.placement.agent == 0
+
+    def check_settings(self, settings: Mapping[str, str]) -> None:
+        """Checks that all agents have been started with the same settings.
+
+        Raises:
+            ValueError: they have not; the message names the setting.
+        """
+        for agent, theirs in enumerate(self._share(dict(settings), _JOIN)):
+            for name, value in settings.items():
+                if (other := theirs.get(name)) != value:
+                    raise ValueError(f"{name}={value} here, {other} on host {agent}; run the same command on each host")
 
     def start(self, name: str, entry: Entry, settings: Any) -> Job:
         """Starts a job; its ranks call ``entry(settings, seat, requests)``."""
-        job = f"{name}-{self._commands}"
-        self._everywhere("_start", job, entry, settings, self._port, free_port(), timeout_s=_MARGIN_S)
-        return Job(self, job)
+        main_port = self._share(free_port(), _MARGIN)[0]
+        job_name = f"{name}-{self._shared}"
+        seats = [self._seat(local_rank, job_name, main_port) for local_rank in self.placement.local_ranks]
+        job = Job(self, LocalRanks(entry, settings, seats))
+        self._jobs.add(job)
+        return job
 
-    def follow(self) -> None:
-        """Does what the leader says until it says stop."""
-        self._store.set_timeout(_PATIENCE)
-        while True:
-            number, self._commands = self._commands, self._commands + 1
-            action, arguments = _unpacked(self._store.get(f"command/{number}"))
-            answer = getattr(self, action)(*arguments)
-            self._store.set(f"answer/{number}/{self.placement.agent}", _packed(answer))
-            if action == "stop":
-                return
+    def _share(self, value: Any, timeout: timedelta) -> list[Any]:
+        """The values of all agents, in their order, as JSON brings them."""
+        number, agent = self._shared, self.placement.agent
+        self._shared += 1
+        self._store.set(f"{number}/{agent}", json.dumps(value))
+        values = []
+        self._store.set_timeout(timeout)
+        for other in range(self.placement.num_agents):
+            values.append(json.loads(self._store.get(f"{number}/{other}")))
+        if number:
+            self._store.delete_key(f"{number - 1}/{agent}")  # all have read it: they have shared the next value
+        return values
 
-    def stop(self) -> None:
-        """Ends all jobs of this host."""
-        while self._jobs:
-            _, ranks = self._jobs.popitem()
-            ranks.kill()
-
-    def _everywhere(self, action: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """Runs a method on every agent; its results, in the order of the agents."""
-        number, self._commands = self._commands, self._commands + 1
-        others = range(1, self.placement.num_agents)
-        if others:
-            self._store.set(f"command/{number}", _packed((action, arguments)))
-        results = [getattr(self, action)(*arguments)]
-        self._store.set_timeout(_JOIN if number == 0 else timedelta(seconds=timeout_s + _MARGIN_S))
-        for agent in others:
-            results.append(_unpacked(self._store.get(f"answer/{number}/{agent}")))
-            self._store.delete_key(f"answer/{number}/{agent}")
-        return results
-
-    def _start(self, job: str, entry: Entry, settings: Any, store_port: int, main_port: int) -> None:
-        seats = [self._seat(local_rank, job, store_port, main_port) for local_rank in self.placement.local_ranks]
-        self._jobs[job] = LocalRanks(entry, settings, seats)
-
-    def _seat(self, local_rank: int, job: str, store_port: int, main_port: int) -> Seat:
+    def _seat(self, local_rank: int, job: str, main_port: int) -> Seat:
         placement = self.placement
         return Seat(
             rank=placement.rank(local_rank),
@@ -132,47 +128,44 @@ class Hosts:
             num_nodes=placement.num_nodes,
             threads=self._threads,
             address=placement.main_address,
-            store_port=store_port,
+            store_port=self._port,
             job=job,
             main_port=main_port,
             verbose=self._verbose,
         )
 
-    def _ask(self, job: str, request: Any, timeout_s: float) -> list[Any] | Failure:
-        answer = self._jobs[job].ask(request, timeout_s)
-        if isinstance(answer, Failure):
-            del self._jobs[job]
-        return answer
-
-    def _end(self, job: str, in_order: bool) -> None:
-        ranks = self._jobs.pop(job, None)
-        if ranks is not None:
-            ranks.end() if in_order else ranks.kill()
-
 
 class Job:
-    """One job, as its leader sees it; see :meth:`Hosts.start`."""
+    """One job on all hosts; see :meth:`Hosts.start`."""
 
-    def __init__(self, hosts: Hosts, name: str) -> None:
+    def __init__(self, hosts: Hosts, ranks: LocalRanks) -> None:
         self._hosts = hosts
-        self._name = name
+        self._ranks = ranks
 
     def ask(self, request: Any, timeout_s: float) -> list[Any]:
-        """The answer of every rank, in rank order.
+        """The answer of every rank, in rank order, as JSON brings it: a tuple comes as a list.
 
         Raises:
             JobError: a rank has raised, has died or has not answered within ``timeout_s``; the job is over.
         """
-        results = self._hosts._everywhere("_ask", self._name, request, timeout_s, timeout_s=timeout_s)
-        failures = [result for result in results if isinstance(result, Failure)]
+        answer = self._ranks.ask(request, timeout_s)
+        own = {"failure": asdict(answer)} if isinstance(answer, Failure) else {"answers": answer}
+        shared = self._hosts._share(own, timedelta(seconds=timeout_s) + _MARGIN)
+        failures = [Failure(**each["failure"]) for each in shared if "failure" in each]
         if failures:
-            self._hosts._everywhere("_end", self._name, False, timeout_s=_MARGIN_S)
-            raise JobError(_cause(failures, len(results)))
-        return [answer for result in results for answer in result]
+            self.kill()
+            raise JobError(_cause(failures, len(shared)))
+        return [answer for each in shared for answer in each["answers"]]
 
     def end(self) -> None:
         """Lets the ranks end in order; kills those that do not."""
-        self._hosts._everywhere("_end", self._name, True, timeout_s=_MARGIN_S)
+        self._ranks.end()
+        self._hosts._jobs.discard(self)
+
+    def kill(self) -> None:
+        """Ends the ranks at once."""
+        self._ranks.kill()
+        self._hosts._jobs.discard(self)
 
 
 def _cause(failures: Sequence[Failure], num_agents: int) -> Failure:
@@ -181,14 +174,6 @@ def _cause(failures: Sequence[Failure], num_agents: int) -> Failure:
     alike = [failure for failure in failures if failure.kind == first.kind and failure.all_ranks]
     ranks = tuple(rank for failure in failures if failure.kind == first.kind for rank in failure.ranks)
     return Failure(first.kind, ranks, len(alike) == num_agents, first.reason)
-
-
-def _packed(value: Any) -> str:
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-def _unpacked(text: bytes) -> Any:
-    return pickle.loads(base64.b64decode(text))
 
 
 def free_port() -> int:

@@ -81,7 +81,7 @@ class Requests:
         return None if isinstance(request, str) and request == _END else request
 
     def answer(self, value: Any) -> None:
-        """Answers the request before."""
+        """Answers the request before, by what JSON can write."""
         self._connection.send(("answer", value))
 
     def _receive(self) -> None:

@@ -14,7 +14,7 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One *agent* is one process of the command line: it starts ranks of its host. The first agent leads.
+    """One *agent* is one process of the command line: it starts ranks of its host. The first agent prints.
 
     Args:
         agent: which of the agents this is, from 0.

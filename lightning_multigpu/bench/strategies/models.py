@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+T = TypeVar("T")
 
 
 class BenchMLP(LightningModule):
@@ -104,8 +107,12 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def check_model(cls: type) -> None:
+def check_model(cls: type, *, brings_data: bool = False) -> None:
     """Checks that a class can be benched: a LightningModule without required arguments that brings its data.
+
+    Args:
+        cls: of the model.
+        brings_data: a data module is given beside it.
 
     Raises:
         ValueError: it is not.
@@ -116,16 +123,29 @@ def check_model(cls: type) -> None:
         cls()
     except TypeError as error:
         raise ValueError(f"--model: {cls.__name__}() raised {error}; give its arguments defaults") from error
-    if not brings_batch(cls) and not brings_loader(cls):
+    if not brings_data and not brings_batch(cls) and not brings_loader(cls):
         raise ValueError(
             f"--model: {cls.__name__} has neither example_batch(batch_size), which returns the batch of one rank, nor "
-            "train_dataloader(); add one of them"
+            "train_dataloader(); add one of them, or pass --data"
         )
 
 
-def brings_batch(cls: type[LightningModule]) -> bool:
+def brings_batch(model: type[LightningModule] | LightningModule) -> bool:
     """Whether the model has an ``example_batch(batch_size)``."""
-    return callable(getattr(cls, "example_batch", None))
+    return callable(getattr(model, "example_batch", None))
+
+
+def made(base: type[T], settings: Any) -> T:
+    """An object of a subclass of ``base``, as Lightning's command line makes it from a configuration file.
+
+    Args:
+        base: LightningModule or LightningDataModule.
+        settings: a class path, or a mapping with ``class_path`` and ``init_args``.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(base, "it", fail_untyped=False)
+    found: T = parser.instantiate(parser.parse_object({"it": settings})).it
+    return found
 
 
 def brings_loader(cls: type[LightningModule]) -> bool:

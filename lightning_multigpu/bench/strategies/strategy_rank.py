@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -27,22 +28,26 @@ class Settings:
 
     Args:
         contender: the strategy.
-        model: the class of the LightningModule.
+        model: makes the LightningModule.
+        data: makes its LightningDataModule; None where the model brings its data.
+        precision: of the Trainer.
         batch_size: samples of each rank, for models with an example batch.
         device_type: "cpu" or "cuda".
         num_steps: of all turns together.
     """
 
     contender: Contender
-    model: type[LightningModule]
+    model: Callable[[], LightningModule]
     batch_size: int
     device_type: str
     num_steps: int
+    data: Callable[[], LightningDataModule] | None = None
+    precision: Any = None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Train ``warm_up`` steps and then ``steps`` timed ones; answered by :class:`Taken`."""
+    """Train ``warm_up`` steps and then ``steps`` timed ones; answered by the fields of :class:`Taken`."""
 
     warm_up: int
     steps: int
@@ -86,7 +91,7 @@ class TakesTurns(Callback):
             timeline.wait(self._marks[-1])
             seconds = [timeline.seconds(start, end) for start, end in pairwise(self._marks)][self._turn.warm_up :]
             parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-            self.requests.answer(Taken(seconds, self._metered(trainer), parameters))
+            self.requests.answer(asdict(Taken(seconds, self._metered(trainer), parameters)))
         self._turn = self.requests.next()
         if self._turn is None:
             trainer.should_stop = True
@@ -122,13 +127,14 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     model = settings.model()
     alone = settings.contender.strategy is None
     loader: DataLoader[Any] | None = None
-    if brings_batch(settings.model):
+    data = None if settings.data is None else settings.data()
+    if data is None and brings_batch(model):
         # One more: the last turn ends with the start of a batch that belongs to none.
         num_batches = settings.num_steps + 1
         batch = model.example_batch(settings.batch_size)  # type: ignore[operator]
         ranks = 1 if alone else seat.world_size
         loader = repeated(batch, settings.batch_size, num_batches, ranks)
-    _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader)
+    _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader, datamodule=data)
 
 
 def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Trainer:
@@ -148,6 +154,7 @@ def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Train
         num_nodes=num_nodes,
         strategy=strategy,
         plugins=[LightningEnvironment()] if settings.contender.strategy is not None else None,
+        precision=settings.precision,
         max_epochs=-1,
         callbacks=callbacks,
         logger=False,

@@ -11,11 +11,11 @@ neighbour or profits from a quiet moment of the machine. ::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
 from lightning_multigpu.bench.jobs.host_agents import Hosts, Job, JobError
@@ -34,7 +34,9 @@ class Plan:
 
     Args:
         contenders: the strategies; "no communication" is added.
-        model: the class of the LightningModule.
+        model: makes the LightningModule.
+        data: makes its LightningDataModule; None where the model brings its data.
+        precision: of the Trainer; None for its default.
         batch_size: of each rank.
         device_type: "cpu" or "cuda".
         repetitions: turns of each strategy.
@@ -44,13 +46,20 @@ class Plan:
     """
 
     contenders: Sequence[Contender]
-    model: type[LightningModule]
+    model: Callable[[], LightningModule]
     batch_size: int
     device_type: str
     repetitions: int
     steps: int
     warm_up: int
     timeout_s: float
+    data: Callable[[], LightningDataModule] | None = None
+    precision: Any = None
+
+    @property
+    def num_turns(self) -> int:
+        """Of all jobs, their starts included."""
+        return (self.repetitions + 1) * (len(self.contenders) + 1)
 
     @property
     def num_steps(self) -> int:
@@ -76,16 +85,24 @@ class Result:
     parameters: int = 0
 
 
-def measure(hosts: Hosts, plan: Plan) -> list[Result]:
-    """The rows: "no communication", then the strategies in their order."""
+def measure(hosts: Hosts, plan: Plan, told: Callable[[str], object] = lambda label: None) -> list[Result]:
+    """The rows: "no communication", then the strategies in their order.
+
+    Args:
+        hosts: that run the jobs.
+        plan: of the bench.
+        told: of the strategy of each of :attr:`Plan.num_turns`, after the turn.
+    """
     runners = [_Runner(hosts, contender, plan) for contender in (Contender(NO_COMMUNICATION), *plan.contenders)]
     try:
         for runner in runners:
             runner.start()
+            told(runner.contender.label)
         for repetition in range(plan.repetitions):
             first = repetition % len(runners)
             for runner in [*runners[first:], *runners[:first]]:
                 runner.turn()
+                told(runner.contender.label)
     finally:
         for runner in runners:
             runner.end()
@@ -108,7 +125,15 @@ class _Runner:
     def start(self) -> None:
         """Starts the ranks and has them train a turn that does not count."""
         plan = self.plan
-        settings = Settings(self.contender, plan.model, plan.batch_size, plan.device_type, plan.num_steps)
+        settings = Settings(
+            self.contender,
+            plan.model,
+            plan.batch_size,
+            plan.device_type,
+            plan.num_steps,
+            data=plan.data,
+            precision=plan.precision,
+        )
         self._job = self.hosts.start("strategy", serve, settings)
         self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
 
@@ -153,7 +178,7 @@ class _Runner:
         if self._job is None:
             return None
         try:
-            return self._job.ask(request, timeout_s)
+            return [Taken(**answer) for answer in self._job.ask(request, timeout_s)]
         except JobError as error:
             self._job = None
             status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.failure.kind]

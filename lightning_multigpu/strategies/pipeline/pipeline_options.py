@@ -161,8 +161,16 @@ class PipelineOptions:
         """
         if self.split_points is not None:
             self._check_num_split_points(num_ranks)
-            return TracedChain(module, self.module, self.split_points, device)
-        return find_chain(module, self.module, num_ranks * self.num_stages_of_rank)
+            return TracedChain(module, self.module, self.split_points, device, self._schedule_code)
+        return find_chain(module, self.module, num_ranks * self.num_stages_of_rank, self._schedule_code)
+
+    @property
+    def _schedule_code(self) -> str:
+        """The options on which the number of split points depends, as code; empty where they have their defaults."""
+        given: dict[str, object] = {"schedule": self.schedule} if self.schedule != "1f1b" else {}
+        if self.stages_per_rank is not None:
+            given["stages_per_rank"] = self.stages_per_rank
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
     def bounds(self, chain: Chain, num_ranks: int) -> list[tuple[int, int]]:
         """The layers ``[start, stop)`` of each stage; before a measurement those of ``balance="parameters"``.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EndOfRun
+from lightning_multigpu.communication.metering.clocks import CoreWait
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes, layer_bytes
@@ -21,7 +24,7 @@ from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInSt
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, one_device_s, plan
+from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
@@ -33,13 +36,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 USUAL_NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
+NUM_ROUNDS = 5
+"""Rounds of measurements: each measures every number of micro-batches, so that a busy moment is all of theirs."""
+_ROUND_S = 0.2
 
 # What a run of the Trainer must not do, or write, to give its first batch.
 _QUIET_SETTINGS: dict[str, Any] = {
     "devices": 1,
     "num_nodes": 1,
     "logger": False,
-    "callbacks": [],
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -109,8 +114,10 @@ class PipelinePlanner:
         self._own_num_micro_batches = options.num_parts(size)
         num_pipelines = strategy.num_nodes * strategy.num_processes // size
         self._found = PipelinePlans(size, num_pipelines, options.balance, link)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
         try:
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            check_callbacks(callbacks)
             self._options = [options.with_schedule(schedule) for schedule in schedules or [options.schedule]]
         except ValueError as error:
             raise PlanError(str(error)) from error
@@ -120,8 +127,8 @@ class PipelinePlanner:
     ) -> PipelinePlans:
         """Takes the first training batch, measures the layers on it and predicts; weights do not change.
 
-        ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without callbacks,
-        loggers and checkpoints.
+        ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
+        checkpoints and callbacks, but for those that set the size of batches.
 
         Args:
             module, datamodule: arguments of ``fit``.
@@ -137,7 +144,8 @@ class PipelinePlanner:
             raise PlanError(str(error)) from error
         strategy = FirstBatchStrategy(self._device, self._visit)
         with _warnings_only():
-            Trainer(**{**trainer_settings, **_QUIET_SETTINGS, "strategy": strategy}).fit(module, datamodule=datamodule)
+            settings = {**trainer_settings, **_QUIET_SETTINGS, "callbacks": self._of_batches, "strategy": strategy}
+            Trainer(**settings).fit(module, datamodule=datamodule)
         if not self._found.plans:
             raise PlanError(
                 "the training loader has given no batch to measure; see to it that fit would train on one (data, "
@@ -152,7 +160,8 @@ class PipelinePlanner:
         try:
             check_optimizers(one.optimizers)
             dim = self._options[0].batch_dim
-            batch = first_part(moved(batch, dim, 0), found.num_pipelines)
+            # A loader's batch is a pipeline's, unless a callback has set it to all pipelines' together.
+            batch = first_part(moved(batch, dim, 0), found.num_pipelines if self._of_batches else 1)
             found.num_samples = leading_size(batch)
             numbers = self._numbers_of_micro_batches(found.num_samples)
             parts = {number: moved(first_part(batch, number), 0, dim) for number in (1, *numbers)}
@@ -161,18 +170,26 @@ class PipelinePlanner:
             again = {name: layers_of(c, self._options[0].activation_checkpointing) for name, c in chains.items()}
         except ValueError as error:
             raise PlanError(str(error)) from error
-        costs = {
-            (name, number): measured_parts(one, chain, parts[number], others, again[name])
-            for name, chain in chains.items()
-            for number in numbers
-        }
-        name, chain = next(iter(chains.items()))
-        known = None if again[name] else costs.get((name, 1))
-        found.one_device_s = one_device_s(known or measured_parts(one, chain, parts[1], others))
+        alone = next(iter(chains))  # what it takes on one device, which recomputes no layer
+        measurements = {(alone, 1, False): Measurement(one, chains[alone], parts[1], others)}
+        for name, chain in chains.items():
+            for number in numbers:
+                key = (name, number, bool(again[name]))
+                if key not in measurements:
+                    measurements[key] = Measurement(one, chain, parts[number], others, again[name])
+        with CoreWait() as core_wait:
+            begin_s, waited_s = time.perf_counter(), core_wait.seconds()
+            for _ in range(NUM_ROUNDS):
+                for measurement in measurements.values():
+                    measurement.run()
+            found.waiting = (core_wait.seconds() - waited_s) / (time.perf_counter() - begin_s)
+        wholes = measurements[alone, 1, False].rounds
+        whole_s = [one_device_s(parts) for parts in wholes]
+        found.one_device_s = one_device_s(median_costs(wholes))
         for options, chain in wanted:
             for number in numbers:
-                parts_costs = costs[chain.name, number]
-                found.plans.append(self._plan(one, chains[chain.name], options, number, parts_costs))
+                rounds = measurements[chain.name, number, bool(again[chain.name])].rounds
+                found.plans.append(self._plan(one, chains[chain.name], options, number, rounds, whole_s))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
         limit = num_samples or 1
@@ -204,59 +221,88 @@ class PipelinePlanner:
         chain: Chain,
         options: PipelineOptions,
         num_micro_batches: int,
-        parts: Sequence[PartCost],
+        rounds: Sequence[Sequence[PartCost]],
+        whole_s: Sequence[float],
     ) -> Plan:
+        """The plan by the medians of the rounds, and by each of them, with the split of the former."""
         assert one.lightning_module is not None
-        num_ranks = self._found.num_ranks
-        costs = StageCosts(
-            parts,
-            layer_bytes(chain, one.optimizers),
-            self._found.link,
-            schedule=options.schedule,
-            num_ranks=num_ranks,
-            stages_per_rank=options.num_stages_of_rank,
-            num_micro_batches=num_micro_batches,
-        )
+        num_ranks, sizes = self._found.num_ranks, layer_bytes(chain, one.optimizers)
+
+        def costs_of(parts: Sequence[PartCost]) -> StageCosts:
+            return StageCosts(
+                parts,
+                sizes,
+                self._found.link,
+                schedule=options.schedule,
+                num_ranks=num_ranks,
+                stages_per_rank=options.num_stages_of_rank,
+                num_micro_batches=num_micro_batches,
+            )
+
+        costs = costs_of(median_costs(rounds))
         balance = options.measured_balance
         bounds = options.bounds(chain, num_ranks) if balance is None else costs.bounds(balance)
         holds = (
             Ownership(one.lightning_module, chain, bounds, position, num_ranks).held() for position in range(num_ranks)
         )
-        return plan(
+        planned = functools.partial(
+            plan,
             options.schedule,
-            costs,
-            bounds,
+            bounds=bounds,
             module=chain.name,
             description=chain.describe(),
             parameter_bytes=chain.parameter_bytes(),
             held=[held_bytes(parameters, one.optimizers) for parameters in holds],
-            one_device_s=self._found.one_device_s,
         )
+        of_rounds = [planned(costs_of(parts), one_device_s=s) for parts, s in zip(rounds, whole_s, strict=True)]
+        return planned(costs, one_device_s=self._found.one_device_s, rounds=of_rounds)
 
 
-def measured_parts(
-    one: FirstBatchStrategy, chain: Chain, micro_batch: Any, others: Sequence[Any], recompute: Collection[int] = ()
-) -> list[PartCost]:
-    """The costs of the parts of ``training_step`` on one device that has all layers; see :mod:`.stage_costs`.
+class Measurement:
+    """Measures the parts of ``training_step`` on one device that has all layers, round by round.
 
-    Layers of ``recompute`` run again in backward. Random states, gradients, and the module's buffers and attributes are
-    restored.
+    Random states, gradients, and the module's buffers and attributes are restored after each round.
+
+    Args:
+        one: the device.
+        chain: all layers.
+        micro_batch, others: arguments of ``training_step``.
+        recompute: layers that run again in backward.
+
+    Attributes:
+        rounds: the costs of the parts in each round; see :mod:`~lightning_multigpu.planning.stage_costs`.
     """
-    module = one.lightning_module
-    assert module is not None
-    bounds = [(0, len(chain))]
-    probe = CostProbe(
-        chain, bounds, Ownership(module, chain, bounds, 0, 1), None, one.root_device, 0, recompute=recompute
-    )
 
-    def step() -> Any:
-        return unlogged_loss(one.precision_plugin, module, lambda: module.training_step(micro_batch, *others))
+    def __init__(
+        self,
+        one: FirstBatchStrategy,
+        chain: Chain,
+        micro_batch: Any,
+        others: Sequence[Any],
+        recompute: Collection[int] = (),
+    ) -> None:
+        assert one.lightning_module is not None
+        self._module, self._plugin = one.lightning_module, one.precision_plugin
+        self._args = (micro_batch, *others)
+        self._num_parts = len(chain) + 2
+        bounds = [(0, len(chain))]
+        ownership = Ownership(self._module, chain, bounds, 0, 1)
+        self._probe = CostProbe(
+            chain, bounds, ownership, None, one.root_device, 0, recompute, fewest_runs=1, enough_s=_ROUND_S
+        )
+        self.rounds: list[list[PartCost]] = []
 
-    with ExitStack() as undo:
-        undo.callback(ModelsInStages(module).end)
-        undo.enter_context(without_trace(module))
-        found = probe.measure(step)
-    return [found.get(part, PartCost()) for part in range(len(chain) + 2)]
+    def run(self) -> None:
+        """Measures once more."""
+
+        def step() -> Any:
+            return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
+
+        with ExitStack() as undo:
+            undo.callback(ModelsInStages(self._module).end)
+            undo.enter_context(without_trace(self._module))
+            found = self._probe.measure(step)
+        self.rounds.append([found.get(part, PartCost()) for part in range(self._num_parts)])
 
 
 @contextmanager

@@ -177,6 +177,9 @@ class RunningPipeline:
             self._check(batch, others, weights, multiplier)
         self._is_checked = self._is_checked or may_check
         if is_first:
+            advice = self._model.advice(self._runner.callers)
+            if advice is not None:
+                rank_zero_info(advice)
             for places in self._model.stages.gather_objects(list(self._kept.changes)):
                 self._kept.learn(places)
         if not accumulating:
@@ -298,14 +301,16 @@ class RunningPipeline:
         model.meter.discard()
 
         def predicted(bounds: list[tuple[int, int]]) -> str:
-            return f"{1e3 * costs.step_s(bounds):.3g} ms, at most {costs.largest_bytes(bounds) / 1e6:.3g} MB on a rank"
+            most_mb = costs.largest_bytes(bounds) / 1e6
+            return f"{1e3 * costs.step_s(bounds):.3g} ms, at most {most_mb:.3g} MB for the layers of a rank"
 
         rank_zero_info(
             f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
             f"balance={balance!r}; per micro-batch, as measured on the first batch:\n"
             f"{costs.describe(model.bounds, model.group.ranks)}\n"
             f"  predicted for a batch of {costs.num_micro_batches} micro-batches, without the optimizer: "
-            f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}"
+            f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}\n"
+            f"{model.describe_ranks()}"
         )
 
     def _measured_costs(self, batch: Any, others: Sequence[Any]) -> StageCosts:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -21,7 +22,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
-from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
@@ -37,10 +38,9 @@ _CPU = torch.device("cpu")
 class SplitModel:
     """A module of which one rank of a pipeline holds some stages.
 
-    Every method except :meth:`modules_of`, :meth:`own_optimizer_state` and :meth:`describe` is a collective of the
-    pipeline. A checkpoint
-    is put together on the last stage, whose rank writes it, in host memory: keys keep their order, and parameters are
-    numbered as on one device.
+    Every method that says nothing else is a collective of the pipeline; :meth:`modules_of`, :meth:`own_optimizer_state`
+    and the descriptions are not. A checkpoint is put together on the last stage, whose rank writes it, in host memory:
+    keys keep their order, and parameters are numbered as on one device.
 
     Args:
         module: the whole module.
@@ -142,6 +142,13 @@ class SplitModel:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
+    def values_of_other_ranks(self) -> dict[int, Tensor]:
+        """On the last stage the values that it does not hold, by the ``id`` of the placeholder; elsewhere none."""
+        return {
+            id(holding.tensor): Parameter(value, holding.tensor.requires_grad) if holding.is_parameter else value
+            for holding, value in self.ownership.values_of_others(self.group)
+        }
+
     def whole_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
@@ -197,14 +204,63 @@ class SplitModel:
         return {**state, "state": tree_map_only(Tensor, torch.clone, own)}
 
     def describe(self) -> str:
-        """The stages as a few lines of text."""
+        """The stages, and what their ranks hold, as a few lines of text."""
         sizes, ranks = self.chain.parameter_bytes(), self.group.ranks
         lines = [f"Pipeline over {self.chain.describe()} in {len(self.bounds)} stages:"]
         for stage, (start, stop) in enumerate(self.bounds):
-            layers, size_mb = self.chain.describe_layers(start, stop), sum(sizes[start:stop]) / 1e6
-            rank = ranks[stage % len(ranks)]
-            lines.append(f"  stage {stage} on rank {rank}: {layers}, {size_mb:.3g} MB of parameters")
+            layers, size = self.chain.describe_layers(start, stop), _megabytes(sum(sizes[start:stop]))
+            lines.append(f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, {size} of parameters")
+        return "\n".join([*lines, self.describe_ranks()])
+
+    def describe_ranks(self) -> str:
+        """The parameters that each rank holds, and those that all ranks hold, as lines of text."""
+        held = [f"{_megabytes(size)} on rank {rank}" for rank, size in zip(self.group.ranks, self._held(), strict=True)]
+        lines = [f"  parameters in all: {', '.join(held)}"]
+        common = sorted(self._common(), key=lambda holding: -holding.tensor.nbytes)
+        if common:
+            names = ", ".join(f"{holding.name} ({_megabytes(holding.tensor.nbytes)})" for holding in common[:2])
+            further = f" and {len(common) - 2} more" if len(common) > 2 else ""
+            size = _megabytes(sum(holding.tensor.nbytes for holding in common))
+            lines.append(f"  all ranks hold the same {size} of them: {names}{further}")
         return "\n".join(lines)
+
+    def _common(self) -> list[Holding]:
+        """The parameters that all ranks hold."""
+        return [h for h in self.ownership.holdings if h.is_parameter and len(h.holders) == self.group.num_ranks]
+
+    def _held(self) -> list[int]:
+        """Bytes of the parameters that each rank holds, by position."""
+        found = [0] * self.group.num_ranks
+        for holding in self.ownership.holdings:
+            for position in holding.holders if holding.is_parameter else ():
+                found[position] += holding.tensor.nbytes
+        return found
+
+    def advice(self, callers: Collection[Module]) -> str | None:
+        """How to split what all ranks hold, where that is over half of a rank's parameters; None where it is less.
+
+        Args:
+            callers: the modules whose forward pass calls the layers, the innermost first.
+        """
+        common = sum(holding.tensor.nbytes for holding in self._common())
+        if 2 * common <= max(self._held()):
+            return None
+        share = f"{100 * common / max(self._held()):.0f} % of the parameters of a rank are the same on all ranks"
+        times = Counter(id(parameter) for _, parameter in self.module.named_parameters(remove_duplicate=False))
+        inside = {id(parameter) for layer in self.chain.layers for parameter in layer.parameters()}
+        own = {id(h.tensor): h.tensor.nbytes for h in self._common() if times[id(h.tensor)] == 1}
+        gains = {part: sum(own.get(id(p), 0) for p in part.parameters() if id(p) not in inside) for part in callers}
+        part = max(gains, key=lambda part: gains[part], default=None)  # of equals the innermost
+        if part is None or 2 * gains[part] <= common or not self.chain.points:
+            return (
+                f"{share}: what is outside of the layers, or tied to it. Where one module's forward pass runs it and "
+                "the layers, PipelineStrategy(split_points=[...]) puts each part where it is used; tied parameters "
+                "stay on all ranks."
+            )
+        return (
+            f"{share}. To have {_megabytes(gains[part])} of them only where they are used, cut the forward pass around "
+            f"them, unchanged, with your other options: strategy={self.chain.cut_of(part)}"
+        )
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Stages number parameters alike, also after a callback has added some in the middle of the run."""
@@ -226,6 +282,10 @@ class SplitModel:
         holders_of = {id(holding.tensor): holding.holders for holding in self.ownership.holdings}
         everywhere = tuple(range(self.group.num_ranks))
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"
 
 
 def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup) -> bool:

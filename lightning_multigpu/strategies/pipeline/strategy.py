@@ -177,6 +177,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
         module = trainer.lightning_module
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(module)
@@ -224,7 +225,8 @@ class PipelineStrategy(MultiGPUStrategy):
         model.share(self._world, self._data)
         data_axis = None
         if self.data_parallel_size > 1:
-            bookkeeping = self.metered(self.new_group("data"), "control")
+            assert self.groups is not None
+            bookkeeping = self.metered(self.groups.mesh.get_group("data"), "control")
             data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
             self._undo.callback(data_axis.close)
         self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last)
@@ -268,6 +270,11 @@ class PipelineStrategy(MultiGPUStrategy):
     def holds(self, parameter: Tensor) -> bool:
         """Whether the parameter belongs to this rank's stages, or is on all stages."""
         return not isinstance(parameter, Placeholder)
+
+    @override
+    def values_of_other_ranks(self) -> dict[int, Tensor]:
+        assert self._split_model is not None
+        return self._split_model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
 
     @override
     def record_stages(self, *, count_activations: bool = True) -> None:

@@ -1,0 +1,112 @@
+"""``fit``, ``validate``, ``test`` and ``predict``, as far as they do without Lightning, whose import takes seconds.
+
+A misspelt setting is refused at once, and ranks that the command line will need are started while this process imports
+Lightning.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_multigpu._waiting_ranks import ranks_started
+from lightning_multigpu.commands.given import Settings, options
+from lightning_multigpu.commands.usage import PROGRAM
+from lightning_multigpu.commands.wrong_key import raise_for_wrong_key
+from lightning_multigpu.registry import REGIMES
+
+# Of LightningCLI and of TrainingCLI; the arguments of Trainer and of its methods are read from Lightning's source.
+_SETTINGS = ("config", "seed_everything", "model", "data", "optimizer", "lr_scheduler")
+_LAUNCHERS = ("LOCAL_RANK", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_NOT_SETTINGS = ("self", "model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders")
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Runs the subcommand.
+
+    Raises:
+        UsageError: an argument, a configuration file or a setting is wrong; no process has been started.
+        SystemExit: for ``--help`` and ``--print_config``.
+    """
+    count = ranks_to_start(first_look(name, arguments), os.environ)
+    # Ranks run the command line of this process again, and a program that calls main(arguments) has another one.
+    is_own = Path(sys.argv[0]).name in (PROGRAM, "__main__.py") and sys.argv[1:] == [name, *arguments]
+    only_prints = any(argument.startswith(("-h", "--help", "--print_config")) for argument in arguments)
+    with ranks_started(range(1, count) if is_own and not only_prints else (), sys.argv[1:]):
+        status: int = import_module("lightning_multigpu.commands.training").run(name, arguments)
+    return status
+
+
+def first_look(name: str, arguments: Sequence[str]) -> Settings:
+    """The settings that were given, or none where they cannot be told without Lightning.
+
+    Raises:
+        UsageError: a setting has a wrong name, or a configuration file cannot be read.
+    """
+    known = settings_of(name)
+    run = dict(options(arguments)).get("resume")
+    if run and Path(run, "config.yaml").is_file():
+        arguments = [f"--config={run}/config.yaml", *arguments]
+    files = [value for option, value in options(arguments) if option in ("c", "config")]
+    # A configuration may also be given as text or as a URL, and be empty: jsonargparse knows what to make of that.
+    if not known or any(":" in file or (Path(file).is_file() and not Path(file).stat().st_size) for file in files):
+        return {}
+    return raise_for_wrong_key(arguments, known, values=False)
+
+
+def ranks_to_start(settings: Mapping[str, Any], environment: Mapping[str, str]) -> int:
+    """The number of ranks of this host that import Lightning at the same time, this process included.
+
+    It is that of ``devices``, and at most that of processor cores: on a core that they share, ranks would only delay
+    each other and an error message. 1 where ranks are started otherwise than by running the command line again.
+    """
+    trainer = settings.get("trainer")
+    if not isinstance(trainer, Mapping) or any(name in environment for name in _LAUNCHERS):
+        return 1
+    devices = str(trainer.get("devices", environment.get("PL_TRAINER_DEVICES")))
+    if not devices.isdigit() or not _runs_script_again(trainer.get("strategy")):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(int(devices), cores))
+
+
+def _runs_script_again(strategy: object) -> bool:
+    options: Mapping[str, Any] = {}
+    if isinstance(strategy, Mapping):
+        options, strategy = strategy.get("init_args") or {}, strategy.get("class_path")
+    for regime in REGIMES:
+        if strategy == regime.name:
+            return bool(regime.options.get("start_method", "popen") == "popen")
+    classes = {regime.class_path.rpartition(".")[2] for regime in REGIMES}
+    return str(strategy).rpartition(".")[2] in classes and options.get("start_method", "popen") == "popen"
+
+
+def settings_of(name: str) -> list[str]:
+    """The dotted names of all settings of a subcommand; none where Lightning's source cannot be read."""
+    package = find_spec("lightning")
+    source = Path(str(package.origin if package else "")).with_name("pytorch") / "trainer/trainer.py"
+    try:
+        classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    except (OSError, SyntaxError):
+        return []
+    methods: Mapping[str, list[str]] = {
+        node.name: [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+        for cls in classes
+        if cls.name == "Trainer"
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    if not {"__init__", name} <= methods.keys():
+        return []
+    return [
+        *_SETTINGS,
+        *(["resume"] if name == "fit" else []),
+        *(argument for argument in methods[name] if argument not in _NOT_SETTINGS),
+        *(f"trainer.{argument}" for argument in methods["__init__"] if argument != "self"),
+    ]

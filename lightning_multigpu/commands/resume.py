@@ -1,0 +1,197 @@
+"""``fit --resume`` and ``--ckpt_path last``: the checkpoint and the settings of an earlier run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import yaml
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_multigpu.commands.usage import UsageError
+from lightning_multigpu.runtime.last_checkpoint import (
+    CheckpointFile,
+    complete_checkpoints,
+    folders_of,
+    newest,
+    runs_of,
+    short,
+)
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+OPTION = "resume"
+HELP = (
+    "A run's directory, or a checkpoint file: goes on from the newest complete checkpoint there, with the settings "
+    "that the run has saved beside it; further options and --config override them."
+)
+_CONFIG = "config.yaml"  # as LightningCLI names it
+
+
+class Resumption(NamedTuple):
+    """An earlier run that is to go on.
+
+    Args:
+        file: its newest complete checkpoint.
+        config: the settings that it has saved, as a file; None where there are none beside the checkpoint.
+    """
+
+    file: CheckpointFile
+    config: Path | None
+
+    def options(self, given: Sequence[str]) -> list[str]:
+        """The options of the run, overridden by those that were given with ``--resume``.
+
+        Raises:
+            UsageError: a checkpoint was given as well.
+        """
+        if any(option.partition("=")[0] == "--ckpt_path" for option in given):
+            raise UsageError(f"--resume and --ckpt_path are both given; --resume takes {self.file} by itself")
+        saved = [] if self.config is None else [f"--config={short(str(self.config))}"]
+        return [*saved, *given, "--ckpt_path=null"]  # set once all is parsed: the saved settings may name another file
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Checks that a model is configured as that of the run was.
+
+        Args:
+            settings: of the new run, with a section ``model``.
+
+        Raises:
+            UsageError: it is not; the message names each setting with both values.
+        """
+        if self.config is None:
+            return
+        differing = _differences(_load(self.config).get("model"), settings.get("model"), "model")
+        if differing:
+            raise UsageError(
+                f"the model differs from that of {short(str(self.config))}: {'; '.join(differing)}. To resume that "
+                "run, leave the model's settings out; for another run, leave --resume out"
+            )
+
+    def tell(self) -> None:
+        """One line on standard error, on rank 0."""
+        settings = "" if self.config is None else f", with the settings of {short(str(self.config))}"
+        _tell(f"Resumes from {self.file}{settings}")
+
+
+def taken_out(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of ``--resume``, None where it is not given, and the other arguments.
+
+    Args:
+        arguments: of the command line, without the subcommand.
+
+    Raises:
+        UsageError: its value is missing.
+    """
+    value, others, index = None, [], 0
+    while index < len(arguments):
+        option, equals, inline = arguments[index].partition("=")
+        if option != f"--{OPTION}":
+            others.append(arguments[index])
+        elif equals:
+            value = inline
+        else:
+            index += 1
+            value = arguments[index] if index < len(arguments) and not arguments[index].startswith("-") else ""
+        index += 1
+    if value == "":
+        raise UsageError("--resume takes a run's directory: --resume runs/ring_ddp/version_0")
+    return value, others
+
+
+def find(path: str) -> Resumption:
+    """The run to resume, of which ``path`` is a directory or a checkpoint.
+
+    Raises:
+        UsageError: there is no complete checkpoint.
+    """
+    if "://" not in path and not Path(path).exists():
+        raise UsageError(f"--resume={path}: there is no such directory")
+    file = newest(complete_checkpoints(path))
+    if file is None:
+        raise UsageError(
+            f"--resume={path}: there is no complete checkpoint in it or below it; leave --resume out to begin anew"
+        )
+    return Resumption(file, _config_of(file))
+
+
+def find_last(trainer: pl.Trainer, settings: Mapping[str, Any]) -> CheckpointFile | None:
+    """The newest complete checkpoint of the runs of a Trainer's logger, or of the folders that it saves to.
+
+    Runs whose model or data were configured otherwise do not count. A rank other than 0 of a strategy of this pack may
+    find none: it takes what rank 0 has found.
+
+    Raises:
+        UsageError: there is none.
+    """
+    given = [str(path) for each in trainer.checkpoint_callbacks if (path := getattr(each, "dirpath", None))]
+    runs = runs_of(trainer)
+    places = given or ([runs] if runs is not None else folders_of(trainer))
+    files = [file for place in places for file in complete_checkpoints(place)]
+    found = newest(file for file in files if not _settings_differ(file, settings))
+    if found is None and (trainer.is_global_zero or not isinstance(trainer.strategy, MultiGPUStrategy)):
+        raise UsageError(_none_of_this_configuration(places, newest(files), settings))
+    if found is not None:
+        _tell(f"ckpt_path='last' is {found}")
+    return found
+
+
+def _none_of_this_configuration(
+    places: Sequence[str], other: CheckpointFile | None, settings: Mapping[str, Any]
+) -> str:
+    shown = " or ".join(map(short, places)) or "a directory of this run"
+    problem = f"ckpt_path='last': there is no complete checkpoint of this configuration in {shown}"
+    if other is None:
+        return f"{problem}; leave --ckpt_path out to begin anew"
+    differing = "; ".join(_settings_differ(other, settings))
+    return f"{problem}. The newest of another one is {other} ({differing}): to take it all the same, pass its path"
+
+
+def _settings_differ(file: CheckpointFile, settings: Mapping[str, Any]) -> list[str]:
+    config = _config_of(file)
+    saved = {} if config is None else _load(config)
+    return [
+        difference
+        for section in ("model", "data")
+        if section in saved
+        for difference in _differences(saved[section], settings.get(section), section)
+    ]
+
+
+def _config_of(file: CheckpointFile) -> Path | None:
+    """Settings are saved beside the logs, one folder above the checkpoints, or among them."""
+    if "://" in file.path:
+        return None
+    folder = Path(file.folder)
+    return next((path for path in (folder / _CONFIG, folder.parent / _CONFIG) if path.is_file()), None)
+
+
+def _load(config: Path) -> Mapping[str, Any]:
+    try:
+        loaded = yaml.safe_load(config.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"{config}: these settings of an earlier run cannot be read: {error}") from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _differences(saved: Any, now: Any, key: str) -> list[str]:
+    """Settings with two values; one that only the newer code of a class knows has none to compare."""
+    return [f"{name} was {was}, and is {now}" for name, was, now in _differing(saved, now, key)]
+
+
+def _differing(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        if saved.get("class_path") != now.get("class_path"):
+            yield f"{key}.class_path", saved.get("class_path"), now.get("class_path")
+            return
+        for name in saved.keys() & now.keys():
+            yield from _differing(saved[name], now[name], f"{key}.{name}")
+    elif saved != now:
+        yield key, saved, now
+
+
+@rank_zero_only
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

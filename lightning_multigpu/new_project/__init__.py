@@ -1,0 +1,1 @@
+"""The files that ``lightning-multigpu new`` writes; none of them is imported from here."""

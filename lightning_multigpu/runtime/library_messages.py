@@ -1,0 +1,30 @@
+"""Messages of Lightning and torch that do not concern the user of a run, or that each rank would repeat."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+_LOGGER = "lightning.pytorch.utilities.rank_zero"  # of rank_zero_info
+_LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
+_LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
+
+
+def silence_tips() -> None:
+    """Drops Lightning's tips to install other products; its other messages stay."""
+    logging.getLogger(_LOGGER).addFilter(_is_no_tip)
+
+
+def silence_deprecations(rank: int) -> None:
+    """Ignores what one library says to another of deprecated names; a rank but the first ignores all of theirs.
+
+    Warnings about the user's own code stay on every rank.
+    """
+    warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
+    if rank != 0:
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip:" not in record.getMessage()[:8]

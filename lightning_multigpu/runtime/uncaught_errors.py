@@ -1,0 +1,114 @@
+"""Printing of a failed run's exception that nobody has caught.
+
+The exception itself stays whole, for a program that catches it. Python hands one that nobody catches to
+``sys.excepthook``, which is a function of this module from a failure on. It prints the failure of the job: with its
+folded traceback on the rank that has failed, in one line elsewhere. Exceptions that have nothing to do with the failure
+go to the hook before it, and a hook of the user's own is left in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from lightning_multigpu.guardian import Failure
+from lightning_multigpu.guardian.failure import folded
+from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
+from lightning_multigpu.runtime.last_checkpoint import short
+
+PROGRAM = "lightning-multigpu"
+_MESSAGE = "_lightning_multigpu_message"
+
+
+@dataclass(frozen=True)
+class FailureMessage:
+    """What this process prints about a failure of the job.
+
+    Attributes:
+        failure: the failure.
+        in_full: whether to print its traceback: one rank of the job does.
+        waited: the collectives in which ranks waited meanwhile, a line a rank.
+        checkpoint: the file to resume from, a function that finds it when the message is printed, or None.
+        is_first_host: whether this is node 0. Others print one line, unless the failed rank is theirs.
+    """
+
+    failure: Failure
+    in_full: bool
+    waited: list[str]
+    checkpoint: str | Callable[[], str | None] | None = None
+    is_first_host: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The message goes with its exception, which a program may catch and send to another process.
+        return {**vars(self), "checkpoint": self.checkpoint if isinstance(self.checkpoint, str) else None}
+
+    def text(self, error: BaseException) -> str:
+        """The lines for ``error``: the failure's exception, or one that was raised from it."""
+        headline = f"The job failed: {self.failure.sentence()}"
+        lines = [f"Meanwhile {line}" for line in shortened(self.waited)]
+        if not self.in_full and getattr(error, _MESSAGE, None) is self:
+            lines = [*lines, headline] if self.is_first_host else [f"{headline}{in_one_line(self.waited)}"]
+        else:
+            lines = [headline, *lines, folded(self._traceback_of(error)).rstrip()]
+        with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
+            lines.append(resume_advice(self.checkpoint() if callable(self.checkpoint) else self.checkpoint))
+        return "".join(f"{line}\n" for line in lines if line)
+
+    def _traceback_of(self, error: BaseException) -> str:
+        if getattr(error, _MESSAGE, None) is self and self.failure.pid != os.getpid():
+            return str(self.failure.traceback)
+        found = traceback.TracebackException.from_exception(error)
+        found.__notes__ = [note for note in found.__notes__ or () if note != self.failure.summary()]  # the headline
+        return "".join(found.format())
+
+
+def resume_advice(checkpoint: str | None) -> str:
+    """The line that tells how to go on; empty without a checkpoint that stays."""
+    if not checkpoint or os.path.basename(checkpoint).startswith("."):  # what Lightning removes again
+        return ""
+    if sys.argv[0].endswith((PROGRAM, f"lightning_multigpu{os.sep}__main__.py")):
+        return f"Resume with {PROGRAM} fit --resume={short(checkpoint)}"
+    return f"Resume with ckpt_path='{short(checkpoint)}'"
+
+
+def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
+    """Lets this process print ``message`` in place of ``error``, or of what is raised from it, if nobody catches it."""
+    with contextlib.suppress(AttributeError):  # a class with slots
+        setattr(error, _MESSAGE, message)
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        found = _message_of(error)
+        if found is None:
+            before(kind, error, trace)
+        else:
+            sys.stderr.write(found.text(error))
+            sys.stderr.flush()
+
+    if _is_pythons_own(before):
+        sys.excepthook = show
+
+
+def _message_of(error: BaseException | None) -> FailureMessage | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if (found := getattr(error, _MESSAGE, None)) is not None:
+            return found  # type: ignore[no-any-return]
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _is_pythons_own(hook: Any) -> bool:
+    """False if the user's program has a hook of its own; torch puts one around it that names the rank in each line."""
+    while getattr(hook, "__module__", "").startswith(("torch.", "lightning_multigpu.")):
+        around = inspect.getclosurevars(hook).nonlocals
+        hook = around.get("old_hook") or around.get("before") or sys.__excepthook__
+    return hook is sys.__excepthook__

@@ -1,0 +1,44 @@
+"""The samples of an optimizer step, as one line at the start of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def global_batch_text(sizes: Sequence[int | None], ranks_a_batch: int, trainer: pl.Trainer) -> str:
+    """The global batch and each rank's share of it.
+
+    Args:
+        sizes: samples of a full batch of each data rank; None where its loader does not say.
+        ranks_a_batch: ranks of a pipeline, which work on the same batch.
+        trainer: of the fit that starts.
+    """
+    count = len(sizes)
+    ranks = "1 rank" if count == 1 else f"{count} ranks"
+    if ranks_a_batch > 1:
+        ranks = f"{'1 pipeline' if count == 1 else f'{count} pipelines'} of {ranks_a_batch} ranks"
+    known = [size for size in sizes if size is not None]
+    if len(known) < count:
+        return f"Global batch: {ranks}, whose loaders do not say how many samples a batch has"
+    accumulated = _accumulated_batches(trainer)
+    if len(set(known)) == 1:
+        shares = f"{ranks} x {known[0]} (batch_size of the loader)"
+    else:
+        shares = f"{' + '.join(map(str, known))} (batch_size of the loaders of {ranks})"
+        shares = f"({shares})" if accumulated > 1 else shares
+    step = "a step" if trainer.lightning_module.automatic_optimization else "a batch"
+    further = f" x {accumulated} (accumulate_grad_batches)" if accumulated > 1 else ""
+    return f"Global batch: {sum(known) * accumulated} samples {step} = {shares}{further}"
+
+
+def _accumulated_batches(trainer: pl.Trainer) -> int:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(trainer.current_epoch)
+    return trainer.accumulate_grad_batches
