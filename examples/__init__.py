@@ -1,1 +1,1 @@
-"""Runnable examples on real data; each is a script, and its classes can be named in a configuration file."""
+"""Examples on real data: scripts, a notebook, and classes that can be named in a configuration file."""

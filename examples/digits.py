@@ -6,6 +6,8 @@
     python examples/digits.py --strategy auto --devices 1 --batch-size 64
                                                   one device, the same global batch
     python examples/digits.py --num-nodes 2       on each of two machines, see docs/machines.md
+    python examples/digits.py --resume runs/digits
+                                                  after Ctrl-C or a failure, or with more --max-epochs
 
 ``DigitsCNN`` and ``DigitsData`` are ordinary Lightning classes: nothing in them knows how many processes there are.
 """
@@ -16,6 +18,7 @@ import argparse
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -23,7 +26,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_multigpu.callbacks import RunReport  # importing the pack makes its strategies known to Lightning
+from lightning_multigpu import find_last_checkpoint  # importing the pack makes its strategies known to Lightning
+from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.report import run_table
 
 NUM_CLASSES = 10
@@ -133,10 +137,10 @@ def main() -> None:
         max_epochs=options.max_epochs,
         logger=CSVLogger("runs", name="digits"),
         log_every_n_steps=10,
-        callbacks=[report],
+        callbacks=[report, ModelCheckpoint(filename="last", save_on_exception=True)],
     )
     model, data = DigitsCNN(), DigitsData(batch_size=options.batch_size)
-    trainer.fit(model, data)
+    trainer.fit(model, data, ckpt_path=options.resume and find_last_checkpoint(options.resume))
     [metrics] = trainer.test(model, data, verbose=False)
     if trainer.is_global_zero:
         print(f"test accuracy: {metrics['test_accuracy']:.4f}")
@@ -154,6 +158,7 @@ def parse_options() -> argparse.Namespace:
     add("--num-nodes", type=int, default=1, help="machines; default: %(default)s")
     add("--max-epochs", type=int, default=15, help="default: %(default)s")
     add("--batch-size", type=int, default=32, help="images in each process's batch; default: %(default)s")
+    add("--resume", metavar="RUN", help="go on from the newest checkpoint of an earlier run: runs/digits/version_0")
     add("--seed", type=int, default=0, help="of weights and shuffling; default: %(default)s")
     return parser.parse_args()
 

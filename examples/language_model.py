@@ -18,11 +18,13 @@ from pydoc_data.topics import topics
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_multigpu import find_last_checkpoint
 from lightning_multigpu.callbacks import RunReport, ThroughputMonitor
 from lightning_multigpu.report import run_table
 
@@ -193,9 +195,13 @@ def main() -> None:
         max_steps=options.max_steps,
         logger=CSVLogger("runs", name="language_model"),
         log_every_n_steps=10,
-        callbacks=[ThroughputMonitor(tokens_fn=count_tokens), report],
+        callbacks=[
+            ThroughputMonitor(tokens_fn=count_tokens),
+            report,
+            ModelCheckpoint(filename="last", save_on_exception=True),
+        ],
     )
-    trainer.fit(model, data)
+    trainer.fit(model, data, ckpt_path=options.resume and find_last_checkpoint(options.resume))
     [metrics] = trainer.validate(model, data, verbose=False)
     if trainer.is_global_zero:
         print(f"validation: {metrics['val_bits_per_byte']:.3f} bits per byte")
@@ -221,6 +227,11 @@ def parse_options() -> argparse.Namespace:
     add("--accelerator", default="auto", help="cpu or gpu; default: gpu if there are enough of them, else cpu")
     add("--devices", type=int, default=2, help="processes on each machine; default: %(default)s")
     add("--num-nodes", type=int, default=1, help="machines; default: %(default)s")
+    add(
+        "--resume",
+        metavar="RUN",
+        help="go on from the newest checkpoint of an earlier run: runs/language_model/version_0",
+    )
     add("--seed", type=int, default=0, help="of weights and shuffling; default: %(default)s")
     return parser.parse_args()
 
