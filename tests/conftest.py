@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from lightning_multigpu.emulation import EmulatedHosts
+    from tests.fake_gpu import FakeGPU
 
 from tests import preforked
 from tests.environment import sitecustomize  # noqa: F401 - for this process too
@@ -107,6 +108,15 @@ def hosts() -> Iterator[EmulatedHosts]:
     from lightning_multigpu.emulation import EmulatedHosts
 
     with EmulatedHosts(2, bandwidth="1gbit", burst="512kb", mtu=1500) as found:
+        yield found
+
+
+@pytest.fixture
+def fake_gpu() -> Iterator[FakeGPU]:
+    """A stand-in for a GPU, in the process of pytest; see :mod:`tests.fake_gpu`."""
+    from tests.fake_gpu import installed
+
+    with installed() as found:
         yield found
 
 

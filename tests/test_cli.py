@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
+from lightning_multigpu.commands.first_look import first_look, settings_of
+from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
 from lightning_multigpu.strategies import option_checks
 from tests import preforked
 
@@ -84,6 +90,25 @@ def config(project: Path, text: str) -> str:
     return "run.yaml"
 
 
+def with_package() -> dict[str, str]:
+    """The environment of a process that imports this checkout from any directory."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def settings_of_parser(name: str) -> list[str]:
+    """All settings that the parser of a subcommand has."""
+
+    class Parsed(TrainingCLI):
+        def parse_arguments(self, parser: LightningArgumentParser, args: object) -> None:
+            raise StopIteration(list(self._subcommand_parsers[name].get_defaults(skip_validation=True).keys()))
+
+    with pytest.raises(StopIteration) as settings:
+        Parsed([name])
+    found: list[str] = settings.value.value
+    return found
+
+
 class TestFrame:
     def test_help_lists_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--help"]) == 0
@@ -104,11 +129,11 @@ class TestFrame:
         assert command in capsys.readouterr().out
 
     def test_no_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys).startswith("lightning-multigpu: error: a command is needed, one of fit, validate, ")
+        assert error_of(capsys).startswith("lightning-multigpu: error: a command is needed, one of new, fit, ")
 
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         message = error_of(capsys, "strategis")
-        assert message.startswith("lightning-multigpu: error: 'strategis' is not a command; known are fit, ")
+        assert message.startswith("lightning-multigpu: error: 'strategis' is not a command; known are new, fit, ")
         assert message.endswith("Did you mean 'strategies'?")
 
     def test_options_before_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +158,43 @@ class TestFrame:
         monkeypatch.setattr(sys, "stdout", sys.__stdout__)
         assert main(["strategies"]) == 1
         assert [source for source, _ in redirected] == [99]
+
+
+class TestWithoutLightning:
+    """Importing Lightning and torch takes seconds, and answers that need neither came after them."""
+
+    LINES = (
+        "--help", "--version", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "bench --help",
+        "pipeline --help", "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
+        "fit --config=no.yaml", "fit --config=run.yaml",
+    )  # fmt: skip
+
+    def test_answers_that_need_neither(self, project: Path) -> None:
+        config(project, "trainer: {callbcks: []}\n")
+        script = (
+            "import contextlib, io, sys",
+            "from lightning_multigpu.cli import main",
+            "for line in sys.argv[1:]:",
+            "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):",
+            "        main(line.split())",
+            "    print(line, *sorted({'lightning', 'torch', 'torchmetrics'} & sys.modules.keys()), sep=': ')",
+        )
+        command = [sys.executable, "-c", "\n".join(script), *self.LINES]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=with_package(), check=False)
+        assert tuple(ended.stdout.splitlines()) == self.LINES, ended.stderr
+        assert "Did you mean '--trainer.strategy'?" in ended.stderr
+        assert "run.yaml: trainer.callbcks is not a setting. Did you mean 'trainer.callbacks'?" in ended.stderr
+
+    def test_settings_are_those_of_the_parser(self) -> None:
+        """A setting that the first look did not know would be refused, although the parser has it."""
+        for name in ("fit", "validate", "test", "predict"):
+            options = ["resume"] if name == "fit" else []  # what is an option of the command line only
+            assert sorted(settings_of(name)) == sorted([*settings_of_parser(name), *options])
+
+    @pytest.mark.parametrize("text", ["", "model: project.Model\ntrainer.strategy.class_path: RingDDPStrategy\n"])
+    def test_unusual_configurations_are_left_to_the_parser(self, text: str, project: Path) -> None:
+        assert first_look("fit", ["--config", config(project, text), "--trainer.strategy.zzz=1"]) is not None
+        assert first_look("fit", ["--config={model: project.Model}"]) == {}
 
 
 class TestAccepted:
@@ -206,6 +268,13 @@ class TestRefused:
         [
             ("trainer: {max_epoch: 3}", "trainer.max_epoch is not a setting. Did you mean 'trainer.max_epochs'?"),
             ("trainr: {max_epochs: 3}", "trainr is not a setting. Did you mean 'trainer'?"),
+            ("max_epoch: 3", "max_epoch is not a setting. Did you mean 'trainer.max_epochs'?"),
+            ("strategy: ring_ddp", "strategy is not a setting. Did you mean 'trainer.strategy'?"),
+            (
+                "trainer: {callbacks: [{class_path: ComunicationMonitor}]}",
+                "trainer.callbacks[0]=ComunicationMonitor: there is no such class. "
+                "Did you mean 'lightning_multigpu.callbacks.CommunicationMonitor'?",
+            ),
             ("max_epochs: 3", "max_epochs is not a setting. Did you mean 'trainer.max_epochs'?"),
             (
                 "trainer: {strategy: {class_pth: lightning_multigpu.RingDDPStrategy}}",
@@ -279,6 +348,8 @@ class TestRefused:
         ("options", "message"),
         [
             (["--trainer.max_epoch=3"], "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
+            (["--strategy=ring_ddp"], "--strategy is not a setting. Did you mean '--trainer.strategy'?"),
+            (["--device=2"], "--device is not a setting. Did you mean '--trainer.devices'?"),
             (["--model.hiden", "3"], "--model.hiden is not a setting. Did you mean '--model.hidden'?"),
             (["--trainer.max_epochs=many"], "trainer.max_epochs=many: expected int or None"),
             (["--model.hiden=3"], "--model.hiden is not a setting. Did you mean '--model.hidden'?"),
@@ -340,6 +411,18 @@ class TestRefused:
             "configuration file"
         )
 
+    @pytest.mark.parametrize(("name", "cache"), [("wandb", "_WANDB_AVAILABLE"), ("mlflow", "_MLFLOW_AVAILABLE")])
+    def test_logger_whose_package_is_missing(
+        self, name: str, cache: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A newcomer who tried the configuration of W&B got the stacks of two libraries, and the fix below them."""
+        monkeypatch.setattr(f"lightning.pytorch.loggers.{name}.{cache}", RequirementCache(f"no-{name}>=1"))
+        message = error_of(capsys, "fit", *ON_CPU, f"--config={ROOT / 'configs/loggers' / name}.yaml")
+        logger = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}[name]
+        assert message == (
+            f"lightning-multigpu fit: error: {logger} needs a missing package: pip install -U 'no-{name}>=1'"
+        )
+
     def test_module_that_does_not_exist(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert error_of(capsys, "fit", "--model=projct.Model").endswith(
             "--model=projct.Model: No module named 'projct'; modules are looked for in the current directory and among "
@@ -374,8 +457,7 @@ class TestProcesses:
 
     @staticmethod
     def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment = with_package()
         line = [*command, *arguments]
         if command[0] == sys.executable:
             return preforked.run(line, env=environment, timeout=120)
@@ -395,3 +477,10 @@ class TestProcesses:
         assert refused.returncode == 2
         assert refused.stderr.startswith("lightning-multigpu fit: error: strategy='ring_dpp' is unknown.")
         assert "Traceback" not in refused.stderr
+
+
+def test_the_parser_goes_to_spawned_ranks_which_save_the_settings() -> None:
+    """``--trainer.strategy=ring_ddp_spawn`` ended with "Can't pickle local object"."""
+    parser = TrainingParser()
+    parser.add_instantiator(_instance, Callback)
+    assert isinstance(pickle.loads(pickle.dumps(parser)), TrainingParser)

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fault_job import Outcome, is_probe_of_torch
-from benchmarks.fault_runs import LAUNCHERS, combinations, lines, summary
+from benchmarks.fault_runs import (
+    LAUNCHERS,
+    append_result,
+    combinations,
+    lines,
+    read_results,
+    repeated,
+    summary,
+    without,
+)
 from lightning_multigpu.faults import PLACES
 from tests.launch.fault_script import CONTROLS, HOST_KINDS, KINDS, RANKS, must_survive
 
@@ -101,3 +110,24 @@ def test_the_summary() -> None:
     assert counts["pause"]["wrong"] == counts["pause"]["unnamed"] == 0
     assert counts["all"]["maximum_s"] == 5.0, "a control lasts as long as it lasts"
     assert [line.split()[0] for line in lines(counts)] == ["fault", "kill", "pause", "all"]
+
+
+def test_a_bench_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """It began anew, or had to be told by hand how many runs to leave out, and its table held the last part only."""
+    path = tmp_path / "runs.jsonl"
+    assert read_results(path, "ring_ddp") == []
+    every = combinations([], None)
+    assert repeated(every, len(every) + 2) == [*every, *every[:2]]
+    good = replace(GOOD, kind=every[0].kind)
+    orphaned = replace(GOOD, kind=every[2].kind, orphans=1)
+    append_result(path, "ring_ddp", every[0], good)
+    append_result(path, "ddp", every[1], GOOD)
+    with path.open("a") as file:
+        file.write('{"strategy": "ring_ddp", "kind": "ki')  # the machine was switched off here
+    assert read_results(path, "ring_ddp") == [(every[0], good)]
+    append_result(path, "ring_ddp", every[2], orphaned)
+    kept = read_results(path, "ring_ddp")
+    assert kept == [(every[0], good), (every[2], orphaned)]
+    done = [combination for combination, _ in kept]
+    assert without([*every[:3], every[0]], done) == [every[1], every[0]], "each as often as it is asked for"
+    assert summary([outcome for _, outcome in kept])["all"]["orphans"] == 1

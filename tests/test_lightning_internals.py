@@ -8,6 +8,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 
@@ -69,3 +70,9 @@ def test_hook_that_we_override_is_still_called_so(owner: type, name: str) -> Non
 @pytest.mark.parametrize("name", ["_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averager"])
 def test_attribute_of_ddp_strategy_that_we_read_is_still_there(name: str) -> None:
     assert hasattr(DDPStrategy(), name), f"Lightning's DDPStrategy no longer has {name}"
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_what_the_trainer_launches_still_takes_the_checkpoint(stage: str) -> None:
+    parameters = inspect.signature(getattr(Trainer, f"_{stage}_impl")).parameters
+    assert "ckpt_path" in parameters, f"Lightning's Trainer._{stage}_impl no longer takes ckpt_path"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -117,6 +117,25 @@ class WithLoader(Tiny):
 
 class NoData(LightningModule):
     """Brings nothing."""
+
+
+class OwnModel(Tiny):
+    """Brings no data, and takes an argument that a configuration file gives."""
+
+    example_batch = None  # type: ignore[assignment]
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, width, bias=False)
+
+
+class OwnData(LightningDataModule):
+    def __init__(self, num_samples: int = 8) -> None:
+        super().__init__()
+        self.num_samples = num_samples
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.ones(self.num_samples, 2), batch_size=2)  # type: ignore[arg-type]
 
 
 class BreaksOnRankOne(DDPStrategy):

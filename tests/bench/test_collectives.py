@@ -45,7 +45,7 @@ def test_every_operation_on_every_implementation_that_is_there(
     assert (document["ranks"], document["nodes"], document["threads_per_rank"]) == (2, 1, 1)
     results = document["results"]
     moving = [operation.name for operation in OPERATIONS if operation.has_size]
-    ours = {"all_reduce": ["shared_memory", "ring"]}
+    ours = {"all_reduce": ["shared_memory", "ring", "hierarchy", "compressed"]}
     expected = [
         (operation, name, size)
         for operation in moving
@@ -130,6 +130,16 @@ def test_support_is_found_by_trying(tmp_path: Path, planted: None, capsys: pytes
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["reduce", "yes", "-", "crash", "-", "no", "-", "-", "-"] for line in lines)
     assert any(line.split() == ["broadcast", "yes", "-", "hang", "-", "no", "-", "-", "-"] for line in lines)
+
+
+def test_support_left_out_this_packs_own_transports(tmp_path: Path) -> None:
+    """Whoever asked what there is saw torch's back ends only."""
+    document = bench(tmp_path, "--support", "--operations=all_reduce,broadcast")
+    found = {(c["implementation"], c["device"], c["operation"]): c["status"] for c in document["support"]}
+    for name in ("shared_memory", "ring", "hierarchy", "compressed"):
+        assert found[name, "cpu", "all_reduce"] == "ok"
+        assert found[name, "cpu", "broadcast"] == "not supported"
+        assert found[name, "cuda", "all_reduce"] == ("not supported" if torch.cuda.device_count() else "no GPU")
 
 
 def test_support_counts_a_wrong_result_as_none(tmp_path: Path, planted: None) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import base64
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -28,8 +33,8 @@ class TestOneHost:
         job = hosts.start("job", obey, "settings")
         for _ in range(2):
             assert job.ask(("answer", None), TIMEOUT_S) == [
-                ("settings", 0, 0, None, 3),
-                ("settings", 1, 1, None, 3),
+                ["settings", 0, 0, None, 3],
+                ["settings", 1, 1, None, 3],
             ]
         job.end()
         assert not ranks()
@@ -62,21 +67,42 @@ class TestOneHost:
 
 
 class TestTwoHosts:
-    def test_the_leader_asks_all_ranks_and_hears_of_failures_elsewhere(self) -> None:
-        port = free_port()
-        places = [_place(node_rank, port) for node_rank in range(2)]
-        follower = threading.Thread(target=_follow, args=(places[1],), daemon=True)
-        follower.start()
-        with Hosts(places[0], threads=1) as hosts:
-            job = hosts.start("job", obey, None)
-            assert [answer[1:3] for answer in job.ask(("answer", None), TIMEOUT_S)] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-            with pytest.raises(JobError, match="rank 3: its process ended with exit status 3") as raised:
-                job.ask(("exit", 3), TIMEOUT_S)
-            assert (raised.value.failure.ranks, raised.value.failure.all_ranks) == ((3,), False)
-            assert not ranks(), "ranks of the other host go on"
-            assert len(hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)) == 4
-        follower.join(TIMEOUT_S)
-        assert not follower.is_alive()
+    def test_each_host_hears_the_answers_and_the_failures_of_all(self) -> None:
+        on_both_hosts(self._run)
+        assert not ranks()
+
+    @staticmethod
+    def _run(hosts: Hosts) -> None:
+        hosts.check_settings({"--devices": "2"})
+        job = hosts.start("job", obey, None)
+        assert [answer[1:3] for answer in job.ask(("answer", None), TIMEOUT_S)] == [[0, 0], [1, 1], [2, 0], [3, 1]]
+        with pytest.raises(JobError, match="rank 3: its process ended with exit status 3") as raised:
+            job.ask(("exit", 3), TIMEOUT_S)
+        assert (raised.value.failure.ranks, raised.value.failure.all_ranks) == ((3,), False)
+        assert len(hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)) == 4
+
+    def test_hosts_that_were_started_with_different_options_are_told(self) -> None:
+        def check(hosts: Hosts) -> None:
+            agent = hosts.placement.agent
+            with pytest.raises(ValueError, match=f"--steps={agent} here, {1 - agent} on host {1 - agent}; run the"):
+                hosts.check_settings({"--devices": "2", "--steps": str(agent)})
+
+        on_both_hosts(check)
+
+    def test_what_a_stranger_writes_into_the_store_is_not_run(self, tmp_path: Path) -> None:
+        """Commands were pickles; anyone who reached the store could run code on every host."""
+        target = tmp_path / "written"
+
+        class Touch:
+            def __reduce__(self) -> Any:
+                return target.touch, ()
+
+        with Hosts(placement(1, environment={}), threads=1) as hosts:
+            hosts._store.set("0/0", base64.b64encode(pickle.dumps(Touch())))
+            silent = patch.object(hosts, "_store", wraps=hosts._store, set=lambda *_: None)
+            with silent, pytest.raises(ValueError, match="Expecting value"):
+                hosts.check_settings({})
+        assert not target.exists()
 
     def test_of_several_failures_the_one_that_explains_the_others_is_told(self) -> None:
         """The ranks of one host have died; those of the others have waited for them, or lost their connections."""
@@ -94,9 +120,17 @@ def _place(node_rank: int, port: int) -> Placement:
     return placement(2, 2, environment)
 
 
-def _follow(place: Placement) -> None:
-    with Hosts(place, threads=1) as hosts:
-        hosts.follow()
+def on_both_hosts(bench: Callable[[Hosts], None]) -> None:
+    """Runs a bench on two agents, each in a thread; raises what it raises."""
+
+    def run(place: Placement) -> None:
+        with Hosts(place, threads=1) as hosts:
+            bench(hosts)
+
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, _place(node_rank, port)) for node_rank in range(2)]:
+            done.result(2 * TIMEOUT_S)
 
 
 class TestPlacement:

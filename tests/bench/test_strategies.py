@@ -84,8 +84,8 @@ class FakeRequests:
         self.trained.append(self._model.steps)
         return self._turns.pop(0) if self._turns else None
 
-    def answer(self, value: Taken) -> None:
-        self.answers.append(value)
+    def answer(self, value: dict[str, Any]) -> None:
+        self.answers.append(Taken(**value))
 
 
 class Counting(Tiny):
@@ -196,6 +196,30 @@ class TestNames:
     def test_each_once(self) -> None:
         with pytest.raises(ValueError, match="ddp is named 2 times"):
             contenders(["ddp", "ring_ddp", "ddp"])
+
+
+CONFIG = """
+trainer: {precision: 64-true, max_epochs: 3}
+model: {class_path: tests.bench.planted.OwnModel, init_args: {width: 3}}
+data: {class_path: tests.bench.planted.OwnData, init_args: {num_samples: 12}}
+"""
+
+
+def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They had to add ``example_batch`` to their module first, and to guess how long it took, and where files went."""
+    config, picture = tmp_path / "mine.yaml", tmp_path / "steps.png"
+    config.write_text(CONFIG)
+    document = bench(tmp_path, f"--config={config}", "--strategies", "ring_ddp", f"--plot={picture}")
+    assert [row["status"] for row in document["results"]] == ["ok", "ok"]
+    assert (document["settings"]["model"], document["settings"]["parameters"]) == ("OwnModel", 6)
+    assert "--config=mine.yaml" in document["command"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    captured = capsys.readouterr()
+    assert f"# written to {tmp_path / 'results.json'}" in captured.out
+    assert f"# drawn into {picture}" in captured.out
+    assert "\r" not in captured.err, "the bar is for terminals"
+    own = ["--model=tests.bench.planted.OwnModel", "--data=tests.bench.planted.OwnData", "--strategies", "ring_ddp"]
+    assert bench(tmp_path, *own)["settings"]["parameters"] == 2
 
 
 class TestModels:

@@ -145,7 +145,7 @@ class Times:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall_s = self.process_s = self.busy_s = 0.0
         monkeypatch.setattr(psutil, "cpu_times", self._cpu_times)
-        monkeypatch.setattr("lightning_multigpu.callbacks.probes._usable_cores", lambda: 2)
+        monkeypatch.setattr("lightning_multigpu.callbacks.probes.usable_cores", lambda: 2)
 
     def _cpu_times(self) -> CpuTimes:
         waiting = 2 * self.wall_s - self.busy_s

@@ -248,4 +248,4 @@ def test_the_report_is_json_that_others_can_read(tmp_path: Path) -> None:
     trainer(tmp_path, callbacks=[RunReport(print_table=False)]).fit(Regression(), batches(8))
     text = (tmp_path / FILE_NAME).read_text()
     assert "NaN" not in text
-    assert json.loads(text)["schema_version"] == 1
+    assert json.loads(text)["schema_version"] == 2

@@ -67,8 +67,10 @@ class Manual(Model):
 
 
 class Data(L.LightningDataModule):
+    batch_size = SAMPLES
+
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.ones(2 * SAMPLES, WIDTH)), batch_size=SAMPLES)
+        return DataLoader(TensorDataset(torch.ones(2 * SAMPLES, WIDTH)), batch_size=self.batch_size)
 
     def val_dataloader(self) -> Any:
         raise AssertionError("a plan needs no validation data")

@@ -56,6 +56,14 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("strategies --model tests.bench.planted.NoData", "add one of them"),
         ("strategies --model tests.bench.planted.LIAR", "--model=tests.bench.planted.LIAR is no class"),
         ("strategies --model tests.bench.planted.WithLoader --batch-size 3", "WithLoader has a loader of its own"),
+        (
+            "strategies --model tests.bench.planted.OwnModel --data tests.bench.planted.NoSuch",
+            "--data=tests.bench.planted.N",
+        ),
+        ("strategies --config no.yaml", "--config=no.yaml: there is no such file"),
+        ("strategies --config no.yaml --model mlp", "--config has a model and its data: leave --model and --data out"),
+        ("strategies --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
+        ("strategies --strategies ring_ddp:compression=int4", "'topk', 'auto'. Did you mean 'int8'?"),
         ("strategies --steps 0", "argument --steps: '0': pass a whole number of at least 1"),
         ("strategies --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
     ],
@@ -82,7 +90,7 @@ def test_a_gpu_that_is_not_there(bench: str, capsys: pytest.CaptureFixture[str])
 def test_a_back_end_that_torch_was_built_without(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "collectives", "--backends=mpi"]) == 2
     assert (
-        "--backends=mpi: mpi is not part of this build of torch; pass some of shared_memory, ring, gloo"
+        "mpi is not part of this build of torch; pass some of shared_memory, ring, hierarchy, compressed, gloo"
         in capsys.readouterr().err
     )
 

@@ -31,7 +31,11 @@ def test_found(path: str, found: type | None) -> None:
     ("path", "message"),
     [
         ("EarlyStoping", "there is no such class. Did you mean 'EarlyStopping'?"),
-        ("lightning_multigpu.Ring", "lightning_multigpu has no 'Ring'."),
+        ("ComunicationMonitr", "there is no such class. Did you mean "
+         "'lightning_multigpu.callbacks.CommunicationMonitor'?"),
+        ("lightning_multigpu.CommunicationMonitor", "lightning_multigpu has no 'CommunicationMonitor'. Did you mean "
+         "'lightning_multigpu.callbacks.CommunicationMonitor'?"),
+        ("lightning_multigpu.Zzz", "lightning_multigpu has no 'Zzz'."),
         ("ring_ddp", "a strategy's name takes no options; with options, pass its class RingDDPStrategy"),
     ],
 )  # fmt: skip

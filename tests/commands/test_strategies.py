@@ -8,6 +8,7 @@ from pydoc import locate
 import pytest
 
 from lightning_multigpu.cli import main
+from lightning_multigpu.commands.strategies import as_table
 from lightning_multigpu.registry import REGIMES
 
 
@@ -36,8 +37,13 @@ def test_table_has_every_cell_in_full(capsys: pytest.CaptureFixture[str], monkey
         assert regime.bytes_per_step in " ".join(words)
 
 
-def test_table_explains_the_letters_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "N: ranks" in printed(capsys)
+def test_table_explains_the_letters_in_use_and_no_others() -> None:
+    """It explained servers and the number of ranks, which no formula names."""
+    explained = str(as_table(REGIMES).caption)
+    for letter in "SnPvMA":
+        assert f"{letter}: " in explained
+    for letter in "NK":
+        assert f"{letter}: " not in explained
 
 
 def test_json_has_the_documented_keys_and_one_entry_a_regime(capsys: pytest.CaptureFixture[str]) -> None:

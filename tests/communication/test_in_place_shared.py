@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,25 @@ def test_without_room_all_ranks_copy_and_one_says_so(world2: World, where: str) 
         assert not moved
         assert len(said) == (of_rank == 0)
         assert all("docker run --shm-size" in text for text in said)
+
+
+def _beyond_the_limit() -> tuple[str, list[str]]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with shared_memory() as shared:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+        try:
+            with pytest.raises(SharedMemoryUnavailableError) as error:
+                shared.move(torch.zeros(1 << 16), 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(error.value), [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+
+
+def test_a_bucket_for_which_there_is_no_room_leaves_no_file(world2: World) -> None:
+    """Each run in a container with a small /dev/shm left a file there for each rank, for good."""
+    for error, left in world2.run(_beyond_the_limit):
+        assert "rank 0 of 2 on this host: unable to" in error
+        assert not left
 
 
 def _too_many() -> tuple[bool, bool, int]:

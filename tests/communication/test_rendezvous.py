@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
@@ -50,6 +50,26 @@ class TestRendezvous:
     def test_all_come_and_know_each_other(self) -> None:
         everybody = [arrival(rank) for rank in range(3)]
         assert meet(*reversed(everybody)) == [everybody] * 3
+
+    @pytest.mark.parametrize(("world_size", "longest_s"), [(2, 0.04), (8, 0.16), (64, 0.5)])
+    def test_two_ranks_are_not_kept_waiting(
+        self, world_size: int, longest_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first rank noticed up to half a second late that the second one had imported everything and come."""
+        pauses: list[float] = []
+        store = HashStore()
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 20:
+                for rank in range(1, world_size):
+                    rendezvous(store, arrival(rank, world_size)).check_in()
+
+        monkeypatch.setattr(time, "sleep", pause)
+        own = rendezvous(store, arrival(0, world_size))
+        own.check_in()
+        assert len(own.wait_for_all()) == world_size
+        assert (pauses[0], max(pauses)) == (0.02, pytest.approx(longest_s))
 
     def test_who_came_and_who_did_not(self) -> None:
         first, second = meet(arrival(0, 5), arrival(2, 5), timeout_s=1.5)
@@ -91,6 +111,42 @@ class TestRendezvous:
         giving, taking = rendezvous(store, arrival(0)), rendezvous(store, arrival(1))
         giving.offer("guardian", {"port": 5})
         assert taking.wait_for("guardian") == {"port": 5}
+
+    def test_an_offer_is_there_for_as_long_as_it_is_needed(self) -> None:
+        """The secret of the hosts' guardians stood in the store for the whole run."""
+        store = HashStore()
+        giving = rendezvous(store, arrival(0))
+        giving.offer("guardian", {"secret": "abc"})
+        giving.withdraw("guardian")
+        assert not PrefixStore("lightning-multigpu/0", store).check(["offer/guardian"])
+
+    @pytest.mark.parametrize(
+        "note",
+        [
+            *("", "7", "[]", "{", "{}", "[" * 100_000, '{"rank": 1}', "\x00"),
+            '{"rank": "1", "host": "h", "node_rank": 0, "pid": 1, "world_size": 2}',
+            '{"rank": 1, "host": "h", "node_rank": 0, "pid": 1, "world_size": 2, "table": {"a": 1}}',
+            '{"rank": 1, "host": "h", "node_rank": 0, "pid": 1, "world_size": 2, "colour": "red"}',
+        ],
+    )
+    def test_a_note_that_is_no_ranks_is_named(self, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In its place came the error of a constructor, on one rank only."""
+        monkeypatch.setattr("lightning_multigpu.communication.rendezvous._SETTLE_S", 0.05)
+        store = HashStore()
+        prefixed = PrefixStore("lightning-multigpu/0", store)
+        prefixed.add("tickets", 1)
+        prefixed.set("note/0", note)
+        mine = rendezvous(store, arrival(0, 2))
+        mine.check_in()
+        with pytest.raises(RendezvousError, match="cannot read a note in the store of rank 0"):
+            mine.wait_for_all()
+
+    @pytest.mark.parametrize("rank", [-1, 2, 99])
+    def test_a_rank_out_of_range(self, rank: int) -> None:
+        (message, *_) = meet(arrival(rank, 2))
+        assert f"rank {rank} (host host{rank}, node {rank}, pid {100 + rank}) is out of range: of 2 ranks" in str(
+            message
+        )
 
     def test_waiting_for_an_offer_sees_why_none_comes(self) -> None:
         store = HashStore()

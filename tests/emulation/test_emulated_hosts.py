@@ -19,6 +19,8 @@ from tests.hosts import require_hosts
 
 pytestmark = pytest.mark.hosts
 
+REAL_IP = namespaces.ip
+
 RECEIVER = """
 import socket, sys
 with socket.create_server((sys.argv[1], 7000)) as server:
@@ -83,6 +85,36 @@ def test_hosts_reach_each_other_by_tcp_under_their_addresses() -> None:
         assert [host.node_rank for host in hosts] == [0, 1, 2]
         assert len({host.address for host in hosts}) == len(hosts) == 3
         assert send(hosts, 1000)[:2] == (hosts[0].address, 1000)
+
+
+def test_each_host_knows_its_neighbours_for_good() -> None:
+    """Namespaces share the kernel's table of 1,024 neighbours: 33 hosts, who each know 32, got "No route to host"."""
+    with EmulatedHosts(3) as hosts:
+        for host in hosts:
+            known = namespaces.ip_json("-n", host.namespace, "neighbour", "show", "nud", "permanent", "dev", "eth0")
+            assert {entry["dst"] for entry in known} == {other.address for other in hosts} - {host.address}
+        assert send(hosts, 1000)[1] == 1000
+
+
+REACHES = """
+import sys, types
+root = sys.modules["lightning_multigpu"] = types.ModuleType("lightning_multigpu")
+root.__path__ = [sys.argv[1]]
+root.communication = sys.modules["lightning_multigpu.communication"] = types.ModuleType("communication")
+root.communication.__path__ = [sys.argv[1] + "/communication"]
+from lightning_multigpu.communication.interface import unreachable
+print(unreachable(sys.argv[2:], timeout_s=2.0))
+"""
+
+
+def test_an_address_without_a_way_is_told_from_one_that_refuses() -> None:
+    """A rank that cannot connect while joining asks which addresses it finds no way to."""
+    with EmulatedHosts(3, bandwidth=None) as hosts:
+        namespaces.ip("-n", hosts[2].namespace, "route", "add", "unreachable", hosts[1].address)
+        package = str(Path(lightning_multigpu.__file__).parent)
+        addresses = [host.address for host in hosts]
+        done = hosts[2].run([sys.executable, "-c", REACHES, package, *addresses, "192.0.2.1"])
+    assert done.stdout == f"{ {addresses[1]: 'No route to host', '192.0.2.1': 'Network is unreachable'} }\n"
 
 
 def test_nothing_outside_can_be_reached() -> None:
@@ -199,6 +231,67 @@ def test_half_built_hosts_are_taken_down(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(HostsUnavailable, match="qdisc kind is unknown"), EmulatedHosts(2):
         pass
     assert existing() == before
+
+
+@pytest.fixture
+def forgotten() -> Iterator[list[str]]:
+    """Namespaces that this test deletes in the end, should the code have forgotten them."""
+    names: list[str] = []
+    yield names
+    for name in set(names) & set(existing()):
+        namespaces._delete(name)
+
+
+def test_an_interrupt_while_a_namespace_is_made_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, forgotten: list[str]
+) -> None:
+    """Ctrl-C while ``ip netns add`` ran: the namespace was in no list, and stayed for ever."""
+
+    def interrupted(*arguments: str) -> str:
+        done = REAL_IP(*arguments)
+        if arguments[:2] == ("netns", "add") and arguments[2].endswith("host1"):
+            forgotten.append(arguments[2])
+            raise KeyboardInterrupt
+        return done
+
+    before = existing()
+    monkeypatch.setattr(namespaces, "ip", interrupted)
+    with pytest.raises(KeyboardInterrupt), EmulatedHosts(2):
+        pass
+    assert existing() == before
+
+
+def test_a_namespace_that_could_not_be_deleted_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, forgotten: list[str]
+) -> None:
+    """Nobody looked for it any more: the lock of its set, by which leftovers are found, had gone."""
+    names = forgotten
+
+    def busy(*arguments: str) -> str:
+        if arguments[:2] == ("netns", "delete") and arguments[2] in names:
+            raise HostsUnavailable("Device or resource busy")
+        return REAL_IP(*arguments)
+
+    hosts = namespaces.NamespaceSet()
+    names.append(hosts.add("host0"))
+    hosts.add("host1")
+    monkeypatch.setattr(namespaces, "ip", busy)
+    with pytest.raises(HostsUnavailable, match="busy"):
+        hosts.delete()
+    assert [name for name in existing() if hosts.token in name] == names, "the other one has gone all the same"
+    assert remove_leftovers() == []
+    monkeypatch.undo()
+    assert remove_leftovers() == names
+
+
+def test_a_half_made_namespace_is_deleted() -> None:
+    """``ip`` is killed between the file of a namespace and what it stands for."""
+    made = namespaces.NamespaceSet()
+    made.names.append(f"lmg-{made.token}-half")
+    Path("/run/netns", made.names[0]).touch()
+    assert made.names[0] in existing()
+    made.delete()
+    assert not [name for name in existing() if made.token in name]
 
 
 def start_program(way: str) -> tuple[subprocess.Popen[str], str, int]:

@@ -154,3 +154,60 @@ def test_what_listens_there_is_no_guardian(address: str) -> None:
         listener.listen()
         with pytest.raises(GuardianError, match="does not answer rank 0 in time"):
             GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
+
+
+NOBODY = 65534
+as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+
+
+@as_other_user
+@pytest.mark.parametrize("listens", [True, False])
+def test_another_user_has_taken_the_address(address: str, listens: bool) -> None:
+    """It follows from the job, so that anybody can tell it; and the job did not start."""
+    with socket.socket(socket.AF_UNIX) as squatter:
+        os.seteuid(NOBODY)
+        try:
+            squatter.bind("\0" + address)
+            if listens:
+                squatter.listen(100)
+        finally:
+            os.seteuid(0)
+        started = start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
+        assert started is not None
+        started.withdraw()
+        assert start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30) is None, "there already"
+        client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
+        assert client.guardian_pid == started.pid
+        squatter.close()
+        again = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
+        assert again.guardian_pid == started.pid
+        for one in (again, client):
+            one.goodbye()
+        started.stop()
+        assert eventually(lambda: not is_alive(started.pid))
+
+
+@as_other_user
+def test_a_guardian_of_another_user_is_none(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind("\0" + address)
+        os.seteuid(NOBODY)
+        try:
+            squatter.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
+            find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
+
+
+@as_other_user
+def test_another_container_with_the_same_network_and_user_is_refused(guardian: Guardian, address: str) -> None:
+    """UNIX addresses belong to the network namespace, which containers may share with their host."""
+    connects = (
+        "import socket, sys; sock = socket.socket(socket.AF_UNIX); sock.connect(chr(0) + sys.argv[1]); "
+        "print(sock.recv(1000))"
+    )
+    command = ["unshare", "--pid", "--fork", sys.executable, "-I", "-S", "-c", connects, address]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = "it is a process of another container (PID namespace)"
+    assert said in ran.stdout, f"before it could ask for the secret: {ran.stdout}{ran.stderr}"

@@ -74,6 +74,23 @@ def test_one_report_and_one_line_at_the_end(tmp_path: Path, capfd: pytest.Captur
     assert written.count("guardian/client.py") >= 2, "all threads of both ranks"
 
 
+def test_a_file_system_that_does_not_answer_fails_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks hang just when it does not. The guardian hung with them in its report, which only describes."""
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    os.mkfifo(tmp_path / f"hang-{os.uname().nodename}.txt")
+    finish = "client.finish(); " + GOODBYE
+    with Job(
+        waits_in("all_reduce", go) + finish,
+        UNTIL.format(file=str(go)) + finish,
+        hang_report_s=LIMIT_S,
+        directory=tmp_path,
+    ) as job:
+        assert terminal.shows("Rank 0 waits in all_reduce #1 of group data")
+        go.touch()
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+
+
 def test_another_wait_is_another_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     terminal, first, second = Terminal(capfd), tmp_path / "first", tmp_path / "second"
     work = waits_in("all_reduce", first) + waits_in("barrier", second)
@@ -203,6 +220,21 @@ def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.Captu
     assert capfd.readouterr().err == ""
 
 
+def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its file system does not answer: here a FIFO is in the place of the partial file."""
+    with Job(WORK, "sys.stdin.readline(); os._exit(3)", directory=tmp_path) as job:
+        os.mkfifo(tmp_path / f".failure-{os.uname().nodename}.txt.{job.guardian.pid}")
+        pipe = job.ranks[1].stdin
+        assert pipe is not None
+        pipe.write("\n")
+        pipe.flush()
+        assert job.outcome()[0] == [1, 3]
+        assert job.guardian_ends()
+    assert "The job failed: rank 1" in capfd.readouterr().err
+
+
 def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(tmp_path: Path) -> None:
     """Its standard error is a pipe that is full."""
     read, write = os.pipe()
@@ -260,14 +292,19 @@ def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.Captu
     assert "2 more ranks waited" in err
 
 
-def test_waits_of_the_other_host_are_in_the_message_of_node_0(capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_host_says_in_one_line_what_its_ranks_waited_in(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
     with two_hosts("time.sleep(1); os._exit(3)", waits) as (one, two):
         assert one.outcome()[0] == [3]
         assert two.outcome()[0] == [1]
         assert two.guardian_ends()
         assert one.guardian_ends()
-    assert "Meanwhile rank 1 waited in all_reduce #1 of group data" in capfd.readouterr().err
+    lines = capfd.readouterr().err.splitlines()
+    (line,) = [line for line in lines if "; meanwhile rank 1 waited in all_reduce #1 of group data" in line]
+    assert line.startswith("The job failed: rank 0")
+    assert len(lines) == 2, "a line of each host"
 
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

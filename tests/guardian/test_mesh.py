@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -45,13 +46,16 @@ class Node:
 
 
 class Network:
-    """Nodes that have met; ``go_on`` lets time pass for all of them, ``cut`` separates two of them silently."""
+    """Nodes that have met; ``go_on`` lets time pass for all of them, ``cut`` separates two of them silently.
 
-    def __init__(self, num_nodes: int, *, order: int = 1) -> None:
+    Of ``expected`` nodes, those beyond ``num_nodes`` are still to come.
+    """
+
+    def __init__(self, num_nodes: int, *, order: int = 1, expected: int | None = None) -> None:
         self.now_s = 1000.0
         self.nodes = [Node(node_rank) for node_rank in range(num_nodes)]
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.nodes[0].hosts.listen(self.listener, num_nodes=num_nodes, secret=SECRET, now_s=self.now_s)
+        self.nodes[0].hosts.listen(self.listener, num_nodes=expected or num_nodes, secret=SECRET, now_s=self.now_s)
         for node in self.nodes[1:][::order]:
             self.join(node)
 
@@ -195,18 +199,18 @@ def test_ranks_that_all_are_stopped_wait_for_nobody(three: Network) -> None:
 def test_a_host_that_cannot_be_reached_is_named_with_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with Network(3) as network:
+    with Network(3, expected=4) as network:
         network.nodes[0].hosts._peers[0].where = ("127.0.0.1", port)
-        network.nodes.append(Node(7))
+        network.nodes.append(Node(3))
         network.join(network.nodes[3])
         assert network.nodes[3].met == 0, "it does not know all of them"
         network.go_on(0.5)
-        expected = f"{name(7)} cannot reach the guardian of {name(1)} at 127.0.0.1 port {port}: Connection refused"
+        expected = f"{name(3)} cannot reach the guardian of {name(1)} at 127.0.0.1 port {port}: Connection refused"
         assert expected in network.nodes[3].found[0]
 
 
 def test_two_with_one_node_rank() -> None:
-    with Network(2) as network:
+    with Network(2, expected=3) as network:
         network.nodes.append(Node(1))
         network.join(network.nodes[2])
         network.go_on(0.5)
@@ -214,20 +218,77 @@ def test_two_with_one_node_rank() -> None:
         assert network.nodes[0].found == []
 
 
-def test_strangers_are_nobodys_loss_and_do_not_stay(three: Network) -> None:
-    address = three.listener.getsockname()
-    with socket.create_connection(address) as loud, socket.create_connection(address) as silent:
-        three.deliver()
-        loud.send(encode("failure", failure=Failure("forged").to_message(), age_s=0))
-        three.go_on(1)
-        assert len(three.nodes[0].hosts._strangers) == 1
-        three.go_on(SILENCE_S + 1)
-        for stranger in (loud, silent):
-            stranger.settimeout(10)
-            assert b"challenge" in stranger.recv(1000)
-            assert stranger.recv(1000) == b"", "closed"
-    assert three.nodes[0].hosts._strangers == []
-    assert [node.found for node in three.nodes] == [[], [], []]
+def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
+    with Network(2, expected=3) as network:
+        address = network.listener.getsockname()
+        with socket.create_connection(address) as loud, socket.create_connection(address) as silent:
+            network.deliver()
+            loud.send(encode("failure", failure=Failure("forged").to_message(), age_s=0))
+            network.go_on(1)
+            assert len(network.nodes[0].hosts._strangers) == 1
+            network.go_on(SILENCE_S + 1)
+            for stranger in (loud, silent):
+                stranger.settimeout(10)
+                assert b"challenge" in stranger.recv(1000)
+                assert stranger.recv(1000) == b"", "closed"
+        assert network.nodes[0].hosts._strangers == []
+        assert [node.found for node in network.nodes] == [[], []]
+
+
+@pytest.mark.parametrize("num_nodes", [3, 5], ids=["all know each other", "a ring"])
+def test_once_all_have_come_nobody_listens_any_more(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listeners that stayed open all run were there for strangers only."""
+    monkeypatch.setattr(hosts_module, "_MAX_MESH", 4)
+    with Network(num_nodes) as network:
+        assert [node.hosts._listener for node in network.nodes] == [None] * num_nodes
+        assert network.listener.fileno() == -1
+        network.go_on(10)
+        assert [node.found for node in network.nodes] == [[]] * num_nodes
+
+
+def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not introduce itself makes room for others: of the address from which most have come."""
+    monkeypatch.setattr(hosts_module, "_MAX_STRANGERS", 4)
+    with Network(1, expected=2) as network, contextlib.ExitStack() as crowd:
+        node = Node(1)
+        sock = socket.create_connection(network.listener.getsockname(), source_address=("127.0.0.2", 0))
+        network.deliver()
+        for _ in range(20):
+            crowd.enter_context(socket.create_connection(network.listener.getsockname()))
+        network.deliver()
+        assert len(network.nodes[0].hosts._strangers) == 4
+        network.nodes.append(node)
+        node.hosts.join(sock, node_rank=1, secret=SECRET, now_s=network.now_s, on_met=lambda: None)
+        network.deliver()
+        assert node.neighbours() == [0]
+        assert network.nodes[0].hosts._strangers == [], "nobody is awaited any more"
+
+
+@pytest.mark.parametrize("node_rank", [0, 99, -1])
+def test_a_node_rank_beyond_the_job_is_refused(node_rank: int) -> None:
+    """One that knew the secret came as node 99 of 2, and was believed."""
+    with Network(1, expected=2) as network:
+        network.nodes.append(Node(node_rank))
+        network.join(network.nodes[1])
+        assert network.nodes[1].met == 0
+        assert network.nodes[0].neighbours() == []
+
+
+def test_what_answers_in_node_0s_place_and_does_not_know_the_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node = Node(1)
+        sock = socket.create_connection(listener.getsockname())
+        node.hosts.join(sock, node_rank=1, secret=SECRET, now_s=0.0, on_met=lambda: None)
+        impostor, _ = listener.accept()
+        with impostor:
+            impostor.send(encode("challenge", nonce="n") + encode("welcome", proof="no", num_nodes=2, others=[]))
+            (peer,) = node.hosts._peers
+            node.readers[sock]()
+        found = node.hosts.observe(0.0, paused=False)
+        assert found is not None
+        assert "does not know the secret" in found.failure.what
+        assert not peer.trusted
+        node.hosts.close()
 
 
 def test_a_message_behind_the_proof_of_another_is_not_believed(three: Network) -> None:
@@ -242,7 +303,7 @@ def test_a_message_behind_the_proof_of_another_is_not_believed(three: Network) -
 
 
 def test_what_is_appended_to_the_hello_is_not_believed_either() -> None:
-    with Network(2) as network, socket.create_connection(network.listener.getsockname()) as between:
+    with Network(2, expected=6) as network, socket.create_connection(network.listener.getsockname()) as between:
         network.deliver()
         challenge = json.loads(between.recv(1000))["nonce"]
         own = proof(SECRET, f"{ASKING} 5", challenge)  # recorded on its way

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from lightning_multigpu.guardian.failure import MAX_TRACEBACK_CHARS, MAX_WHAT_CHARS, Failure
+from lightning_multigpu.guardian.failure import MAX_TRACEBACK_BYTES, MAX_WHAT_BYTES, Failure
 from lightning_multigpu.guardian.link.protocol import (
     MAX_LINE_BYTES,
     Connection,
@@ -33,6 +38,7 @@ from lightning_multigpu.guardian.proc import (
     read_stat,
 )
 from lightning_multigpu.guardian.ranks import Ranks
+from lightning_multigpu.guardian.workers import Workers
 from tests.guardian.job import eventually
 
 
@@ -159,10 +165,24 @@ def test_what_comes_back_to_its_sender_is_not_believed(pair: tuple[Connection, C
     assert pair[0].closed
 
 
-def test_the_longest_failure_fits_into_a_message() -> None:
-    failure = Failure("\0" * 2 * MAX_WHAT_CHARS, 1, "\0" * 64, 2, 3, "\0" * 2 * MAX_TRACEBACK_CHARS)
-    line = encode("failure", failure=failure.to_message())
-    assert Failure.from_message(decode(line)["failure"])[1:5] == failure[1:5]
+@pytest.mark.parametrize("char", ["a", "\0", "é", "\U0001f40d", "\ud800"])
+def test_the_longest_failure_fits_into_a_message(char: str) -> None:
+    """One of many emojis did not: in place of the user's error came that of a message that is too long."""
+    failure = Failure(
+        f"start{char * 20_000}", 1, char * 64, 2, 3, f"{char * 200_000}end", message=f"start{char * 200_000}"
+    )
+    line = encode("failure", failure=failure.to_message(), waited=["x" * 250] * 128)
+    told = Failure.from_message(decode(line)["failure"])
+    assert told[1:5] == failure[1:5]
+    for text, limit in (
+        (told.what, MAX_WHAT_BYTES), (told.message, MAX_WHAT_BYTES), (told.traceback, MAX_TRACEBACK_BYTES)
+    ):  # fmt: skip
+        assert limit - 12 < len(json.dumps(text)) - 2 <= limit
+    assert told.what.startswith("start")
+    assert told.traceback.endswith("end")
+
+
+def test_what_is_no_failure() -> None:
     with pytest.raises(ValueError, match="the field rank"):
         Failure.from_message({"rank": "1"})
     with pytest.raises(ValueError, match="an object with the fields"):
@@ -200,6 +220,38 @@ def test_a_later_process_with_the_same_pid_is_another_one(sleeper: subprocess.Po
     assert watched.state() == ENDED
     watched.kill()
     assert sleeper.poll() is None, "not the one that was watched"
+
+
+def test_a_process_that_cannot_be_looked_at_is_what_it_was(sleeper: subprocess.Popen[bytes]) -> None:
+    """At EMFILE, ENFILE and ENOMEM: healthy ranks were taken for dead."""
+    watched = WatchedProcess(sleeper.pid)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_stat(sleeper.pid)
+        assert watched.state() == RUNNING
+        sleeper.kill()
+        assert eventually(lambda: watched.state() == ENDED), "its pidfd tells"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert watched.state() == ENDED
+    watched.close()
+
+
+def test_a_command_line_that_cannot_be_read_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads it from the process's memory, which may come from a file system that does not answer."""
+    monkeypatch.setattr("lightning_multigpu.guardian.workers._PROC", str(tmp_path))
+    (tmp_path / "7").mkdir()
+    os.mkfifo(tmp_path / "7" / "cmdline")
+    workers = Workers()
+    workers.note(7, [])
+    since_s = time.monotonic()
+    for _ in range(100):
+        workers.note(7, [])
+    assert time.monotonic() - since_s < 10, "it is not tried again and again"
+    (tmp_path / "7" / "cmdline").write_text("")
+    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))
 
 
 def test_a_process_that_is_gone() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, ENDED, UNDER_WAY, Entry, parse_ranks
+from lightning_multigpu.guardian.hang.flight_recorder import (
+    AWAITED,
+    BROKEN,
+    DEVICE,
+    ENDED,
+    UNDER_WAY,
+    Entry,
+    parse_ranks,
+)
 from lightning_multigpu.guardian.hang.hang_reports import full_stacks, hang_report
 from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.guardian.hang.waiting_graph import View, calls, verdict
@@ -67,6 +75,22 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
                 "rank 1 has not come: it is at me/train.py:42 in training_step"
             ],
             id="the main thread's place, and a rank without a row of the group",
+        ),
+        pytest.param(
+            [view(0, entry("data all_reduce 118", thread=DEVICE)), view(1, BEHIND, main=IN_BACKWARD)],
+            [
+                "Rank 0 waits in all_reduce #118 of group data (me/train.py:42 in training_step) for 63 s; "
+                "rank 1 has not come: it is at lightning/pytorch/strategies/strategy.py:213 in backward"
+            ],
+            id="the main thread spins in .item() while the device waits",
+        ),
+        pytest.param(
+            [view(0, entry("world barrier 9", thread=DEVICE), main=own_call("barrier", 42)), view(1)],
+            [
+                "Rank 0 waits in barrier #9 of group world (me/train.py:42 in training_step) for 63 s; "
+                "rank 1 has not come: it is at me/train.py:42 in training_step"
+            ],
+            id="the main thread waits in the collective that the device waits in",
         ),
         pytest.param(
             [view(0, entry("world all_reduce 7")), *(view(rank, entry("world broadcast 7")) for rank in (1, 2))],
@@ -236,3 +260,10 @@ def test_a_view_travels_between_hosts() -> None:
 )
 def test_members_of_a_group(text: str, ranks: tuple[int, ...]) -> None:
     assert parse_ranks(text) == ranks
+
+
+def test_a_view_with_long_names_fits_into_a_message() -> None:
+    frames = tuple(Frame("/" + "\U0001f40d" * 5_000, 7, "\U0001f40d" * 5_000) for _ in range(100))
+    sent = View(1, "host", 4, 7, (), Stacks("\U0001f40d" * 100_000, frames))
+    received = View.from_message(decode(encode("view", view=sent.to_message()))["view"])
+    assert len(received.stacks.main) == 40

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy  # importing the pack makes its strategies known
@@ -63,8 +64,12 @@ def main() -> None:
     place = os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=epochs)
     report = RunReport(print_table=False)
-    callbacks = [Saves(), report] if how == "nothing" else [Saves()]
-    trainer = make_trainer(case, chosen, devices, callbacks=callbacks, default_root_dir=place)
+    callbacks: list[L.Callback] = [Saves(), report] if how == "nothing" else [Saves()]
+    saves = how in ("raise", "kill")
+    if saves:
+        callbacks.append(ModelCheckpoint(os.path.join(place, "checkpoints"), every_n_train_steps=1))
+    options = {"enable_checkpointing": saves, "default_root_dir": place}
+    trainer = make_trainer(case, chosen, devices, callbacks=callbacks, **options)
     module = Breaks(rank, how)
     loader = train_loader(Case(num_samples=48), trainer)
     try:

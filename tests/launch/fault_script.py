@@ -99,7 +99,7 @@ faulthandler.register(STACKS_SIGNAL, all_threads=True)  # here, so that spawned 
 def main() -> None:
     method, kind, where, rank, step, num_workers, *strategy = sys.argv[1:]
     callbacks: list[Callback] = [
-        ModelCheckpoint(os.environ["SAVE_TO"], every_n_train_steps=4, save_last=True),
+        ModelCheckpoint(os.environ["SAVE_TO"], every_n_train_steps=4, save_last=True, save_on_exception=True),
         TellsWeights(),
     ]
     if kind != "nothing":

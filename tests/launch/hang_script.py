@@ -64,6 +64,8 @@ class Waits(Classifier):
             strategy.reduce(torch.zeros(3), dist.group.WORLD)
         elif how == "different" and rank == 1:
             strategy.all_gather(torch.zeros(3), dist.group.WORLD)
+        elif how == "behind" and rank == 1:
+            wait_for("rank 1")
         elif how == "in turn" and rank == 1:
             hold_interpreter_lock()
 
@@ -93,7 +95,15 @@ def main() -> None:
         hang_report_s=HANG_REPORT_S,
     )
     place = os.environ["GO_ON"]  # for the files about failures and hangs
-    trainer = make_trainer(CASE, strategy, RANKS, callbacks=callbacks, num_sanity_val_steps=0, default_root_dir=place)
+    trainer = make_trainer(
+        CASE,
+        strategy,
+        RANKS,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        default_root_dir=place,
+        accelerator=os.environ.get("ACCELERATOR", "cpu"),
+    )
     trainer.fit(Waits(how), train_loader(CASE, RANKS), eval_loader())
 
 

@@ -45,12 +45,21 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
 ) -> None:
     finished = run(tmp_path, strategy, devices, rank, "raise")
     assert finished.returncode == 1
-    last = finished.stderr.strip().splitlines()[-1]
+    *_, last, advice = finished.stderr.strip().splitlines()
     assert last.endswith(f"OwnError: the data on rank {rank} is spoilt"), finished.stderr[-3000:]
-    # Rank 0, and the process that has spawned the ranks, raise it themselves or have it from a pipe of their own.
-    told = strategy == "ring_ddp" and rank != "0"
-    assert ("RankFailedError: rank 1 (host" in finished.stderr) == told, "the exception itself where it can be had"
-    assert "last completed step 3" in finished.stderr
+    assert re.fullmatch(r"Resume with ckpt_path='.*/checkpoints/.*step=3\.ckpt'", advice)
+    # 249 lines, of which each rank printed its own: one rank's traceback without Lightning's frames, and one line more
+    # from the first rank where another one has failed.
+    failure = finished.stderr[finished.stderr.index("The job failed: ") :].splitlines()
+    assert re.match(
+        rf"The job failed: rank {rank} \(host \S+, pid \d+, last completed step 3, at launch/failing_script.py:\d+ in "
+        rf"training_step\) raised OwnError: the data on rank {rank} is spoilt$", failure[0],
+    ), failure  # fmt: skip
+    assert sum(line.startswith("Traceback") for line in failure) == 1
+    assert sum("site-packages" in line for line in failure) == 0, failure
+    assert failure.count(advice) == 1
+    assert len(failure) <= 20, failure  # eight of them because of the forked interpreter
+    assert failure.count(failure[0]) == (1 if rank == "0" or strategy == "ring_ddp_spawn" else 2)
     assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
@@ -72,7 +81,10 @@ STOPPED = "stopped by a signal"
 def test_a_rank_that_dies_or_stops_without_a_word(rank: str, how: str, reason: str, tmp_path: Path) -> None:
     finished = run(tmp_path, "ring_ddp", "2", rank, how)
     assert finished.returncode not in (0, None)
-    last = finished.stderr.strip().splitlines()[-1]
+    *_, last, advice = ["", *finished.stderr.strip().splitlines()]
+    assert advice.startswith("Resume with ckpt_path='") == (how == "kill"), "also where rank 0 is gone"
+    last = last if how == "kill" else advice
+    assert finished.stderr.count("The job failed") == 1, finished.stderr[-3000:]
     assert f"rank {rank}" in last, finished.stderr[-3000:]
     assert reason in last
     assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
@@ -92,7 +104,7 @@ def test_a_stage_fails_in_the_middle_of_a_schedule(
 ) -> None:
     finished = run(tmp_path, strategy, "2", rank, how)
     assert finished.returncode not in (0, None)
-    last = finished.stderr.strip().splitlines()[-1]
+    last = [line for line in finished.stderr.splitlines() if line and not line.startswith("Resume with")][-1]
     assert f"rank {rank}" in last, finished.stderr[-3000:]
     assert reason in last
     assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
@@ -107,6 +119,8 @@ def test_two_jobs_at_once_reach_the_weights_of_one_device(tmp_path: Path) -> Non
         jobs = list(pool.map(lambda strategy: run(tmp_path / strategy, strategy, "2", "0", "nothing"), strategies))
     for strategy, finished in zip(strategies, jobs, strict=True):
         assert finished.returncode == 0, finished.stderr[-3000:]
+        assert "GPU available" in finished.stderr
+        assert not re.search("Tip:|LeafSpec", finished.stderr), "what the user can do nothing about"
         sums = [float(text) for text in re.findall(r"finished with weights (-?\d+\.\d{9})", finished.stdout)]
         assert len(sums) == (2 if strategy == "ring_ddp" else 1)  # spawned ranks give the result to the first process
         # What a spawned run brings back passes through the float32 module of the first process.

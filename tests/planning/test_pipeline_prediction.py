@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipeline_prediction import Plan, one_device_s, plan
+from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import HeldBytes
 
@@ -33,6 +33,7 @@ def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] 
         parameter_bytes=[10 * (1 + layer) for layer in range(len(parts) - 2)],
         held=[HeldBytes(100, 0, 0), HeldBytes(40, 40, 0)],
         one_device_s=30.0,
+        rounds=given.get("rounds", ()),
     )
 
 
@@ -51,7 +52,8 @@ def test_a_step_whose_messages_take_time() -> None:
     found = planned("gpipe", layers((1, 2), (1, 2)), link=LinkCost(0.0, 0.1))
     assert found.step_s == pytest.approx(15)
     assert found.bubble == pytest.approx(1 - 18 / 30)
-    assert found.relative_throughput == pytest.approx(2)
+    # One device takes 18 for the micro-batches one after the other, and not the 30 that its whole batch took.
+    assert found.relative_throughput == pytest.approx(18 / 15)
     first, second = found.timelines
     assert [(i.kind, i.micro_batch, i.start_s, i.end_s) for i in first[:4]] == [
         ("forward", 0, 0, 1),
@@ -121,3 +123,38 @@ def test_memory_of_all_stages_of_a_rank() -> None:
     last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
     assert last_rank.activations_bytes == 2 * (1 + 10) + 2 * (5 + 10)
     assert rank_zero.activations_bytes == 2 * (5 + 20) + (5 + 10 + 2)
+
+
+def measured(seconds: list[float], num_micro_batches: int = 3) -> Plan:
+    """By rounds in which each layer took so long forward, and twice as long backward."""
+    rounds = [layers((s, 2 * s), (s, 2 * s)) for s in seconds]
+    of_rounds = [planned("1f1b", parts, num_micro_batches=num_micro_batches) for parts in rounds]
+    return planned("1f1b", median_costs(rounds), num_micro_batches=num_micro_batches, rounds=of_rounds)
+
+
+def plans(*of_settings: Plan) -> PipelinePlans:
+    return PipelinePlans(2, 1, "parameters", LinkCost(0.0, 0.0), plans=list(of_settings))
+
+
+def test_a_whole_batch_measured_in_a_busy_moment_promises_no_more_than_the_ranks() -> None:
+    """1.91 times were promised for 2 ranks, and more in worse moments: small micro-batches met fewer of them."""
+    found = planned("1f1b", layers((0.1, 0.2), (0.1, 0.2)), num_micro_batches=16)
+    assert found.one_device_s / found.step_s > 5
+    assert found.relative_throughput == pytest.approx(16 * 2 / ((16 + 1) * 2) * 2)
+
+
+def test_rounds_give_medians_and_their_range() -> None:
+    found = measured([1.0, 1.1, 1.0, 9.0, 1.0])
+    assert found.step_s == pytest.approx((3 + 1) * 3)
+    assert [one.step_s for one in found.rounds] == pytest.approx([12, 13.2, 12, 108, 12])
+    assert found.relative_throughput_range == pytest.approx((30 / 108, 18 / 12))
+    assert found.spread == pytest.approx((108 - 12) / 12)
+    assert plans(found).is_too_noisy
+
+
+def test_settings_of_which_each_was_faster_once_cannot_be_told_apart() -> None:
+    steady, wavering, slow = (measured(s) for s in ([1.0, 1.1, 1.0], [1.01, 1.05, 1.02], [1.05, 1.2, 1.1]))
+    found = plans(slow, wavering, steady)
+    assert found.fastest is steady
+    assert found.alike == [wavering]
+    assert not found.is_too_noisy

@@ -8,6 +8,17 @@ from lightning_multigpu.callbacks.keys import KEYS
 from lightning_multigpu.report.document import RankRecord, build
 from lightning_multigpu.report.statistics import Statistics
 
+ABOUT: dict[str, Any] = {
+    "date": "2026-11-22T12:00:00Z",
+    "wall_s": 12.5,
+    "model": {"class": "shop.Net", "parameters": 100, "trainable_parameters": 90},
+    "precision": "32-true",
+    "hardware": {
+        "device": "cpu", "threads_per_rank": 1, "processor": "Z80", "cores": 2, "usable_cores": 2,
+        "memory_bytes": 65_536, "gpus": [], "system": "CP/M 2.2",
+    },
+}  # fmt: skip
+
 
 def constant(value: float) -> Statistics:
     return {"median": value, "p95": value, "mean": value, "last": value}
@@ -20,4 +31,6 @@ def record(rank: int, *, node: int = 0, host: str = "alpha", steps: int = 10, **
 
 
 def report_of(*records: RankRecord, **options: Any) -> dict[str, Any]:
-    return build(records, strategy="ring_ddp", options=options, versions={"torch": "2.13.0"}, aggregations=KEYS)
+    return build(
+        records, strategy="ring_ddp", options=options, versions={"torch": "2.13.0"}, about=ABOUT, aggregations=KEYS
+    )

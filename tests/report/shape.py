@@ -22,9 +22,22 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
     always = {
         "schema_version": int, "strategy": {"name": str, "options": dict},
         "world": {"size": int, "nodes": int, "hosts": [str]}, "versions": dict, "steps": int,
+        "date": str, "wall_s": float, "precision": str,
+        "model": {"class": str, "parameters": int, "trainable_parameters": int},
+        "hardware": {
+            "device": str, "threads_per_rank": int, "processor": str, "cores": int, "usable_cores": int,
+            "memory_bytes": int, "gpus": [str], "system": str,
+        },
         "ranks": [{"rank": int, "host": str, "metrics": dict}], "aggregate": {"metrics": dict},
     }  # fmt: skip
-    check({name: value for name, value in report.items() if name != "pipeline"}, always)
+    sometimes = {"pipeline": dict, "communication_ms": dict, "global_batch": int, "one_device": dict}
+    check(report, {**always, **{name: shape for name, shape in sometimes.items() if name in report}})
+    for ms in report.get("communication_ms", {}).values():
+        check(ms, float)
+    if "one_device" in report:
+        figures = {"ratio": float, "step_ms": float, "run_step_ms": float, "threads": int}
+        told = report["one_device"]
+        check(told, {"reason": str} if "reason" in told else {name: figures[name] for name in told})
     assert [rank["rank"] for rank in report["ranks"]] == list(range(report["world"]["size"]))
     assert len(report["world"]["hosts"]) == report["world"]["nodes"]
     for metrics in (report["aggregate"]["metrics"], *(rank["metrics"] for rank in report["ranks"])):
@@ -45,7 +58,7 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
 def check(value: Any, shape: Any) -> None:
     """``shape`` is a type, a list with the shape of each entry, or a dictionary with the shape of each value."""
     if isinstance(shape, dict):
-        assert value.keys() == shape.keys()
+        assert value.keys() == shape.keys(), value.keys() ^ shape.keys()
         for name, inner in shape.items():
             check(value[name], inner)
     elif isinstance(shape, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ FIGURES = {
     "communication__sent_bytes": 12_345_678.0,
     "communication__busbw_gb_per_sec": 0.1234,
     "device__utilization_percent": 93.21,
+    "device__memory_used_bytes": 3e9,
+    "device__process_rss_bytes": 5e8,
 }
 
 
@@ -44,8 +47,25 @@ def test_every_figure_has_its_row_with_unit() -> None:
     assert cells(text, "exposed communication")[1:] == ["1.25", "1.25", "1.25", "ms"]
     assert cells(text, "sent per step and rank")[1:] == ["12.3", "12.3", "12.3", "MB"]
     assert cells(text, "bus bandwidth")[1:] == ["0.123", "0.123", "0.123", "GB/s"]
-    assert cells(text, "device utilization")[1:] == ["93.2", "93.2", "93.2", "%"]
+    assert cells(text, "use of a rank's own cores")[1:] == ["93.2", "93.2", "93.2", "%"]
     assert "ranks wait for communication for 10.0 % of their time" in text
+
+
+def test_memory_was_the_hosts_on_a_cpu_and_nobody_could_tell() -> None:
+    """A user with four browsers open was told that their model needs 3 GB."""
+    report = report_of(record(0, **FIGURES))
+    text = printed(report)
+    assert cells(text, "main memory of the largest process")[1:] == ["500", "500", "500", "MB"]
+    assert "3.00" not in text
+    report["hardware"] = {**report["hardware"], "device": "cuda"}
+    assert cells(printed(report), "memory in use of a GPU, all processes")[1:] == ["3.00", "3.00", "3.00", "GB"]
+
+
+def test_all_communication_says_what_it_is_beside_the_all_reduce() -> None:
+    parts = [{"all-reduce of gradients": 4.0, "buffers": 2.0}, {"all-reduce of gradients": 5.0}]
+    records = [replace(record(rank, **FIGURES), communication_ms=part) for rank, part in enumerate(parts)]
+    text = printed(report_of(*records))
+    assert "all communication, means in ms: all-reduce of gradients 4.50, buffers 1.00" in text
 
 
 def test_a_figure_that_is_absent_has_no_row() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,13 @@ def test_a_save_that_breaks_off_leaves_the_former_file(handler: str, tmp_path: P
     command = [sys.executable, "-c", KILLED.format(handler=handler), str(path)]
     finished = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert finished.returncode not in (0, None)
+    if handler == "signal.SIG_IGN":
+        last = finished.stderr.decode().strip().splitlines()[-1]
+        assert re.fullmatch(
+            r"OSError: \[Errno 27\] the checkpoint was not saved: File too large \(\d+\.\d MB are free there\); "
+            rf"a former file of that name is as it was: '{re.escape(str(path))}'",
+            last,
+        ), "torch tells neither the path nor the reason of some"
     assert torch.load(path, weights_only=True) == {"step": 1}
     assert os.listdir(place) == ["last.ckpt"]
     assert not [name for name in os.listdir(temporary) if not name.startswith("torchinductor")]
@@ -56,6 +65,41 @@ def test_replaces_and_reads_what_it_writes(unnamed: bool, tmp_path: Path, monkey
     mask = os.umask(0)
     os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_the_new_name_is_on_the_disk_before_an_older_file_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut the new name could be missing, and the older checkpoint was removed already."""
+    done: list[tuple[str, Any]] = []
+    real_replace, real_fsync = os.replace, os.fsync
+
+    def replace(source: Any, target: Any) -> None:
+        real_replace(source, target)
+        done.append(("replaced", os.path.basename(target)))
+
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        done.append(("synced", os.path.isdir(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
+    WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
+    assert done == [("synced", False), ("replaced", "last.ckpt"), ("synced", True)]
+
+
+def test_a_file_system_that_gives_no_name_to_a_nameless_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems open files without a name and cannot link them: the save failed."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    checkpoints, path = WholeCheckpointIO(), tmp_path / "last.ckpt"
+    for step in (1, 2):
+        checkpoints.save_checkpoint({"step": step}, path)
+    assert checkpoints.load_checkpoint(path) == {"step": 2}
+    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

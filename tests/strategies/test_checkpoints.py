@@ -9,8 +9,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.registry import Regime
+from lightning_multigpu.runtime import last_checkpoint
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -21,7 +25,7 @@ from tests.strategies.tasks import (
     state,
 )
 from tests.strategies.tasks import train_loader as loader_for
-from tests.world import World
+from tests.world import World, rank
 
 CASE = Case(optimizer="groups", num_samples=53)  # 7 steps an epoch, the last of them uneven
 STEPS_AN_EPOCH = 7
@@ -170,3 +174,82 @@ def test_a_save_that_fails_leaves_the_last_file_whole(world2: World, tmp_path: P
         world2.kill()  # the process groups of that job are gone
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+def _resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[str, Any]:
+    """Each rank resumes from its own path; on rank 1, rank 0's comes into sight only after a while."""
+    if not seen_late:
+        return resume(CASE, "ring_ddp", 2, paths[rank()])
+    looks = iter([False] * (3 * rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        exists = last_checkpoint.os.path.exists
+        patch.setattr(last_checkpoint.os.path, "exists", lambda path: next(looks, True) and exists(path))
+        return resume(CASE, "ring_ddp", 2, paths[rank()])
+
+
+def _resume_last_of(directories: list[str]) -> dict[str, Any]:
+    """``ckpt_path="last"`` where each host sees a directory of its own."""
+    module = Classifier(CASE.optimizer)
+    saver = ModelCheckpoint(directories[rank()], filename="again", every_n_train_steps=100)
+    trainer = make_trainer(CASE, make_strategy("ring_ddp"), 2, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(module, loader_for(CASE, trainer), ckpt_path="last")
+    return {"weights": state(module), "global_step": trainer.global_step,
+            "learning_rates": module.learning_rates}  # fmt: skip
+
+
+def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, tmp_path: Path) -> None:
+    """Each rank looks for the newest file by itself: a host that saw an older one was steps behind, unnoticed."""
+    old, new, empty = tmp_path / "old", tmp_path / "new", tmp_path / "empty"
+    older, newer = _save_on_one_device(old, 4, False), _save_on_one_device(new, 11, False)
+    cases = {
+        "rank 1 has found an older file": (_resume_as_ranks_see_it, ([newer, older],)),
+        "rank 1 sees the file later": (_resume_as_ranks_see_it, ([newer, newer], True)),
+        "rank 1 has an older directory": (_resume_last_of, ([str(new), str(old)],)),
+        "rank 1 has an empty directory": (_resume_last_of, ([str(new), str(empty)],)),
+    }
+    for name, (function, arguments) in cases.items():
+        for result in world2.run(function, *arguments):
+            assert result["global_step"] == 3 * STEPS_AN_EPOCH, name
+            _assert_continues(result, 3 * STEPS_AN_EPOCH - 11)
+
+
+def test_one_rank_that_begins_anew_is_refused_on_all(world2: World, tmp_path: Path) -> None:
+    """``find_last_checkpoint(missing_ok=True)`` on a host that did not see the directory: rank 0 waited for it."""
+    path = _save_on_one_device(tmp_path, 4, False)
+    world2.run_raising(RendezvousError, r"loads a checkpoint: yes on rank 0; no on rank 1", _resume_as_ranks_see_it,
+                       [path, None])  # fmt: skip
+
+
+def test_a_file_that_a_host_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_checkpoint, "_SEEN_WITHIN_S", 0.0)
+    with pytest.raises(FileNotFoundError, match=r"does not see '.*last\.ckpt', the checkpoint that rank 0 loads; save"):
+        last_checkpoint.await_file(tmp_path / "last.ckpt", lambda: None)
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_resuming_where_nothing_was_saved_ends_before_any_process_starts(
+    start_method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning warned, and trained from the beginning: the logger had opened the directory of a new version."""
+    monkeypatch.chdir(tmp_path)
+
+    def trainer(**options: Any) -> L.Trainer:
+        options = {"enable_checkpointing": True, "logger": CSVLogger("runs", name="digits"), **options}
+        return make_trainer(CASE, RingDDPStrategy(start_method=start_method), 2, **options)
+
+    def refused(trainer: L.Trainer) -> str:
+        with pytest.raises(ValueError, match=r"^ckpt_path='last': ") as caught:
+            trainer.fit(Classifier(), loader_for(CASE, 2), ckpt_path="last")
+        return str(caught.value).removeprefix("ckpt_path='last': ")
+
+    nothing = "there is no complete checkpoint in runs/digits/version_{}/checkpoints, where this run saves"
+    assert refused(trainer()) == nothing.format(0) + "; pass ckpt_path=None to begin anew"
+    assert refused(trainer(logger=False)).startswith("there is no complete checkpoint in checkpoints, where this run")
+    assert refused(trainer(enable_checkpointing=False, logger=False)) == (
+        "this Trainer has no ModelCheckpoint that could have saved one; pass ckpt_path=None"
+    )
+    _save_on_one_device(tmp_path / "runs" / "digits" / "version_0" / "checkpoints", 4, False)
+    assert refused(trainer()) == (
+        nothing.format(1) + ". An earlier run has saved runs/digits/version_0/checkpoints/step=4.ckpt (epoch 0, step 4)"
+        ": to go on from it, pass ckpt_path=lightning_multigpu.find_last_checkpoint('runs/digits')"
+    )

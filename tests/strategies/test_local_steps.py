@@ -12,10 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
+from tests.fake_gpu import DEVICE, FakeGPU
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer, state, train_loader
 from tests.world import World, init_group, rank
 
@@ -153,6 +154,20 @@ def test_state_that_one_rank_lacks_stays_as_it_is(world2: World) -> None:
         assert of_one[2].tolist() == [1.5] * 3
     assert first[3].tolist() == [7.0] * 2
     assert second[3].numel() == 0
+
+
+def test_nccl_is_given_tensors_of_the_gpu_only(fake_gpu: FakeGPU) -> None:
+    """NCCL refuses a tensor in the host's memory, such as the flags of who has state, or Adam's count of steps."""
+    parameters = [nn.Parameter(torch.ones(3, device=DEVICE)), nn.Parameter(torch.ones((), device=DEVICE))]
+    optimizer = Adam(parameters, foreach=False)
+    for parameter in parameters:
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(parameter)}
+    given: list[tuple[str, int]] = []
+    averager = ModelAverager(1, lambda flat: given.append((flat.device.type, flat.numel())))
+    averager.stepped()
+    assert averager.average(parameters, [optimizer])
+    assert given == [("cuda", 2), ("cuda", 8), ("cuda", 1)]
+    assert optimizer.state[parameters[1]]["step"].device.type == "cpu"
 
 
 def test_what_cannot_work_is_refused() -> None:

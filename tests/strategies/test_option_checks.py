@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from datetime import timedelta
 from typing import Any
 
@@ -222,13 +223,20 @@ class TestRun:
     """``check_run`` hands every setting of a run to the check that it belongs to."""
 
     @staticmethod
-    def check(*, devices: list[torch.device], backend: str | None = None, **options: Any) -> None:
+    def check(
+        *,
+        devices: list[torch.device],
+        backend: str | None = None,
+        num_nodes: int = 1,
+        failure_timeout_s: float = 1.0,
+        **options: Any,
+    ) -> None:
         run = RunContext(
             environment=LightningEnvironment(),
             devices=tuple(devices),
-            num_nodes=1,
+            num_nodes=num_nodes,
             backend=backend,
-            failure_timeout_s=15.0,
+            failure_timeout_s=failure_timeout_s,
             hang_report_s=None,
             join_timeout_s=600.0,
         )
@@ -236,6 +244,7 @@ class TestRun:
         option_checks.check_run(run, **(given | options))
 
     def test_accepted(self) -> None:
+        self.check(devices=[CPU], num_nodes=2, failure_timeout_s=5.0)
         self.check(devices=[CPU], precision="16-mixed")  # of a plugin: Lightning takes bf16-mixed for the word
 
     @pytest.mark.parametrize(
@@ -244,6 +253,8 @@ class TestRun:
             ({"devices": []}, "devices=0"),
             ({"backend": "nccl"}, "process_group_backend='nccl'"),
             ({"sync_batchnorm": True}, "sync_batchnorm=True"),
+            # Half a second of silence between hosts was a failure, which a throttled host exceeds without any fault.
+            ({"num_nodes": 2}, "failure_timeout_s=1 with num_nodes=2: it must be 5 or more."),
             ({"precision": "transformer-engine"}, "precision='transformer-engine'"),
         ],
     )
@@ -257,3 +268,28 @@ class TestRun:
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
     def test_bf16_units_are_asked_for_on_the_own_gpu(self) -> None:
         self.check(devices=gpus(0), precision="bf16-mixed")
+
+
+class TestDescriptors:
+    @pytest.mark.parametrize(
+        ("limit", "num_ranks", "device_type", "needed"),
+        [(48, 2, "cpu", 67), (1024, 512, "cpu", 1597), (66, 4, "cuda", 67)],
+    )
+    def test_too_few_for_the_connections(
+        self, limit: int, num_ranks: int, device_type: str, needed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Gloo said "epoll_create: Too many open files", and rank 1 that no rank 0 listened at the address."""
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, 1 << 19))
+        assert message_of(option_checks.check_descriptors, num_ranks, device_type) == (
+            f"this process may have {limit} files and connections open (ulimit -n), and a rank of {num_ranks} needs "
+            f"{needed} or more, data loaders not counted; raise the limit on every host: ulimit -n 4096"
+        )
+
+    @pytest.mark.parametrize("limits", [(1024, 1024), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)])
+    def test_enough(self, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+        option_checks.check_descriptors(2, "cpu")
+
+    def test_a_hard_limit_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 60))
+        assert message_of(option_checks.check_descriptors, 2, "cpu").endswith("(beyond the hard limit of 60)")

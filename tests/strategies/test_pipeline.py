@@ -679,6 +679,9 @@ def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
     module.first, module.second = nn.Linear(4, 4), nn.Linear(4, 4)
     assert suggested_split_points(module, 2) == []
     module = L.LightningModule()
+    module.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    assert suggested_split_points(module, 2) == []
+    module = L.LightningModule()
     module.net = Lists()
     assert suggested_split_points(module, 2) == ["net.blocks.0"]
 

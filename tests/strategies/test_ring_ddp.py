@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -279,12 +280,39 @@ def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
         ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
         ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
         ({"start_method": "thread"}, ["start_method='thread'", "'popen'"]),
+        ({"nccl_algorithm": "Ring"}, ["nccl_algorithm='Ring'", "'ring', 'tree'"]),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".+") as caught:
         RingDDPStrategy(**options)
     assert all(word in str(caught.value) for word in words)
+
+
+def on_gpus(**options: Any) -> RingDDPStrategy:
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    return RingDDPStrategy(parallel_devices=gpus, cluster_environment=LightningEnvironment(), **options)
+
+
+def test_nccl_chooses_its_algorithm_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring was forced on all collectives of the process, broadcasts of a user's own groups among them."""
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    assert on_gpus().environment_variables() == {}
+    strategy = on_gpus(nccl_algorithm="ring")
+    strategy._check_nccl_algorithm()
+    assert strategy.environment_variables() == {"NCCL_ALGO": "allreduce:ring"}
+
+
+def test_an_algorithm_of_nccl_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nccl_algorithm='ring': gradients on 'cpu' travel over 'gloo' here"):
+        make_trainer(Case(), make_strategy("ring_ddp", nccl_algorithm="ring"), 2)
+    with pytest.raises(ValueError, match="gradients on 'cuda' travel over 'gloo'"):
+        on_gpus(nccl_algorithm="tree", process_group_backend="gloo")._check_nccl_algorithm()
+    with pytest.raises(ValueError, match="compressed gradients do not travel over NCCL"):
+        on_gpus(nccl_algorithm="tree", compression="int8")._check_nccl_algorithm()
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    with pytest.raises(ValueError, match="NCCL_ALGO=NVLS in the environment"):
+        on_gpus(nccl_algorithm="ring")._check_nccl_algorithm()
 
 
 def test_an_option_that_is_nearly_right_is_suggested() -> None:

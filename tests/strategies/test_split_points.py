@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
@@ -359,3 +361,142 @@ def test_options_are_refused(options: dict[str, Any], message: str) -> None:
 def test_points_make_as_many_stages_as_there_are() -> None:
     with pytest.raises(ValueError, match=r"makes 3 stages, and 2 ranks with 1 each have 2; name 1 submodules"):
         L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(split_points=["net.deep", "net.up"]))
+
+
+class Residuals(nn.Sequential):
+    """A container whose own forward pass adds to what its layers compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = x + layer(x)
+        return x
+
+
+class Between(nn.Module):
+    """Computes between its layers: something is added, a result is changed in place, or an older one is used."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        names = ["first", "second", "third", "fourth"]
+        layers = OrderedDict((name, nn.Linear(WIDTH, WIDTH)) for name in names)
+        self.layers = Residuals(layers) if kind == "inside" else nn.Sequential(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "inside":
+            return self.layers(x)  # type: ignore[no-any-return]
+        results = [x]
+        for layer in self.layers:
+            y = results[-1] if self.kind != "older" or len(results) < 3 else results[-1] + results[-2]
+            y = layer(y)
+            if self.kind == "in place":
+                y.mul_(0.9)
+            results.append(y + results[-1] if self.kind == "residual" else y)
+        return results[-1]
+
+
+class BetweenTask(L.LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.net = Between(kind)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.head(self.net(self.tokens(batch["tokens"])))
+        return nn.functional.cross_entropy(logits, batch["targets"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+KINDS = ("residual", "inside", "in place", "older")
+
+
+def pasted(kinds: list[str], strategies: list[Any], ranks: int = 2) -> list[dict[str, Any]]:
+    """Trains each kind with its strategy, given as code or as a name."""
+    found = []
+    for kind, strategy in zip(kinds, strategies, strict=True):
+        module = BetweenTask(kind) if kind in KINDS else Wide(kind)
+        given = eval(strategy, {"PipelineStrategy": PipelineStrategy}) if "(" in strategy else strategy
+        trainer = make_trainer(Case(max_epochs=1), given, ranks, use_distributed_sampler=False)
+        trainer.fit(module, DataLoader(Tokens(16), batch_size=8))
+        found.append({"weights": module.state_dict(), "held": getattr(module, "held", None)})
+    return found
+
+
+def test_what_is_computed_between_layers_is_told_a_line_that_trains_it(world2: World) -> None:
+    """The answer was to rewrite the module; the line in the message trains it as it is, like one device."""
+    kinds, schedules = list(KINDS), ("1f1b", "gpipe", "1f1b", "interleaved")
+    lines = []
+    for kind, schedule in zip(kinds, schedules, strict=True):
+        before = f"PipelineStrategy(schedule={schedule!r})"
+        errors = world2.run_raising(PipelineError, r"unchanged.* strategy=PipelineStrategy\(", pasted, [kind], [before])
+        (line,) = {str(error).partition("strategy=")[2].partition("; or")[0] for error in errors}
+        lines.append(line)
+    assert lines[:3] == [
+        "PipelineStrategy(module='net', split_points=['net.layers.third'])",
+        "PipelineStrategy(split_points=['net.layers.third'], schedule='gpipe')",
+        "PipelineStrategy(module='net', split_points=['net.layers.third'])",
+    ]
+    references = pasted(kinds, ["auto"] * len(kinds), 1)
+    for results in world2.run(pasted, kinds, lines):
+        for result, reference in zip(results, references, strict=True):
+            assert_same_weights(result, reference)
+
+
+class Wide(L.LightningModule):
+    """Its embedding and head are larger than its layers; its step runs its own forward pass, or calls the parts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.kind = kind
+        self.tokens = nn.Embedding(40, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        if kind == "tied":
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(tokens)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch["tokens"]) if self.kind == "parts" else self(batch["tokens"])
+        return nn.functional.cross_entropy(logits, batch["targets"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_an_embedding_on_every_stage_is_told_and_the_line_splits_it(world2: World) -> None:
+    """Each stage was said to have 672 bytes, its layers; it held 4.5 kB, since embedding and head are on every rank."""
+    names = ["whole", "tied", "parts"]
+    world2.run(pasted, names, ["pipeline_1f1b"] * 3)
+    whole, tied, parts = world2.output(0).split("Pipeline over ")[1:]
+    assert "stage 1 on rank 0: layers 2 to 3, 0.000672 MB of parameters" in whole
+    assert "parameters in all: 0.00451 MB on rank 1, 0.00451 MB on rank 0" in whole
+    common = "all ranks hold the same 0.00384 MB of them: tokens.weight (0.00192 MB), head.weight (0.00192 MB)"
+    assert common in whole
+    assert common in parts
+    assert "all ranks hold the same 0.00192 MB of them: tokens.weight (0.00192 MB)\n" in tied
+    assert "74 % of the parameters of a rank are the same on all ranks: what is outside of the layers, or tied" in tied
+    assert "strategy=" not in tied + parts
+    assert "85 % of the parameters of a rank are the same on all ranks. To have 0.00384 MB of them only" in whole
+    line = whole.partition("strategy=")[2].splitlines()[0]
+    (last,), (first,) = world2.run(pasted, names[:1], [line])
+    assert_same_weights(last, pasted(["whole"], ["auto"], 1)[0])
+    assert "head.weight" not in first["held"]
+    assert "tokens.weight" not in last["held"]
+    assert "all ranks hold" not in world2.output(0)

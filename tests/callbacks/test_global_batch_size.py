@@ -1,0 +1,180 @@
+"""The global batch: it is told at the start of every fit, and GlobalBatchSize keeps it under any strategy."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+
+from lightning_multigpu.callbacks import GlobalBatchSize
+from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
+from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
+from lightning_multigpu.strategies.global_batch import global_batch_text
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    dataset,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
+from tests.world import World
+
+SAMPLES = 16
+
+
+class Data(L.LightningDataModule):
+    """As a user writes it; one device gets the order of the sampler that Lightning injects on several."""
+
+    def __init__(self, batch_size: int = 5) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        case = Case(global_batch_size=self.hparams["batch_size"] * (1 if self.trainer.world_size == 1 else 2))
+        return train_loader(case, 1 if self.trainer.world_size == 1 else 2)
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Decides by itself which batches there are."""
+
+    def __init__(self, size: int, num_batches: int = 2) -> None:
+        self.size, self.num_batches = size, num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(number * self.size, (number + 1) * self.size)) for number in range(self.num_batches))
+
+
+def train(strategy: str | None, ranks: int) -> dict[str, Tensor]:
+    """The same configuration: only strategy and devices change."""
+    case = Case(trainer={"accumulate_grad_batches": 2, "callbacks": [GlobalBatchSize(SAMPLES)]})
+    module = Classifier()
+    make_trainer(case, make_strategy(strategy) if strategy else "auto", ranks).fit(module, datamodule=Data())
+    return state(module)
+
+
+def train_all(strategies: list[str]) -> list[dict[str, Tensor]]:
+    found = [train(name, 2) for name in strategies]
+    # Loaders of different sizes, and one whose sizes nobody knows.
+    for_each = make_trainer(Case(max_epochs=1), make_strategy("ring_ddp"), 2)
+    for_each.fit(Classifier(), DataLoader(dataset(24), batch_size=4 if for_each.global_rank else 6))
+    unknown = make_trainer(Case(max_epochs=1), make_strategy("ring_ddp"), 2, use_distributed_sampler=False)
+    unknown.fit(Classifier(), DataLoader(dataset(24), batch_sampler=OwnBatches(4)))
+    return found
+
+
+def test_a_switch_of_the_strategy_keeps_the_global_batch_and_the_weights(world2: World) -> None:
+    """Moved from ring_ddp to a pipeline, a job trained with half of the global batch, and nothing said so."""
+    strategies = ["ring_ddp", "gpipe"]
+    reference = train(None, 1)
+    for found in world2.run(train_all, strategies):
+        for weights in found:
+            assert_same_weights({"weights": weights}, {"weights": reference})
+    lines = [line.partition("Global batch: ")[2] for line in world2.output(0).splitlines() if "Global batch" in line]
+    assert lines == [
+        "16 samples a step = 2 ranks x 4 (batch_size of the loader) x 2 (accumulate_grad_batches)",
+        "16 samples a step = 1 pipeline of 2 ranks x 8 (batch_size of the loader) x 2 (accumulate_grad_batches)",
+        "10 samples a step = 6 + 4 (batch_size of the loaders of 2 ranks)",
+        "2 ranks, whose loaders do not say how many samples a batch has",
+    ]
+    assert "Global batch" not in world2.output(1)
+
+
+def line(sizes: list[int | None], ranks_a_batch: int = 1, **trainer: Any) -> str:
+    given = {"callbacks": [], "accumulate_grad_batches": 1, "current_epoch": 0, **trainer}
+    module = SimpleNamespace(automatic_optimization=given.pop("automatic", True))
+    return global_batch_text(sizes, ranks_a_batch, SimpleNamespace(lightning_module=module, **given))  # type: ignore[arg-type]
+
+
+def test_the_line_counts_pipelines_and_the_accumulation_of_the_epoch() -> None:
+    schedule = GradientAccumulationScheduler({0: 3, 4: 8})
+    assert line([32, 32], 2, callbacks=[schedule], current_epoch=1) == (
+        "Global batch: 192 samples a step = 2 pipelines of 2 ranks x 32 (batch_size of the loader) x 3 "
+        "(accumulate_grad_batches)"
+    )
+    assert line([4, 6], accumulate_grad_batches=2).startswith("Global batch: 20 samples a step = (4 + 6 (batch_size of")
+    assert "64 samples a batch = 2 ranks x 32" in line([32, 32], automatic=False)
+    assert line([None], 4) == (
+        "Global batch: 1 pipeline of 4 ranks, whose loaders do not say how many samples a batch has"
+    )
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(8, 2))
+
+
+def test_the_size_of_batches_is_known_or_not_and_never_guessed() -> None:
+    data = dataset(8)
+    ordinary = DataLoader(data, batch_size=4)
+    known = {
+        "ordinary": ordinary,
+        "dealt": distribute_batches(train_loader(Case(global_batch_size=4), 1), num_replicas=1, rank=0, even=False)[0],
+        "counted": distribute_batches(ordinary, num_replicas=2, rank=0, even=False)[0],
+        "torch's batch sampler": DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False)),
+        "stream": DataLoader(Stream(), batch_size=4),
+    }
+    assert {name: full_batch_size(loader) for name, loader in known.items()} == dict.fromkeys(known, 4)
+    own = DataLoader(data, batch_sampler=OwnBatches(4))
+    unknown = [DataLoader(data, batch_size=None), own, distribute_batches(own, num_replicas=2, rank=0, even=False)[0]]
+    assert [full_batch_size(loader) for loader in [*unknown, [torch.ones(4, 2)], {"a": ordinary}]] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "options", "message"),
+    [
+        (17, "ring_ddp", {}, r"GlobalBatchSize\(17\): 17 samples cannot be shared by 2 data ranks x "
+         "accumulate_grad_batches=1; pass a multiple of 2, such as 16 or 18"),
+        (2, "ring_ddp", {"accumulate_grad_batches": 2}, "pass a multiple of 4, such as 4, or change devices"),
+        (17, "gpipe", {"accumulate_grad_batches": 3}, "1 data rank x accumulate_grad_batches=3"),
+        (16, "gpipe", {"callbacks": [GradientAccumulationScheduler({0: 2})]}, "leave one out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shared_is_refused_before_any_rank_starts(
+    size: int, strategy: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    callbacks = [GlobalBatchSize(size), *options.pop("callbacks", [])]
+    trainer = make_trainer(Case(), strategy, 2, callbacks=callbacks, **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(Classifier(), datamodule=Data())
+
+
+@pytest.mark.parametrize("size", [0, True, 2.5])
+def test_no_number_of_samples(size: Any) -> None:
+    with pytest.raises(ValueError, match="pass a whole number of at least 1"):
+        GlobalBatchSize(size)
+
+
+@pytest.mark.parametrize("kind", ["known", "drawn"])
+def test_a_loader_that_gives_another_number_is_refused_before_its_first_batch_is_trained_on(kind: str) -> None:
+    options: dict[str, Any] = {"batch_size": 4} if kind == "known" else {"batch_sampler": OwnBatches(4)}
+    module = Classifier()
+    with pytest.raises(ValueError, match=r"gives 4 samples a batch, and 8 are due, for 1 data rank.*self.batch_size"):
+        make_trainer(Case(), "auto", 1, callbacks=[GlobalBatchSize(8)]).fit(module, DataLoader(dataset(8), **options))
+    assert not module.seen
+
+
+def test_own_batches_of_the_right_size_train_and_the_last_may_be_smaller() -> None:
+    for given in (OwnBatches(8), OwnBatches(5, 1)):
+        module = Classifier()
+        trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[GlobalBatchSize(8)])
+        trainer.fit(module, DataLoader(dataset(16), batch_sampler=given))
+        assert len(module.seen) == given.num_batches

@@ -1,0 +1,56 @@
+"""``lightning-multigpu new``: a directory that trains at once; test_packaging trains it from the installed wheel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.commands import new
+
+
+def refusal(capsys: pytest.CaptureFixture[str], directory: Path) -> str:
+    """What standard error says of the directory that cannot be taken, with DIR in its place."""
+    assert main(["new", str(directory)]) == 2
+    return capsys.readouterr().err.removeprefix("lightning-multigpu new: error: ").replace(str(directory), "DIR")
+
+
+def test_files_of_a_user_stay_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody who has written a model.py already and calls it in that directory must not lose the file."""
+    (tmp_path / "model.py").write_text("mine")
+    assert refusal(capsys, tmp_path) == "DIR is not empty (model.py); pass a new directory, or an empty one\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_file_is_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert refusal(capsys, tmp_path / "file") == "DIR: File exists; pass a directory that can be written\n"
+
+
+def test_a_directory_of_a_directory_that_does_not_exist_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "my projects" / "first"
+    assert main(["new", str(directory)]) == 0
+    assert sorted(os.listdir(directory)) == sorted(new.FILES)
+    assert f"cd '{directory}' && lightning-multigpu fit --config config.yaml" in capsys.readouterr().out
+
+
+def test_an_empty_directory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "."]) == 0
+    assert (tmp_path / "config.yaml").is_file()
+    assert "cd . && lightning-multigpu fit" in capsys.readouterr().out
+
+
+def test_no_file_of_the_project_is_left_out() -> None:
+    """A file that is added to the project and not to the list would be in the package alone."""
+    folder = Path(new.__file__).parents[1] / "new_project"
+    assert {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"} == set(new.FILES)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["model"]["init_args"]["context"] == config["data"]["init_args"]["context"]

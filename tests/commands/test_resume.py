@@ -1,0 +1,208 @@
+"""``fit --resume`` and ``--ckpt_path last``: a run that was stopped goes on, and nothing begins anew in silence."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_multigpu.cli import main
+from tests import preforked
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    # A resumed run saves beside its own logs, and looks for its best checkpoint anew.
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
+]
+
+ROOT = Path(__file__).parents[2]
+MODULE = """
+import os
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(L.LightningModule):
+    def __init__(self, hidden: int = 4, rate: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.rate = rate
+
+    def training_step(self, batch, batch_idx):
+        if os.environ.get("FAILS_AT") == f"{self.global_rank} {self.global_step}":
+            raise ArithmeticError("planted")
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
+
+
+class Other(Model):
+    pass
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.size = size
+
+    def train_dataloader(self):
+        samples = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(samples), batch_size=self.size, shuffle=True)
+"""
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: {devices}
+  strategy: {strategy}
+  precision: 64-true
+  max_epochs: {max_epochs}
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {{save_dir: runs, name: {name}, flush_logs_every_n_steps: 1}}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{filename: last, save_on_exception: true}}
+model: {{class_path: project.Model}}
+data: {{class_path: project.Data}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory is a user's project, with a configuration of one device."""
+    (tmp_path / "project.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
+    monkeypatch.delitem(sys.modules, "project", raising=False)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.setenv(name, "")  # so that it is taken away again when a run sets it
+        monkeypatch.delenv(name)
+    configure("run", max_epochs=1)
+    yield tmp_path
+    sys.modules.pop("project", None)
+
+
+def configure(name: str, *, strategy: str = "auto", devices: int = 1, max_epochs: int) -> str:
+    path = Path(f"{name}.yaml")
+    path.write_text(CONFIG.format(name=name, strategy=strategy, devices=devices, max_epochs=max_epochs))
+    return str(path)
+
+
+def steps(run: str) -> list[int]:
+    """The steps that a run has logged, of 6 in each epoch of one device."""
+    return [int(row["step"]) for row in csv.DictReader(Path(run, "metrics.csv").read_text().splitlines())]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("error: ") == 1
+    return printed[printed.index("error: ") + len("error: ") :].strip()
+
+
+def test_a_directory_alone_goes_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The saved settings are those of the run; options override them, and a resumed run can be resumed in its turn."""
+    assert main(["fit", "--config=run.yaml"]) == 0
+    assert steps("runs/run/version_0") == list(range(6))
+    assert main(["fit", "--resume", "runs/run/version_0", "--trainer.max_epochs=2"]) == 0
+    assert steps("runs/run/version_1") == list(range(6, 12))
+    told = "Resumes from runs/run/version_0/checkpoints/last.ckpt (epoch 0, step 6), with the settings of runs/run/"
+    assert capsys.readouterr().err.count(told) == 1
+    shutil.rmtree("runs/run/version_0")  # the settings of version_1 name a file in it
+    assert main(["fit", "--resume=runs/run", "--trainer.max_epochs=3", "--data.size=4"]) == 0
+    assert steps("runs/run/version_2") == list(range(12, 15))
+    saved = yaml.safe_load(Path("runs/run/version_2/config.yaml").read_text())
+    assert saved["ckpt_path"].endswith("runs/run/version_1/checkpoints/last.ckpt")
+    assert "resume" not in saved
+
+
+def test_the_last_checkpoint_of_the_same_configuration(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was looked for in the directory of a new version, found nowhere, and training began anew."""
+    run = ["fit", "--config=run.yaml"]
+    last = [*run, "--ckpt_path=last", "--trainer.max_epochs=2"]
+    nothing = "ckpt_path='last': there is no complete checkpoint of this configuration in runs/run"
+    assert error_of(capsys, *last) == nothing + "; leave --ckpt_path out to begin anew"
+    assert main(run) == 0
+    assert main([*run, "--model.rate=0.5"]) == 0
+    assert main(last) == 0
+    assert "ckpt_path='last' is runs/run/version_0/checkpoints/last.ckpt (epoch 0, step 6)" in capsys.readouterr().err
+    assert steps("runs/run/version_2") == list(range(6, 12))
+    newest = "The newest of another one is runs/run/version_2/checkpoints/last.ckpt (epoch 1, step 12)"
+    assert error_of(capsys, *last, "--data.size=1") == (
+        f"{nothing}. {newest} (data.init_args.size was 2, and is 1): to take it all the same, pass its path"
+    )
+
+
+def test_what_cannot_be_resumed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config=run.yaml"]) == 0
+    resume = ["fit", "--resume=runs/run/version_0"]
+    changed = error_of(capsys, *resume, "--model.hidden=5")
+    assert changed == (
+        "the model differs from that of runs/run/version_0/config.yaml: model.init_args.hidden was 4, and is 5. To "
+        "resume that run, leave the model's settings out; for another run, leave --resume out"
+    )
+    assert "model.class_path was project.Model, and is project.Other" in error_of(
+        capsys, *resume, "--model=project.Other"
+    )
+    assert error_of(capsys, *resume, "--ckpt_path=a.ckpt").startswith("--resume and --ckpt_path are both given; --res")
+    assert error_of(capsys, "fit", "--resume=rnus").startswith("--resume=rnus: there is no such directory")
+    assert error_of(capsys, "fit", "--resume").startswith("--resume takes a run's directory")
+    assert error_of(capsys, "test", "--resume=runs").startswith("--resume is not a setting.")
+    assert error_of(capsys, "fit", "--resum=runs").endswith("Did you mean '--resume'?")
+    assert "resume is an option of the command line" in error_of(
+        capsys, "fit", "--config=run.yaml", f"--config={own()}"
+    )
+    os.truncate("runs/run/version_0/checkpoints/last.ckpt", 100)
+    with pytest.warns(UserWarning, match="last.ckpt is passed over: it is truncated"):
+        assert "there is no complete checkpoint in it or below it" in error_of(capsys, *resume)
+
+
+def own() -> str:
+    Path("own.yaml").write_text("resume: runs\n")
+    return "own.yaml"
+
+
+@pytest.mark.launch
+def test_after_a_fault_the_weights_are_those_of_a_run_without_it(project: Path) -> None:
+    """Rank 1 fails within the second epoch; rank 0 saves where it stands, and both go on from there."""
+
+    def fit(*arguments: str, **variables: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{project}", "OMP_NUM_THREADS": "1", **variables}
+        command = [sys.executable, "-m", "lightning_multigpu", "fit", *arguments]
+        ended = preforked.run(command, env=environment, timeout=120)
+        assert ("planted" in ended.stderr) == (ended.returncode != 0) == ("FAILS_AT" in variables), ended.stderr
+        return str(ended.stderr)
+
+    whole, failed = (configure(name, strategy="ring_ddp", devices=2, max_epochs=3) for name in ("whole", "failed"))
+    with ThreadPoolExecutor(2) as pool:
+        for run in (pool.submit(fit, f"--config={whole}"), pool.submit(fit, f"--config={failed}", FAILS_AT="1 4")):
+            run.result()
+    printed = fit("--resume=runs/failed/version_0")
+    assert "Resumes from runs/failed/version_0/checkpoints/last.ckpt (epoch 1, step 4)" in printed
+    assert printed.count("Resumes from") == 1, "by one rank"
+    assert len(steps("runs/failed/version_1")) == 9 - 4  # under a step too many: Lightning counts the one that failed
+    expected, found = (
+        torch.load(f"runs/{name}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for name in ("whole/version_0", "failed/version_1")
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,109 @@
+"""The examples' jobs for SLURM and Kubernetes: their own commands, with the variables that the cluster sets, train.
+
+Two nodes stand on one machine, each with one rank. Programs of the cluster (srun, torchrun) are replaced by one that
+notes how it was called; each task is then started with that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import preforked
+from tests.world import free_port
+
+pytestmark = pytest.mark.launch
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = ["--trainer.max_steps=3", "--trainer.limit_val_batches=1", "--trainer.devices=1"]
+
+
+def noted_call(directory: Path, program: str, command: list[str], variables: dict[str, str]) -> list[str]:
+    """The arguments with which a shell command calls ``program``."""
+    stub = directory / "bin" / program
+    stub.parent.mkdir()
+    stub.write_text(f'#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open("{directory}/call", "w"))\n')
+    stub.chmod(0o755)
+    environment = {**os.environ, **variables, "PATH": os.pathsep.join([str(stub.parent), os.environ["PATH"]])}
+    subprocess.run(command, env=environment, cwd=directory, check=True, timeout=30)
+    arguments: list[str] = json.loads((directory / "call").read_text())
+    return [str(ROOT / word) if word.startswith("configs/") else word for word in arguments]
+
+
+def world_of(directory: Path, nodes: list[tuple[list[str], dict[str, str]]]) -> dict[str, Any]:
+    """The world in the report of a run; its nodes are given as Python's arguments and variables."""
+    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": directory}
+    processes = [
+        preforked.Process([sys.executable, *arguments], env={**os.environ, **common, **variables}, **pipes)
+        for arguments, variables in nodes
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    report = json.loads((directory / "runs/ring_ddp/version_0/multigpu_report.json").read_text())
+    world: dict[str, Any] = report["world"]
+    return world
+
+
+def test_slurm_job_trains_on_two_nodes(tmp_path: Path) -> None:
+    """``srun`` starts the command once for each task; Lightning's SLURMEnvironment finds the ranks."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    batch = {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    program, *arguments = noted_call(tmp_path, "srun", ["bash", str(ROOT / "examples/slurm.sbatch")], batch)
+    assert program == "lightning-multigpu"
+    assert arguments[-2:] == ["--trainer.num_nodes=2", "--trainer.devices=1"]
+    job = {
+        **batch,
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "digits",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_NODELIST": "node[1-2]",
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = ["-m", "lightning_multigpu", *arguments, *FEW]
+    ranks = [(command, {**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)}) for rank in range(2)]
+    world = world_of(tmp_path, ranks)
+    assert (world["size"], world["nodes"]) == (2, 2)
+
+
+def test_kubernetes_job_trains_in_two_pods(tmp_path: Path) -> None:
+    """RANK is the pod's, and torchrun has to make it that of a node; Lightning ignores it without torchrun."""
+    specs = yaml.safe_load((ROOT / "examples/kubernetes.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    pods = list(containers(specs))
+    assert len(pods) == 2
+    nodes = []
+    for rank, container in enumerate(pods):
+        variables = {**address, "RANK": str(rank)}
+        (tmp_path / str(rank)).mkdir()
+        options = noted_call(tmp_path / str(rank), "torchrun", container["command"], variables)
+        options = ["--nproc-per-node=1" if option.startswith("--nproc") else option for option in options]
+        assert f"--node-rank={rank}" in options
+        nodes.append((["-m", "torch.distributed.run", *options, *FEW], variables))
+    world = world_of(tmp_path, nodes)
+    assert (world["size"], world["nodes"]) == (2, 2)
+
+
+def containers(specs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The container of each pod: the master's, then the workers'."""
+    for kind in ("Master", "Worker"):
+        [container] = specs[kind]["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        yield from [container] * specs[kind]["replicas"]

@@ -1,0 +1,49 @@
+"""Tips and deprecations that each rank repeated, and what stays."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_multigpu.runtime.library_messages import silence_deprecations, silence_tips
+
+LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and ...` instead."
+
+
+def shown(rank: int) -> list[str]:
+    """The warnings that reach the terminal of ``rank``, out of one of each kind."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        silence_deprecations(rank)
+        for text, category, module in (
+            (LEAF_SPEC, FutureWarning, "lightning.pytorch.utilities._pytree"),
+            ("a library's", FutureWarning, "torch.nn"),
+            ("of a loss", UserWarning, "torch.nn.modules.loss"),
+            ("the user's", FutureWarning, "torchlike"),
+        ):
+            warnings.warn_explicit(text, category, "file.py", 1, module)
+    return [str(each.message) for each in caught]
+
+
+def test_ranks_do_not_repeat_what_libraries_deprecate() -> None:
+    """Only a pipeline's last rank computes the loss: what torch says of it must not be lost."""
+    assert shown(rank=0) == ["a library's", "of a loss", "the user's"]
+    assert shown(rank=1) == ["of a loss", "the user's"]
+
+
+def test_tips_for_other_products_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = list(logger.filters)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            for _ in range(2):
+                silence_tips()
+            assert len(logger.filters) <= len(before) + 1
+            rank_zero_info("💡 Tip: For seamless cloud logging, try installing [litlogger]")
+            rank_zero_info("GPU available: False, used: False; Tip: none")
+    finally:
+        logger.filters[:] = before
+    assert [record.getMessage() for record in caplog.records] == ["GPU available: False, used: False; Tip: none"]
