@@ -201,6 +201,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deadline-s", type=float, default=30.0, help="from the fault to the end of all processes")
     parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after that")
     parser.add_argument("--resume", type=int, default=0, metavar="N", help="the first N failed jobs are resumed")
+    parser.add_argument("--forked", action="store_true", help="fork jobs from a process that has imported Lightning")
     parser.add_argument("--outputs", type=Path, help="keep the outputs of jobs in this directory")
     parser.add_argument("--results", type=Path, metavar="FILE", help="add each run to this file; skip those in it")
     parser.add_argument("--json", type=Path, help="write everything but the outputs to this file")
@@ -211,14 +212,16 @@ def run(combination: Combination, options: argparse.Namespace, *, resume_to: flo
     """One job; with ``resume_to``, a failed one is resumed and has to come to these weights."""
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         directory, launcher = Path(name), combination.launcher
-        job = FaultJob(directory, combination.arguments(options.strategy), launcher)
+        job = FaultJob(directory, combination.arguments(options.strategy), launcher, forked=options.forked)
         # After a control, the whole training is still to come.
         more_s = CONTROL_S + 60 if must_survive(combination.kind, combination.where) else 0
         outcome = job.run(rank=combination.rank, kind=combination.kind, deadline_s=options.deadline_s + more_s)
         if resume_to is None or outcome.is_control:
             return outcome
         again = replace(combination, kind="nothing").arguments(options.strategy)
-        resumed = FaultJob(directory, again, launcher, {"RESUME": "1"}).run(rank=0, kind="nothing", deadline_s=60)
+        resumed = FaultJob(directory, again, launcher, {"RESUME": "1"}, forked=options.forked).run(
+            rank=0, kind="nothing", deadline_s=60
+        )
     if resumed.is_right(resume_to):
         return outcome
     return replace(outcome, resumed=False, output=f"{outcome.output}\n=== resumed ===\n{resumed.output}")

@@ -36,7 +36,7 @@ from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINAT
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.run_signals import RunSignals
-from lightning_multigpu.runtime.uncaught_errors import FailureMessage
+from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -84,6 +84,7 @@ class FailureWatch:
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
+        give_sigterm_back()
         self.failed = False
         self.failure = None
         self._cut, self._world_size = cut, 0
@@ -164,10 +165,9 @@ class FailureWatch:
             step = trainer.global_step if trainer is not None and self._world_size else None
             failure = self.settle(error, run, step)
             speaks = failure is None or run.local_rank == _speaker(failure, run)
-            if speaks and self.client is not None:
-                self.client.announced()
             if not isinstance(error, Exception):
                 if speaks:
+                    self.announce()
                     self._tell_of_the_end(failure)
                 raise
             if failure is None:
@@ -176,6 +176,11 @@ class FailureWatch:
                 raise failure.exception() from None
             log.info("Rank %d ends because %s", run.rank, failure.sentence())
             raise SystemExit(1) from None
+
+    def announce(self) -> None:
+        """Tells the guardian that this rank shows the failure: the guardian then does not."""
+        if self.client is not None:
+            self.client.announced()
 
     def message(self, run: RunContext, trainer: pl.Trainer | None) -> FailureMessage:
         """What this rank prints about the failure that has ended the run, if nobody catches its exception."""

@@ -74,6 +74,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
         except Exception as error:
             show_if_uncaught(error, watch.message(self._run, trainer))
+            watch.announce()
             if children is not None:
                 children.end_all(_PATIENCE * self._run.failure_timeout_s)
             raise

@@ -268,8 +268,7 @@ class _Task:
             is_own = watch.failure.rank == run.rank
             message = replace(watch.message(run, None), checkpoint=self._checkpoint())
             answers.send_bytes(pickle.dumps(_Failed(message, _pickled(error) if is_own else None)))
-            if watch.client is not None:
-                watch.client.announced()
+            watch.announce()
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from lightning_multigpu.guardian import Failure
@@ -89,11 +91,29 @@ def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
         if found is None:
             before(kind, error, trace)
         else:
+            give_sigterm_back()
             sys.stderr.write(found.text(error))
             sys.stderr.flush()
 
-    if _is_pythons_own(before):
-        sys.excepthook = show
+    def show_and_end(signum: int, frame: FrameType | None) -> None:
+        give_sigterm_back()
+        os.write(2, message.text(error).encode(errors="replace"))  # sys.stderr may be in the middle of a write
+        os.kill(os.getpid(), signum)
+
+    if not _is_pythons_own(before):
+        return
+    sys.excepthook = show
+    # torchrun sends SIGTERM to this rank as soon as another one has ended, and this one has promised to say why.
+    give_sigterm_back()
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, show_and_end)
+
+
+def give_sigterm_back() -> None:
+    """Gives SIGTERM its default action again, if it would show a message: that has been shown, or a new run begins."""
+    if getattr(signal.getsignal(signal.SIGTERM), "__module__", None) == __name__:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _message_of(error: BaseException | None) -> FailureMessage | None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import pytest
 
 from lightning_multigpu.guardian import Failure
-from lightning_multigpu.runtime.uncaught_errors import FailureMessage, show_if_uncaught
+from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back, show_if_uncaught
+from tests import preforked
 
 WAITED = ["rank 0 waited in all_reduce #4 of group data for 0.1 s"]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 @pytest.fixture(autouse=True)
-def hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    yield
+    give_sigterm_back()
 
 
 def raised() -> ValueError:
@@ -141,3 +145,25 @@ def test_an_exception_that_a_program_catches_can_be_sent_to_another_process(caps
     sent = pickle.loads(pickle.dumps(error))
     assert (type(sent), sent.args) == (ValueError, ("spoilt",))
     assert printed(sent, capsys)[-1] == "ValueError: spoilt"
+
+
+SIGTERM_BEFORE_THE_MESSAGE = """
+import os, signal, sys
+from tests.runtime.test_uncaught_errors import FailureMessage, own_failure, raised, show_if_uncaught
+from lightning_multigpu.runtime.uncaught_errors import give_sigterm_back
+error = raised()
+show_if_uncaught(error, FailureMessage(own_failure(error), False, []))
+if sys.argv[1] == "new run":
+    give_sigterm_back()
+if sys.argv[1] == "shown":
+    sys.excepthook(type(error), error, None)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("occasion", "times"), [("on the way", 1), ("shown", 1), ("new run", 0)])
+def test_a_launcher_that_ends_the_rank_first_does_not_hide_the_message(occasion: str, times: int) -> None:
+    command = [sys.executable, "-c", SIGTERM_BEFORE_THE_MESSAGE, occasion]
+    ended = preforked.run(command, timeout=60)
+    assert ended.returncode == -signal.SIGTERM
+    assert ended.stderr.count("The job failed: rank 1") == times
