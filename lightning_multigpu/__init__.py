@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from lightning_multigpu.guardian import RankFailedError
     from lightning_multigpu.registry import REGIMES, Regime, register_all
     from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint
-    from lightning_multigpu.strategies import MultiGPUStrategy, PipelineStrategy, RingDDPStrategy
+    from lightning_multigpu.strategies import (
+        CPUParameterServerStrategy,
+        MultiGPUStrategy,
+        PipelineStrategy,
+        RingDDPStrategy,
+    )
 
 __version__ = version("lightning-multigpu")
 __all__ = [
     "REGIMES",
+    "CPUParameterServerStrategy",
     "Meter",
     "MultiGPUStrategy",
     "PipelineError",
@@ -39,6 +45,7 @@ __all__ = [
 # Public names are imported when they are first used: most of them import Lightning.
 _MODULES = {
     "REGIMES": "lightning_multigpu.registry",
+    "CPUParameterServerStrategy": "lightning_multigpu.strategies",
     "Meter": "lightning_multigpu.communication.metering.meter",
     "MultiGPUStrategy": "lightning_multigpu.strategies",
     "PipelineError": "lightning_multigpu.engine.pipeline.errors",

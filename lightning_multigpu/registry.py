@@ -81,6 +81,15 @@ REGIMES: tuple[Regime, ...] = (
         **_RING_DDP,
     ),
     Regime(
+        name="cpu_ps",
+        class_path="lightning_multigpu.CPUParameterServerStrategy",
+        summary="data parallel training, the optimizer on the host: its CPU averages gradients and updates the weights",
+        compute="all ranks, each on its share of the batch; the host's CPU averages and updates",
+        gradients="device to host memory, which the ranks share",
+        model="host to device after each update",
+        bytes_per_step="S out and S in for each rank, in the host's memory; nothing on a network",
+    ),
+    Regime(
         name="model_parallel",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe", "num_micro_batches": 1},

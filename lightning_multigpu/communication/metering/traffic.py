@@ -21,6 +21,8 @@ _SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
     "reduce": lambda n: Fraction(1 if n > 1 else 0),
     "send": lambda n: Fraction(1),
     "recv": lambda n: Fraction(0),
+    "push": lambda n: Fraction(1),
+    "pull": lambda n: Fraction(0),
     "barrier": lambda n: Fraction(0),
 }
 

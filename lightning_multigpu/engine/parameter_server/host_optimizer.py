@@ -1,0 +1,456 @@
+"""An optimizer whose update the host makes, in shards: one for each rank's process, so that all cores take part.
+
+A rank's gradients go to host memory that the ranks share, and each rank has one part of the update::
+
+    rank 0   .grad --push--> [ g0 | g0' ]         [ w | - ] --+--pull--> weights
+                                \\   /    optimizer   ^         |
+    host     memory         sum of the part  ------ '         |
+                                /   \\                          |
+    rank 1   .grad --push--> [ g1 | g1' ]         [ - | w'] --+--pull--> weights
+
+The user's optimizer object stays what schedulers and callbacks know: its groups hold the module's parameters, and the
+host's update takes the learning rate and every other value of the groups as they are at that moment. Within the update
+the groups hold this rank's shard in their place, with the shard's gradients, on the CPU.
+
+Sources: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, for push and pull;
+J. Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the update on the host in one shard a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, Split, split_of
+
+_ABSENT, _DENSE, _SPARSE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory that the ranks of a host share, and what they need to use it.
+
+    Attributes:
+        ranks: exchanges what is in it.
+        meter: told of every push and pull.
+        reserve: makes a flat tensor of the host's memory, equally long on every rank; a collective.
+        gather: collects an object of every rank, in the order of ranks; a collective.
+    """
+
+    ranks: SharedMemoryAllReduce
+    meter: Meter
+    reserve: Callable[[int, torch.dtype], Tensor]
+    gather: Callable[[Any], list[Any]]
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks.world_size
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Parameters of one dtype, with room on the host for their gradients and for new weights."""
+
+    parameters: list[Parameter]
+    layout: Layout
+    gradients: Tensor
+    weights: Tensor
+    pieces: list[Piece]
+    present: list[int] = field(default_factory=list)
+
+    def gradient(self, number: int) -> Tensor:
+        """The place of a parameter's gradient, in the parameter's shape."""
+        return self._view(self.gradients, number)
+
+    def weight(self, number: int) -> Tensor:
+        return self._view(self.weights, number)
+
+    def own(self, flat: Tensor, piece: Piece) -> Tensor:
+        """The elements of a piece, in the parameter's shape if they are all of it."""
+        elements = flat[piece.offset : piece.end]
+        return elements.view(self.parameters[piece.number].shape) if self._is_whole(piece) else elements
+
+    def of_parameter(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """The same elements of a tensor that has the parameter's shape."""
+        return tensor if self._is_whole(piece) else tensor.reshape(-1)[piece.start : piece.stop]
+
+    def _is_whole(self, piece: Piece) -> bool:
+        return piece.stop - piece.start == self.layout.numels[piece.number]
+
+    def _view(self, flat: Tensor, number: int) -> Tensor:
+        offset = self.layout.offsets[number]
+        return flat[offset : offset + self.layout.numels[number]].view(self.parameters[number].shape)
+
+
+class HostOptimizer:
+    """One optimizer of the user's, stepped in shards on the host by all ranks together.
+
+    Making one, stepping, saving and loading are collectives of the ranks.
+
+    Args:
+        optimizer: of a module that is the same on all ranks. Its ``step`` is replaced until :meth:`close`.
+        memory: that the ranks share.
+        split: what may be divided; by default, what the class of the optimizer allows.
+
+    Attributes:
+        gradients_are_whole: each ``.grad`` is the average over the ranks already (:meth:`average_gradients`), and the
+            next step takes it as it is.
+        clip_norm: the next step clips the gradients to this global norm; None for no clipping.
+        clip_value: the next step clips each element of the gradients to this; None for no clipping.
+
+    Raises:
+        ValueError: the optimizer evaluates the loss itself, several times a step.
+    """
+
+    def __init__(self, optimizer: Optimizer, memory: HostMemory, *, split: Split | None = None) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times within a step, on weights that only the host has: use SGD or "
+                "Adam, or train on one device"
+            )
+        self.optimizer = optimizer
+        self.gradients_are_whole = False
+        self.clip_norm: float | None = None
+        self.clip_value: float | None = None
+        self._memory = memory
+        self._split = split or split_of(optimizer)
+        self._flats: list[_Flat] = []
+        self._shards: dict[Parameter, Parameter | None] = {}
+        self._shard_state: Any = defaultdict(dict)
+        self._update = optimizer.step
+        self._had_step = "step" in vars(optimizer)
+
+        @functools.wraps(self._update)  # schedulers look for their mark on it
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            return self._step(closure, **options)
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest shard in proportion to an even one; 1.0 is even."""
+        self._place_new()
+        total = sum(flat.weights.nbytes for flat in self._flats)
+        sizes = [0] * self._memory.num_ranks
+        for flat in self._flats:
+            for rank, (first, last) in enumerate(flat.layout.bounds):
+                sizes[rank] += (last - first) * flat.weights.element_size()
+        return max(sizes) * len(sizes) / total if total else 1.0
+
+    def close(self) -> None:
+        """Gives the optimizer its own ``step`` back, and this rank's state of its shard up."""
+        if self._had_step:
+            self.optimizer.step = self._update  # type: ignore[method-assign]
+        else:
+            vars(self.optimizer).pop("step", None)
+        self._flats, self._shards = [], {}
+        self._shard_state.clear()
+
+    def average_gradients(self) -> None:
+        """Makes each ``.grad`` the average over the ranks, for hooks that read it before the step; a collective."""
+        self._place_new()
+        for flat in self._present():
+            with self._metered("push", flat):
+                self._push(flat)
+                self._memory.ranks(flat.gradients, average=True)
+            with self._metered("pull", flat):
+                for number, parameter in enumerate(flat.parameters):
+                    kind = flat.present[number]
+                    if kind == _ABSENT:
+                        continue
+                    average = flat.gradient(number)
+                    if kind == _SPARSE:
+                        parameter.grad = average.to(parameter.device, copy=True).to_sparse(1)
+                    elif parameter.grad is None or parameter.grad.is_sparse:
+                        parameter.grad = average.to(parameter.device, copy=True)
+                    else:
+                        parameter.grad.copy_(average)
+        self.gradients_are_whole = True
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
+        """In place of ``optimizer.step``: push gradients, update this rank's shard, pull all weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._place_new()
+        flats = self._present()
+        for flat in flats:
+            if self.gradients_are_whole:
+                self._take_own(flat)
+            else:
+                with self._metered("push", flat):
+                    self._push(flat)
+                    self._memory.ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
+        self._clip(flats)
+        self._load_shard(flats)
+        with self._holding_shard():
+            self._update(**options)
+        for flat in flats:
+            with self._metered("pull", flat):
+                self._memory.ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
+                for number, parameter in enumerate(flat.parameters):
+                    parameter.copy_(flat.weight(number))
+        self.gradients_are_whole = False
+        self.clip_norm = self.clip_value = None
+        return loss
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as the whole optimizer would have it on one device; a collective.
+
+        Returns:
+            On rank 0 the values of all tensors, in host memory; on other ranks the groups alone.
+        """
+        self._place_new()
+        found = self.optimizer.state_dict()
+        own = {number: state for number, (_, _, shard) in enumerate(self._numbered())
+               if shard is not None and (state := self._shard_state.get(shard))}  # fmt: skip
+        told = self._memory.gather(
+            {number: {name: _told(value) for name, value in state.items()} for number, state in own.items()}
+        )
+        for number, (parameter, pieces, _) in enumerate(self._numbered()):
+            holders = [rank for rank, states in enumerate(told) if number in states]
+            if not holders:
+                continue
+            whole = {}
+            for name, value in told[holders[0]][number].items():
+                if isinstance(value, _Shape):
+                    value = self._gathered(own.get(number, {}).get(name), value, parameter, pieces, holders)
+                whole[name] = value
+            if self._memory.rank == 0:
+                found["state"][number] = whole
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of a whole optimizer, of which this rank keeps that of its shard; a collective.
+
+        Args:
+            state_dict: as one device's optimizer returns it; the same on all ranks.
+
+        Raises:
+            ValueError: the groups are not those of this optimizer.
+        """
+        self._place_new()
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != [len(group["params"]) for group in saved_groups]:
+            raise ValueError(
+                f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved_groups]} "
+                f"parameters, and {type(self.optimizer).__name__} has {sizes}: was it saved with another model?"
+            )
+        saved = [number for group in saved_groups for number in group["params"]]
+        places = dict(zip(saved, self._numbered(), strict=True))
+        state = {}
+        for number, values in state_dict["state"].items():
+            parameter, pieces, shard = places[number]
+            if shard is not None:
+                state[number] = {
+                    name: _part(value, parameter, pieces[self._memory.rank]) for name, value in values.items()
+                }
+        groups = [
+            {**group, "params": [number for number in group["params"] if places[number][2] is not None]}
+            for group in saved_groups
+        ]
+        with self._holding_shard():
+            self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _numbered(self) -> Iterator[tuple[Parameter, dict[int, Piece], Parameter | None]]:
+        """The parameters in the order of a checkpoint: each with its pieces by rank, and this rank's shard."""
+        pieces: dict[Parameter, dict[int, Piece]] = {}
+        for flat in self._flats:
+            for rank in range(self._memory.num_ranks):
+                for piece in flat.layout.pieces(rank):
+                    pieces.setdefault(flat.parameters[piece.number], {})[rank] = piece
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, pieces.get(parameter, {}), self._shards[parameter]
+
+    def _gathered(
+        self, own: Tensor | None, like: _Shape, parameter: Parameter, pieces: Mapping[int, Piece], holders: list[int]
+    ) -> Tensor:
+        """A tensor of the state, from the ranks that have it; a collective."""
+        if len(holders) == 1:
+            shape, ends = like.shape, {holders[0]: (0, math.prod(like.shape))}
+        else:
+            shape, ends = parameter.shape, {rank: (pieces[rank].start, pieces[rank].stop) for rank in holders}
+        whole = torch.empty(math.prod(shape), dtype=like.dtype)
+        bounds, last = [], 0
+        for rank in range(self._memory.num_ranks):
+            bounds.append(ends.get(rank, (last, last)))
+            last = bounds[-1][1]
+        if own is not None:
+            first, last = bounds[self._memory.rank]
+            whole[first:last] = own.reshape(-1)
+        if self._memory.num_ranks > 1:
+            self._memory.ranks.all_gather(whole, bounds=bounds)
+        return whole.view(shape)
+
+    # Where things are
+
+    def _place_new(self) -> None:
+        """Finds room on the host for parameters that have come to the optimizer since; a collective."""
+        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        new = [parameter for parameter in everything if parameter not in self._shards]
+        for parameters in alike(new):
+            numels = [parameter.numel() for parameter in parameters]
+            layout = Layout(numels, self._memory.num_ranks, self._split)
+            dtype = parameters[0].dtype
+            gradients, weights = (self._memory.reserve(layout.total, dtype) for _ in range(2))
+            pieces = layout.pieces(self._memory.rank)
+            flat = _Flat(parameters, layout, gradients, weights, pieces)  # type: ignore[arg-type]
+            self._flats.append(flat)
+            self._shards.update(dict.fromkeys(flat.parameters))
+            for piece in pieces:
+                shard = Parameter(flat.own(weights, piece), requires_grad=False)
+                self._shards[flat.parameters[piece.number]] = shard
+                state = self.optimizer.state.get(flat.parameters[piece.number], {})  # some optimizers begin with one
+                self._shard_state[shard] = {
+                    name: _part(v, parameters[piece.number], piece) for name, v in state.items()
+                }
+            for parameter in parameters:
+                self.optimizer.state.pop(parameter, None)
+
+    def _present(self) -> list[_Flat]:
+        """The flats that have a gradient on some rank; notes which of their parameters have one."""
+        kinds = torch.zeros(len(self._shards), dtype=torch.int32)
+        parameters = [parameter for flat in self._flats for parameter in flat.parameters]
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                kinds[number] = _SPARSE if parameter.grad.is_sparse else _DENSE
+        # Two bits of a sum tell of one rank's sparse gradient, and of one rank's gradient.
+        counts = torch.stack([(kinds > _ABSENT).to(torch.int32), (kinds == _SPARSE).to(torch.int32)])
+        if self._memory.num_ranks > 1:
+            self._memory.ranks(counts)
+        found = iter((counts > 0).sum(0).tolist())
+        for flat in self._flats:
+            flat.present[:] = [next(found) for _ in flat.parameters]
+        return [flat for flat in self._flats if any(flat.present)]
+
+    # Push, update, pull
+
+    def _push(self, flat: _Flat) -> None:
+        """Copies this rank's gradients to the host; zeros where it has none and another rank has one."""
+        for number, parameter in enumerate(flat.parameters):
+            place, gradient = flat.gradient(number), parameter.grad
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient.to_dense() if gradient.is_sparse else gradient, non_blocking=True)
+        self._await_device(flat)
+
+    def _take_own(self, flat: _Flat) -> None:
+        """Copies this rank's shard of gradients that are the same on all ranks."""
+        for piece in flat.pieces:
+            gradient = flat.parameters[piece.number].grad
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                flat.own(flat.gradients, piece).copy_(flat.of_parameter(gradient, piece), non_blocking=True)
+        self._await_device(flat)
+
+    def _await_device(self, flat: _Flat) -> None:
+        device = flat.parameters[0].device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _clip(self, flats: Sequence[_Flat]) -> None:
+        own = [flat.own(flat.gradients, piece) for flat in flats for piece in flat.pieces if flat.present[piece.number]]
+        if self.clip_value is not None:
+            for gradient in own:
+                gradient.clamp_(-self.clip_value, self.clip_value)
+        if self.clip_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks.
+            squares = torch.zeros(1, dtype=torch.float64)
+            for gradient in own:
+                squares += torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient)).double() ** 2
+            if self._memory.num_ranks > 1:
+                self._memory.ranks(squares)
+            factor = self.clip_norm / (math.sqrt(squares.item()) + 1e-6)
+            if not factor >= 1.0:  # nan too
+                for gradient in own:
+                    gradient.mul_(factor)
+
+    def _load_shard(self, flats: Sequence[_Flat]) -> None:
+        """Gives this rank's shard the weights of now, which a hook may have changed, and its gradients."""
+        for flat in flats:
+            for piece in flat.pieces:
+                parameter = flat.parameters[piece.number]
+                shard = self._shards[parameter]
+                assert shard is not None
+                shard.copy_(flat.of_parameter(parameter, piece))
+                kind, gradient = flat.present[piece.number], flat.own(flat.gradients, piece)
+                is_sparse = kind == _SPARSE and self._split != "elements"
+                shard.grad = None if kind == _ABSENT else gradient.to_sparse(1) if is_sparse else gradient
+
+    @contextmanager
+    def _holding_shard(self) -> Iterator[None]:
+        """Within the block the optimizer's groups hold this rank's shard, and the shard's state."""
+        optimizer = self.optimizer
+        held = [group["params"] for group in optimizer.param_groups]
+        outside, optimizer.state = optimizer.state, self._shard_state
+        for group in optimizer.param_groups:
+            group["params"] = [shard for p in group["params"] if (shard := self._shards[p]) is not None]
+        try:
+            yield
+        finally:
+            self._shard_state, optimizer.state = optimizer.state, outside
+            for group, parameters in zip(optimizer.param_groups, held, strict=True):  # loading makes new groups
+                group["params"] = parameters
+            for shard in self._shards.values():
+                if shard is not None:
+                    shard.grad = None
+
+    def _metered(self, operation: str, flat: _Flat) -> Any:
+        size_bytes = flat.gradients.nbytes
+        return self._memory.meter.blocking(
+            operation,
+            group="host",
+            group_size=self._memory.num_ranks,
+            size_bytes=size_bytes,
+            memory_bytes=size_bytes if operation == "push" else 0,
+        )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a rank tells of a tensor of its shard's state."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _told(value: Any) -> Any:
+    return _Shape(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+
+def _part(value: Any, parameter: Tensor, piece: Piece) -> Any:
+    """The part of a value of the whole state that belongs to a piece of the parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and piece.stop - piece.start < value.numel():
+        value = value.reshape(-1)[piece.start : piece.stop].clone()
+    return value.cpu()
+
+
+def _norm_dtype(gradient: Tensor) -> torch.dtype | None:
+    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None

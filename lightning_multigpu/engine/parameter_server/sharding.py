@@ -1,0 +1,119 @@
+"""Shards of a model's tensors: which server updates which elements.
+
+The tensors of one dtype lie one after the other in a flat tensor, and each server has one part of it. With three
+servers, and tensors a to d::
+
+    "elements"   | a a a a b b | b b b b b c | c c d d d d |      even parts: tensors are cut where a part ends
+    "tensors"    | b b b b b b b | a a a a c c c | d d d d |      whole tensors, the largest first to the emptiest part
+    "nothing"    | a a a a b b b b b b b c c c d d d d |  |  |    one server has all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from torch import optim
+from torch.optim import Optimizer
+
+from lightning_multigpu.communication.ring import chunk_bounds
+
+Split = Literal["elements", "tensors", "nothing"]
+
+# An element's new value depends on the history of that element alone.
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+# An element's new value depends on the whole tensor: its rows and columns, its norm, which of its rows have gradients.
+_TENSORWISE = (optim.Adafactor, optim.Muon, optim.SparseAdam)
+
+
+def split_of(optimizer: Optimizer) -> Split:
+    """How the parameters of ``optimizer`` can be divided so that its update stays the same.
+
+    Only torch's own classes are known. Another class, or a subclass, may relate any two parameters.
+    """
+    if type(optimizer) in _ELEMENTWISE:
+        return "elements"
+    return "tensors" if type(optimizer) in _TENSORWISE else "nothing"
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of the tensor ``number``; they begin at ``offset`` of the flat tensor."""
+
+    number: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element in the flat tensor."""
+        return self.offset + self.stop - self.start
+
+
+class Layout:
+    """The places of tensors in a flat tensor, and the servers' parts of it.
+
+    Args:
+        numels: elements of each tensor.
+        num_servers: how many parts there are; some may be empty.
+        split: what may be cut.
+
+    Attributes:
+        offsets: where each tensor begins in the flat tensor.
+        bounds: first and one-past-last element of each server's part; the parts follow one another.
+    """
+
+    def __init__(self, numels: Sequence[int], num_servers: int, split: Split) -> None:
+        self.numels = list(numels)
+        self.total = sum(numels)
+        parts = _whole_tensors(numels, num_servers if split == "tensors" else 1)
+        self.offsets = [0] * len(numels)
+        ends, offset = [], 0
+        for part in parts:
+            for number in part:
+                self.offsets[number] = offset
+                offset += numels[number]
+            ends.append(offset)
+        ends += [offset] * (num_servers - len(ends))
+        self.bounds = list(zip([0, *ends], ends, strict=False))
+        if split == "elements":
+            self.bounds = chunk_bounds(self.total, num_servers)
+
+    def pieces(self, server: int) -> list[Piece]:
+        """What is in a server's part, in its order."""
+        first, last = self.bounds[server]
+        found = []
+        for number, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            start, stop = max(first, offset), min(last, offset + numel)
+            if start < stop:
+                found.append(Piece(number, start - offset, stop - offset, start))
+        return sorted(found, key=lambda piece: piece.offset)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest part in proportion to an even one; 1.0 is even."""
+        largest = max(last - first for first, last in self.bounds)
+        return largest * len(self.bounds) / self.total if self.total else 1.0
+
+
+def _whole_tensors(numels: Sequence[int], num_parts: int) -> list[list[int]]:
+    """The numbers of the tensors of each part: the largest goes first, to the part that is the emptiest so far."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    filled = [0] * num_parts
+    for number in sorted(range(len(numels)), key=lambda number: -numels[number]):
+        part = filled.index(min(filled))
+        parts[part].append(number)
+        filled[part] += numels[number]
+    return [sorted(part) for part in parts]

@@ -1,0 +1,224 @@
+"""The strategy of training with the optimizer on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
+from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.hook_detection import has_hook
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+_NOTICED_IMBALANCE = 1.05
+
+
+class CPUParameterServerStrategy(MultiGPUStrategy):
+    """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
+
+    Gradients go to memory that the ranks of the host share; no socket carries them. Each rank's process averages and
+    updates one part of the model on the CPU, so that all cores take part, and every device then gets all new weights.
+    A device holds the weights and the gradients, and no state of the optimizer. Weights are those of one device at the
+    same global batch.
+
+    Args:
+        optimizer_split: what the ranks may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
+            "nothing", where one rank makes the whole update. By default "elements" for torch's optimizers that work
+            element by element, "tensors" for its others, and "nothing" for other classes.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
+    """
+
+    def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        if optimizer_split is not None:
+            option_checks.check_choice("optimizer_split", optimizer_split, ("elements", "tensors", "nothing"))
+        super().__init__(**options)
+        self._split = optimizer_split
+        self._memory: HostMemory | None = None
+        self._servers: dict[Optimizer, HostOptimizer] = {}
+        self._replaced: list[str] = []
+        self._accumulating = False
+        self._num_reserved = 0
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "optimizer_split": self._split}
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: cpu_ps trains on the devices of one host, whose memory they share; use "
+                "num_nodes=1, or strategy='ring_ddp' for several hosts"
+            )
+        super()._configure_launcher()
+
+    # Starting and ending
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def _setup_model(self, model: Module) -> Module:
+        assert self.lightning_module is not None
+        assert self.groups is not None
+        assert self._data is not None
+        if self._layer_sync is not None:
+            model = self._layer_sync.apply(model)
+        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
+        ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+        self.groups.also_cut.append(ranks.abort)
+        self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
+        return model
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self._memory is not None
+        for number, optimizer in enumerate(self.optimizers):
+            server = self._servers[optimizer] = HostOptimizer(optimizer, self._memory, split=self._split)
+            if server.imbalance > _NOTICED_IMBALANCE:
+                rank_zero_info(
+                    f"optimizer {number} ({type(optimizer).__name__}): the largest of {self._memory.num_ranks} shards "
+                    f"is {server.imbalance:.2f} times an even one"
+                )
+        module = self.lightning_module
+        assert module is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        is_read = any(has_hook(hook, module) for hook in _READ_GRADIENTS)
+        if is_read or scaler is not None or not module.automatic_optimization:
+            # The hooks of the step see averages on every device, at the cost of sending them there.
+            self._replace("post_backward", self._averaged_before(self.precision_plugin.post_backward))
+        else:
+            self._replace("clip_grad_by_norm", self._clip_by_norm)
+            self._replace("clip_grad_by_value", self._clip_by_value)
+
+    @override
+    def teardown(self) -> None:
+        module, states = self.lightning_module, []
+        for name in self._replaced:
+            vars(self.precision_plugin).pop(name, None)
+        trainer = None if module is None else module._trainer
+        if trainer is not None and not self.failure_watch.failed:
+            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+            states = [(o, server.state_dict()) for o, server in self._servers.items() if ends_well]
+        for server in self._servers.values():
+            server.close()
+        self._servers, self._replaced = {}, []
+        if self._memory is not None:
+            self._memory.ranks.close()
+            self._memory = None
+        super().teardown()
+        if self.is_global_zero:
+            for optimizer, state in states:  # a checkpoint may be saved after the fit
+                optimizer.load_state_dict(state)
+
+    def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor that all ranks reach; where memory cannot be shared, it is copied in pieces instead."""
+        assert self._memory is not None
+        flat = torch.zeros(numel, dtype=dtype)
+        if self._memory.num_ranks == 1 or not numel:
+            return flat
+        self._num_reserved += 1
+        try:
+            self._memory.ranks.move(flat, self._num_reserved)
+        except SharedMemoryUnavailableError as error:
+            rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
+        return flat
+
+    # Training
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are only accumulated."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._average_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        """Averages BatchNorm's statistics, and other buffers of floating-point numbers; the rest is rank 0's."""
+        assert self.lightning_module is not None
+        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
+            return
+        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
+        averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
+        for buffer in averaged:
+            buffer.copy_(self._data.all_reduce(buffer, "mean"))
+
+    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def averaged(*args: Any) -> Tensor:
+            if not self._accumulating:
+                for server in self._servers.values():
+                    server.average_gradients()
+            return post_backward(*args)
+
+        return averaged
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._servers[_plain(optimizer)].clip_norm = float(clip_val)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._servers[_plain(optimizer)].clip_value = float(clip_val)
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        vars(self.precision_plugin)[name] = method
+        self._replaced.append(name)
+
+    # Checkpoints
+
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        alone = self._memory is None or self._memory.num_ranks == 1
+        return super().state_is_lost or (self.failure_watch.failed and not alone)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        server = self._servers.get(_plain(optimizer))
+        return super().optimizer_state(optimizer) if server is None or self.state_is_lost else server.state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            self._servers[optimizer].load_state_dict(state)
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """The user's optimizer, without Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]

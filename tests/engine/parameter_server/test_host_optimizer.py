@@ -1,0 +1,244 @@
+"""An update in shards on the host is the update of the optimizer itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
+from tests.world import World, init_group, rank
+
+# Each with the options under which most of its arithmetic is used.
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda groups: optim.Adam(groups, lr=0.1, amsgrad=True, weight_decay=0.1),
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.1),
+    "Adamax": lambda groups: optim.Adamax(groups, lr=0.1),
+    "Adagrad": lambda groups: optim.Adagrad(groups, lr=0.1, lr_decay=0.1),
+    "Adadelta": lambda groups: optim.Adadelta(groups, lr=0.5),
+    "ASGD": lambda groups: optim.ASGD(groups, lr=0.1, t0=2),
+    "NAdam": lambda groups: optim.NAdam(groups, lr=0.1),
+    "RAdam": lambda groups: optim.RAdam(groups, lr=0.1),
+    "RMSprop": lambda groups: optim.RMSprop(groups, lr=0.1, momentum=0.5, centered=True),
+    "Rprop": lambda groups: optim.Rprop(groups, lr=0.1),
+}
+TENSORWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "Adafactor": lambda groups: optim.Adafactor(groups, lr=0.1),
+    "Muon": lambda groups: optim.Muon(groups, lr=0.1),
+}
+OPTIMIZERS = {**ELEMENTWISE, **TENSORWISE}
+STEPS = 4
+
+
+class NormedSGD(optim.SGD):
+    """It divides by the norm of all gradients together, so that it cannot be divided."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            norm = torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            for gradient in gradients:
+                gradient.div_(norm)
+        return super().step(closure)
+
+
+def weights() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(7, 5), (3, 3), (11, 2)]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+
+
+def gradients(step: int, number: int) -> list[Tensor]:
+    """Those of one of two ranks in a step; the average is what one device sees."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in weights()]
+
+
+def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05}]
+
+
+def averaged(step: int) -> list[Tensor]:
+    return [(a + b) / 2 for a, b in zip(gradients(step, 0), gradients(step, 1), strict=True)]
+
+
+def on_one_device(make: Callable[[Any], Optimizer], steps: int = STEPS) -> tuple[list[nn.Parameter], dict[str, Any]]:
+    parameters = weights()
+    optimizer = make(groups_of(parameters))
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, averaged(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer.state_dict()
+
+
+@contextlib.contextmanager
+def host_memory(meter: Meter | None = None) -> Iterator[HostMemory]:
+    init_group()
+    group = dist.new_group(backend="gloo")
+    ranks = SharedMemoryAllReduce(group)
+    moved: list[Tensor] = []
+
+    def reserve(numel: int, dtype: torch.dtype) -> Tensor:
+        moved.append(torch.zeros(numel, dtype=dtype))
+        ranks.move(moved[-1], len(moved))
+        return moved[-1]
+
+    def gather(value: Any) -> list[Any]:
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    try:
+        yield HostMemory(ranks, meter or Meter(), reserve, gather)
+    finally:
+        ranks.close()
+        dist.destroy_process_group(group)
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def trained(memory: HostMemory, optimizer: Optimizer, parameters: list[nn.Parameter], steps: range) -> HostOptimizer:
+    server = HostOptimizer(optimizer, memory)
+    for step in steps:
+        for parameter, gradient in zip(parameters, gradients(step, rank()), strict=False):
+            parameter.grad = gradient
+        optimizer.step()
+    return server
+
+
+def every_optimizer() -> dict[str, tuple[list[Tensor], dict[str, Any], int]]:
+    """The weights, the state as one device has it, and the elements of the state that this rank keeps."""
+    found = {}
+    with host_memory() as memory:
+        for name, make in OPTIMIZERS.items():
+            parameters = weights()
+            optimizer = make(groups_of(parameters))
+            server = trained(memory, optimizer, parameters, range(STEPS))
+            assert not optimizer.state, "a device holds no state"
+            held = [v.numel() for s in server._shard_state.values() for v in s.values() if isinstance(v, Tensor)]
+            found[name] = ([p.detach() for p in parameters], server.state_dict(), sum(held))
+            server.close()
+    return found
+
+
+def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> None:
+    first, second = world2.run(every_optimizer)
+    for name, make in OPTIMIZERS.items():
+        parameters, state = on_one_device(make)
+        for index, parameter in enumerate(parameters):
+            assert_equal(first[name][0][index], parameter.detach())
+            assert torch.equal(first[name][0][index], second[name][0][index]), f"{name}: ranks differ"
+        found = first[name][1]
+        assert found["param_groups"] == state["param_groups"]
+        assert found["state"].keys() == state["state"].keys(), name
+        for number, values in state["state"].items():
+            assert found["state"][number].keys() == values.keys(), name
+            for key, value in values.items():
+                assert_equal(found["state"][number][key], value)
+
+
+def test_state_is_divided_over_the_ranks(world2: World) -> None:
+    held = [result["AdamW"][2] for result in world2.run(every_optimizer)]
+    total = sum(p.numel() for p in weights())
+    # Two moments of each element, and a number of steps for each of the tensors that a rank has a part of.
+    assert all(total <= elements <= total + 4 for elements in held)
+
+
+def loaded(name: str) -> list[Tensor]:
+    """Two steps on one device, then two on the host."""
+    parameters, state = on_one_device(OPTIMIZERS[name], steps=2)
+    with host_memory() as memory:
+        optimizer = OPTIMIZERS[name](groups_of(parameters))
+        server = HostOptimizer(optimizer, memory)
+        server.load_state_dict(state)
+        for step in range(2, STEPS):
+            for parameter, gradient in zip(parameters, gradients(step, rank()), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        server.close()
+    return [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_loaded_state_goes_on(world2: World, name: str) -> None:
+    parameters, _ = on_one_device(OPTIMIZERS[name])
+    for result in world2.run(loaded, name):
+        for found, parameter in zip(result, parameters, strict=True):
+            assert_equal(found, parameter.detach())
+
+
+def unusual() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with host_memory() as memory:
+        parameters = weights()
+        optimizer: Optimizer = NormedSGD(groups_of(parameters), lr=0.1)
+        trained(memory, optimizer, parameters, range(STEPS)).close()
+        found["one rank updates all"] = [p.detach() for p in parameters]
+        assert "step" not in vars(optimizer), "the optimizer has its own step again"
+
+        parameters = weights()
+        optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+        server = trained(memory, optimizer, parameters[:1], range(STEPS))  # one of the groups has no gradients
+        assert parameters[1].grad is None
+        found["unused"] = [p.detach() for p in parameters]
+        late = nn.Parameter(torch.ones(3, dtype=torch.float32))
+        optimizer.add_param_group({"params": [late], "lr": 1.0})
+        for parameter in parameters:
+            parameter.grad = None
+        late.grad = torch.full((3,), float(rank() + 1)) if rank() == 0 else None
+        optimizer.step()
+        found["a group that came later, on one rank"] = late.detach().clone()
+        with torch.no_grad():
+            late.zero_()  # as a hook may, on every rank
+        late.grad = torch.ones(3)
+        optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
+        optimizer.step()
+        found["a weight and a rate that changed"] = late.detach().clone()
+        late.grad = torch.ones(3) if rank() == 0 else None
+        optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
+        with torch.no_grad():
+            late.zero_()
+        optimizer.step()
+        found["a gradient that one rank no longer has"] = late.detach().clone()
+        for clip in (True, False):
+            if clip:
+                server.clip_norm = 0.1 * 3**0.5
+            late.grad = torch.ones(3)
+            optimizer.step()
+        found["one step of two is clipped"] = late.detach()
+        server.close()
+    return found
+
+
+def test_unusual_steps(world2: World) -> None:
+    normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
+    parameters = weights()
+    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        parameters[0].grad = averaged(step)[0]
+        optimizer.step()
+    for result in world2.run(unusual):
+        assert_equal(result["one rank updates all"], [p.detach() for p in normed])
+        assert_equal(result["unused"], [p.detach() for p in parameters])
+        assert result["a group that came later, on one rank"].tolist() == [0.5] * 3, "the mean of 1 and of no gradient"
+        # The momentum of the step before, 0.5 x 0.9, and the gradient.
+        assert_equal(result["a weight and a rate that changed"], torch.full((3,), -2.0 * 1.45))
+        assert result["a gradient that one rank no longer has"].tolist() == [-0.5] * 3
+        torch.testing.assert_close(result["one step of two is clipped"], torch.full((3,), -0.5 - 0.1 - 1.0))
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times within a step"):
+        HostOptimizer(optim.LBFGS(weights()), None)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+"""Which server has which elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_multigpu.engine.parameter_server.sharding import Layout, Split, split_of
+
+NUMELS = [5, 40, 1, 0, 17, 8]
+
+
+@pytest.mark.parametrize("split", ["elements", "tensors", "nothing"])
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 80])
+def test_every_element_is_on_one_server(split: Split, num_servers: int) -> None:
+    layout = Layout(NUMELS, num_servers, split)
+    owners = [[0] * numel for numel in NUMELS]
+    flat = [0] * layout.total
+    for server, (first, last) in enumerate(layout.bounds):
+        pieces = layout.pieces(server)
+        assert [piece.offset for piece in pieces] == sorted(piece.offset for piece in pieces)
+        assert sum(piece.stop - piece.start for piece in pieces) == last - first
+        for piece in pieces:
+            assert first <= piece.offset
+            assert piece.end <= last
+            for element in range(piece.start, piece.stop):
+                owners[piece.number][element] += 1
+            for place in range(piece.offset, piece.end):
+                flat[place] += 1
+    assert owners == [[1] * numel for numel in NUMELS]
+    assert flat == [1] * layout.total
+
+
+def test_parts_are_even_where_tensors_are_cut() -> None:
+    sizes = [last - first for first, last in Layout(NUMELS, 3, "elements").bounds]
+    assert sizes == [24, 24, 23]
+    assert Layout(NUMELS, 3, "elements").imbalance == pytest.approx(24 / (71 / 3))
+
+
+def test_whole_tensors_go_to_the_emptiest_part() -> None:
+    layout = Layout(NUMELS, 2, "tensors")
+    assert [[piece.number for piece in layout.pieces(server)] for server in range(2)] == [[1], [0, 2, 4, 5]]
+    assert all(piece.start == 0 and piece.stop == NUMELS[piece.number] for s in range(2) for piece in layout.pieces(s))
+    assert layout.imbalance == pytest.approx(40 / 35.5)
+
+
+def test_one_server_has_all_where_nothing_may_be_divided() -> None:
+    layout = Layout(NUMELS, 3, "nothing")
+    assert layout.bounds == [(0, 71), (71, 71), (71, 71)]
+    assert layout.imbalance == 3.0
+
+
+def test_an_optimizer_of_another_class_is_not_divided() -> None:
+    class Mine(optim.Adam):
+        """It may relate any two parameters."""
+
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    assert split_of(optim.Adam(parameters)) == "elements"
+    assert split_of(optim.Adafactor(parameters)) == "tensors"
+    assert split_of(Mine(parameters)) == "nothing"

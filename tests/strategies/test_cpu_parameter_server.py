@@ -1,0 +1,255 @@
+"""The optimizer on the host: what it does beyond the contract of every strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+from torch import Tensor, nn
+
+from lightning_multigpu import CPUParameterServerStrategy
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
+from tests.world import World, rank
+
+PARAMETER_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8
+CASE = Case(optimizer="adamw", max_epochs=2)
+
+
+def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any) -> L.Trainer:
+    strategy = "auto" if ranks == 1 else make_strategy("cpu_ps", **case.strategy)
+    trainer = make_trainer(case, strategy, ranks, **options)
+    trainer.fit(module, train_loader(case, trainer))
+    return trainer
+
+
+class ReadsGradients(Classifier):
+    """Its hooks read gradients, and it clips by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.norms: list[float] = []
+
+    def _norm(self) -> float:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in gradients])))
+
+    def on_after_backward(self) -> None:
+        self.norms.append(self._norm())
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.1 / (self._norm() + 1.0))
+        self.norms.append(self._norm())
+
+
+class TwoOptimizers(L.LightningModule):
+    """Manual optimization of a pair that trains in turns, with accumulated gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(nn.functional.cross_entropy(self.second(torch.tanh(self.first(x))), y) / 2)
+            if batch_idx % 2:
+                self.clip_gradients(optimizer, 0.2, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.first.parameters(), lr=0.1), torch.optim.SGD(self.second.parameters(), lr=0.3)]
+
+
+class ScalesWeights(Callback):
+    """It changes weights in place, as every rank of stock DDP would for itself."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(0.9)
+
+
+class Frozen(L.LightningModule):
+    """A backbone that is unfrozen in the second epoch, as a further group of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.backbone, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.backbone(x))), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def trained(name: str, ranks: int) -> dict[str, Any]:
+    callbacks: list[Callback] = []
+    if name == "weights that a callback changes":
+        module: L.LightningModule = Classifier("adamw")
+        callbacks = [ScalesWeights()]
+    elif name == "a backbone that is unfrozen":
+        module = Frozen()
+        callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
+    else:
+        module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[name]()
+    trainer = fit(module, ranks, Case(max_epochs=3), callbacks=callbacks)
+    norms = getattr(module, "norms", [])
+    return {"weights": state(module), "norms": norms, "steps": trainer.global_step}
+
+
+MODULES = ["hooks that read gradients", "manual optimization", "weights that a callback changes",
+           "a backbone that is unfrozen"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+@pytest.mark.parametrize("name", MODULES)
+def test_unmodified_modules(world2: World, name: str) -> None:
+    reference = trained(name, 1)
+    for result in world2.run(trained, name, 2):
+        assert_same_weights(result, reference)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
+        assert result["steps"] == reference["steps"]
+
+
+def traffic() -> dict[str, Any]:
+    module = Classifier("adamw")
+    trainer = fit(module, 2)
+    strategy: Any = trainer.strategy
+    strategy.meter.flush()
+    operations = [{(t.operation, t.group): (t.size_bytes, t.sent_bytes, t.memory_bytes) for t in step.operations}
+                  for step in strategy.meter.steps]  # fmt: skip
+    state_bytes = sum(v.nbytes for s in trainer.optimizers[0].state.values() for v in s.values())
+    return {"operations": operations, "state_bytes": state_bytes}
+
+
+def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: World) -> None:
+    for result in world2.run(traffic):
+        for operations in result["operations"][1:]:
+            assert operations.pop(("push", "host")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
+            assert operations.pop(("pull", "host")) == (PARAMETER_BYTES, 0, 0)
+            # What is left are the few bytes by which ranks agree on a batch, and on what is logged.
+            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
+
+
+def returned() -> list[int]:
+    """Pulls of each step: one of the weights and, where hooks read gradients, one of the averages."""
+    trainer = fit(ReadsGradients(), 2, Case(trainer={"accumulate_grad_batches": 7}))
+    strategy: Any = trainer.strategy
+    strategy.meter.flush()
+    return [step.of("pull")[0].count for step in strategy.meter.steps]
+
+
+def test_gradients_that_are_read_come_back_once_a_step(world2: World) -> None:
+    assert world2.run(returned) == [[2, 2, 2]] * 2
+
+
+def other_weights() -> dict[str, Tensor]:
+    module = Classifier("adamw")
+    with torch.no_grad():
+        module.first.weight.add_(rank())
+    fit(module, 2)
+    return state(module)
+
+
+def test_ranks_begin_with_the_weights_of_the_first(world2: World) -> None:
+    reference = Classifier("adamw")
+    fit(reference, 1)
+    for result in world2.run(other_weights):
+        assert_same_weights({"weights": result}, {"weights": state(reference)})
+
+
+def saved_after_the_fit(directory: str) -> list[str]:
+    trainer = fit(Classifier("adamw"), 2)
+    path = str(Path(directory) / "after.ckpt")
+    trainer.save_checkpoint(path)
+    return [path]
+
+
+def test_the_whole_state_is_there_after_the_fit(world2: World, tmp_path: Path) -> None:
+    [path], _ = world2.run(saved_after_the_fit, str(tmp_path))
+    module = Classifier("adamw")
+    wanted = fit(module, 1).optimizers[0].state_dict()
+    found = torch.load(path, weights_only=False)["optimizer_states"][0]
+    assert found["state"].keys() == wanted["state"].keys()
+    for number, values in wanted["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(found["state"][number][name], value, rtol=1e-9, atol=1e-12)
+
+
+class Normalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.normalise = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.normalise(x))
+
+
+def statistics() -> tuple[Tensor, Tensor, int]:
+    """This rank's mean of its batches, and the mean that stands in the buffer at the end."""
+    module, own = Normalised(), torch.zeros(6, dtype=torch.float64)
+
+    def see(_: Any, arguments: tuple[Tensor, ...]) -> None:
+        own.mul_(0.9).add_(0.1 * arguments[0].mean(0))
+
+    module.normalise.register_forward_pre_hook(see)
+    fit(module, 2)
+    mean, batches = module.normalise.running_mean, module.normalise.num_batches_tracked
+    assert mean is not None
+    assert batches is not None
+    return own, mean, int(batches)
+
+
+def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World) -> None:
+    (first, mean, batches), (second, other, _) = world2.run(statistics)
+    torch.testing.assert_close(mean, (first + second) / 2, rtol=1e-9, atol=1e-12)
+    assert torch.equal(mean, other)
+    assert batches == 14
+
+
+def test_one_device_trains_with_the_optimizer_on_the_host() -> None:
+    reference = Classifier("adamw")
+    fit(reference, 1)
+    with contextlib.closing(World(1)) as world:
+        [result] = world.run(alone)
+    assert_same_weights({"weights": result}, {"weights": state(reference)})
+
+
+def alone() -> dict[str, Tensor]:
+    module = Classifier("adamw")
+    trainer = make_trainer(CASE, make_strategy("cpu_ps"), 1)
+    trainer.fit(module, train_loader(CASE, 1))
+    assert rank() == 0
+    return state(module)
+
+
+def test_several_hosts_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"num_nodes=2: cpu_ps trains on the devices of one host.*'ring_ddp'"):
+        L.Trainer(strategy="cpu_ps", num_nodes=2, devices=2, accelerator="cpu", logger=False)
+
+
+def test_a_wrong_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"):
+        CPUParameterServerStrategy(optimizer_split="rows")  # type: ignore[arg-type]
