@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
 
 def done_within(limit_s: float, work: Callable[[], None]) -> bool:
-    """Does the work in a thread; False if it has not ended after ``limit_s``. The thread then goes on with it."""
+    """Does the work in a thread; False if it has not ended after ``limit_s``, and goes on, or cannot be begun."""
     thread = threading.Thread(target=work, name="guardian-may-block", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads are allowed: pids.max of the container
+        return False
     thread.join(limit_s)
     return not thread.is_alive()
+
+
+def no_link(path: str, flags: int) -> int:
+    """Opens a file that is written, but none that somebody else has put a symbolic link in place of."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -358,7 +359,7 @@ class GuardianClient:
             self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
 
     def _map_pages(self, num_slots: int) -> mmap.mmap:
-        descriptor = self._connection.take_descriptor()
+        descriptor = self._connection.take_descriptor(stat.S_ISREG)
         if descriptor is None:
             raise GuardianError("the guardian's welcome came without its memory; is it of the same version?")
         try:

@@ -17,6 +17,7 @@ TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
 # As JSON, where a character takes 1 to 12 bytes; together they are to fit into a message.
 MAX_WHAT_BYTES = 8_000
 MAX_TRACEBACK_BYTES = 64_000
+_MAX_NAME_BYTES = 1_000
 _CHAR_BYTES = 12  # of the longest: one beyond the BMP is written as two escapes
 
 
@@ -117,6 +118,8 @@ class Failure(NamedTuple):
         """JSON values, cut to what fits into one message; of a traceback the end is kept."""
         return self._replace(
             what=start_within(self.what, MAX_WHAT_BYTES),
+            host=start_within(self.host, _MAX_NAME_BYTES),
+            error_type=start_within(self.error_type, _MAX_NAME_BYTES),
             message=start_within(self.message, MAX_WHAT_BYTES),
             traceback=end_within(self.traceback, MAX_TRACEBACK_BYTES),
         )._asdict()
@@ -134,7 +137,7 @@ class Failure(NamedTuple):
         texts = {name: values.get(name, "") for name in ("what", "host", "traceback", "error_type", "message")}
         for name, value in {**numbers, **texts}.items():
             wanted: tuple[type, ...] = (int, type(None)) if name in numbers else (str,)
-            if not isinstance(value, wanted):
+            if not isinstance(value, wanted) or (isinstance(value, int) and not -1 << 63 <= value < 1 << 63):
                 raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
         return cls(**numbers, **texts)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from lightning_multigpu.guardian.blocking import done_within
+from lightning_multigpu.guardian.blocking import done_within, no_link
 from lightning_multigpu.guardian.failure import Failure, folded, host_name
 from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
@@ -147,11 +147,11 @@ def _write_file(path: str, text: str) -> None:
     partial = os.path.join(directory, f".{name}.{os.getpid()}")
     try:
         os.makedirs(directory, exist_ok=True)
-        with open(partial, "w", encoding="utf-8", errors="replace") as file:
+        with open(partial, "w", encoding="utf-8", errors="replace", opener=no_link) as file:
             file.write(text)
         os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):
             os.unlink(partial)
         with contextlib.suppress(OSError):
             sys.stderr.write(f"The failure could not be written to {path}: {error}\n")

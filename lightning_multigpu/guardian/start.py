@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -85,9 +86,11 @@ class Guardian:
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(_listening_at(address))
-            pages = os.memfd_create("guardian-pages")
+            pages = os.memfd_create("guardian-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             stack.callback(os.close, pages)
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
+            # Where a rank cut it short, SIGBUS would end the guardian and the other ranks.
+            fcntl.fcntl(pages, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
             settings: dict[str, object] = {

@@ -6,7 +6,9 @@ import contextlib
 import mmap
 import os
 import selectors
+import signal
 import socket
+import stat
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports
 from lightning_multigpu.guardian.hang.stacks import StackSignal
-from lightning_multigpu.guardian.hang.waits import HangWatch, last_waits
+from lightning_multigpu.guardian.hang.waits import HangWatch, in_message, last_waits
 from lightning_multigpu.guardian.interrupts import Interrupts
 from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import (
@@ -60,6 +62,7 @@ class Watchdog:
         self._connections: dict[Connection, WatchedRank] = {}
         self._strangers: dict[Connection, str] = {}
         self._shutdown: Shutdown | None = None
+        self._have_told_waits: set[Hashable] = set()
         self._interrupts, self._workers = Interrupts(), Workers()
         self._hurries = self._released = self._has_ended = False
         self._selector = selectors.DefaultSelector()
@@ -236,7 +239,9 @@ class Watchdog:
         if failed is not None and failure.step is None:
             failure = failure._replace(step=self._step(failed))
         # Before anybody is told: who is told stops waiting.
-        waits = last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
+        waits = in_message(
+            last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
+        )
         self._shutdown = Shutdown(failure, since_s, self._timeout_s)
         self._shutdown.waited(waits)
         self._hosts.tell(failure, since_s)
@@ -250,8 +255,9 @@ class Watchdog:
         """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
             self._hangs.heard(host, message)
-        elif message["kind"] == "waited" and self._shutdown is not None:
-            self._shutdown.waited([str(line) for line in message["lines"]])
+        elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
+            self._have_told_waits.add(host)
+            self._shutdown.waited(in_message(message["lines"]))
 
     def _step(self, rank: WatchedRank) -> int:
         """Steps that the rank has completed, as it counted them in the shared memory."""
@@ -269,7 +275,7 @@ class Watchdog:
 
     def _accept(self) -> None:
         for connection in accepted(self._listener):
-            if why := foreign(connection.socket):
+            if why := foreign(connection.socket, may_have_ended=False):
                 connection.send("refused", why=f"it is {why}")
                 connection.close()
                 continue
@@ -293,8 +299,8 @@ class Watchdog:
                     self._welcome(connection, message)
                 else:
                     self._handle(connection, message)
-            except (ValueError, KeyError, TypeError, ArithmeticError, OSError) as error:
-                connection.send("refused", why=str(error))
+            except Exception as error:  # whatever a rank says, the guardian of the others goes on
+                connection.send("refused", why=f"{error!s:.1000}")
                 connection.closed = True
         if connection.closed:
             self._close(connection)
@@ -370,28 +376,36 @@ class Watchdog:
             self._interrupts.told(int(message["number"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
-            connection.send("seen", waited=[] if self._shutdown is None else self._shutdown.waits)
+            connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
         elif kind == "announced" and self._shutdown is not None:
             self._shutdown.announce(rank)
         elif kind == "stacks":
-            descriptor = connection.take_descriptor()
+            number, main_thread = int(message["number"]), int(message["main_thread"])
+            if not 0 < number <= signal.SIGRTMAX:
+                raise ValueError(f"there is no signal {number}")
+            descriptor = connection.take_descriptor(stat.S_ISREG)
             if descriptor is not None:
-                how = StackSignal(int(message["number"]), descriptor, int(message["main_thread"]))
-                self._hang_watch.registered(rank.rank, how)
+                self._hang_watch.registered(rank.rank, StackSignal(number, descriptor, main_thread))
         elif kind in ("listen", "join"):
-            descriptor = connection.take_descriptor()
-            if descriptor is not None:
-                self._meet_hosts(connection, message, socket.socket(fileno=descriptor))
+            self._meet_hosts(connection, message)
 
-    def _meet_hosts(self, connection: Connection, message: Message, sock: socket.socket) -> None:
-        secret = bytes.fromhex(message["secret"])
-        if message["kind"] == "listen":
-            self._hosts.listen(sock, num_nodes=int(message["num_nodes"]), secret=secret, now_s=self._now_s)
-        else:
-            node_rank = int(message["node_rank"])
-            self._hosts.join(
-                sock, node_rank=node_rank, secret=secret, now_s=self._now_s, on_met=lambda: connection.send("met")
-            )
+    def _meet_hosts(self, connection: Connection, message: Message) -> None:
+        is_first = message["kind"] == "listen"
+        secret, number = bytes.fromhex(message["secret"]), int(message["num_nodes" if is_first else "node_rank"])
+        descriptor = connection.take_descriptor(stat.S_ISSOCK)
+        if descriptor is None:
+            return
+        sock = socket.socket(fileno=descriptor)
+        try:
+            if is_first:
+                self._hosts.listen(sock, num_nodes=number, secret=secret, now_s=self._now_s)
+            else:
+                self._hosts.join(
+                    sock, node_rank=number, secret=secret, now_s=self._now_s, on_met=lambda: connection.send("met")
+                )
+        except BaseException:
+            sock.close()
+            raise
 
     def _read_owner(self) -> None:
         """Reads messages of the process that started the guardian, about the ranks that it starts."""
@@ -403,6 +417,8 @@ class Watchdog:
                 except ProcessLookupError:
                     what = "ended before it could be watched"
                     self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
+                except OSError:  # no descriptor or memory is left: it is watched once it introduces itself
+                    continue
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.told_exit_code = message["exit_code"]
             elif kind == "stop":

@@ -94,9 +94,14 @@ def remove_temporary(directory: str) -> None:
     """Removes such a directory; one with another name is left alone."""
     if not os.path.basename(directory).startswith(_TEMPORARY):
         return
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            os.unlink(os.path.join(directory, name))
+    with contextlib.suppress(OSError, ValueError):
+        # Once it is gone, another user may put a link of that name in its place: into a directory of this user.
+        descriptor = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            for name in os.listdir(descriptor):
+                os.unlink(name, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
         os.rmdir(directory)
 
 
@@ -149,9 +154,9 @@ def _command(pid: int) -> bytes | None:
     found: list[bytes] = []
 
     def read() -> None:
+        _blocked.add(pid)
         with contextlib.suppress(OSError), open(f"{_PROC}/{pid}/cmdline", "rb") as file:
             found.append(file.read())
         _blocked.discard(pid)
 
-    _blocked.add(pid)
     return b"".join(found) if done_within(_READ_S, read) else None

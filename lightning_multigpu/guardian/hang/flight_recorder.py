@@ -21,8 +21,9 @@ from lightning_multigpu.guardian.hang.stacks import place_of_frame
 from lightning_multigpu.guardian.proc import clock_s
 
 PAGE_BYTES = 4096
+_MAX_RANKS = 1 << 14
 _ROWS_FROM, _ROW_BYTES = 256, 256
-_NUM_ROWS = (PAGE_BYTES - _ROWS_FROM) // _ROW_BYTES
+NUM_ROWS = (PAGE_BYTES - _ROWS_FROM) // _ROW_BYTES
 
 FREE, ENDED, UNDER_WAY, AWAITED, BROKEN = range(5)
 DEVICE = 0
@@ -168,7 +169,7 @@ class FlightRecorder:
         with self._lock:
             if (group, ranks) not in self._rows:
                 index = len(self._rows)
-                row = _Row(self._at + _ROWS_FROM + _ROW_BYTES * index) if index < _NUM_ROWS else None
+                row = _Row(self._at + _ROWS_FROM + _ROW_BYTES * index) if index < NUM_ROWS else None
                 if row is not None:
                     shown = ranks.encode() if len(ranks) < 40 else b""
                     lasting = (_text(group, 24), shown, group_size)
@@ -215,7 +216,7 @@ def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
     A row that changes faster than it can be read is left out: nothing waits there.
     """
     entries = []
-    for index in range(_NUM_ROWS):
+    for index in range(NUM_ROWS):
         at = PAGE_BYTES * slot + _ROWS_FROM + _ROW_BYTES * index
         for _ in range(attempts):
             first, again = (bytes(memory[at : at + _ROW_BYTES]) for _ in range(2))
@@ -247,12 +248,21 @@ def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """The members of a group: "0-3" are four, "0-6:2" every second of seven, "0,3,4" just these; empty: unknown."""
+    """The members of a group: "0-3" are four, "0-6:2" every second of seven, "0,3,4" just these; empty: unknown.
+
+    A text that a rank has spoilt, or that has more than 16,384 members, is unknown as well.
+    """
     ranks: list[int] = []
-    for part in filter(None, text.split(",")):
-        span, _, stride = part.partition(":")
-        first, _, last = span.partition("-")
-        ranks += range(int(first), int(last or first) + 1, int(stride or 1))
+    try:
+        for part in filter(None, text.split(",")):
+            span, _, stride = part.partition(":")
+            first, _, last = span.partition("-")
+            members = range(int(first), int(last or first) + 1, int(stride or 1))
+            if len(ranks) + len(members) > _MAX_RANKS:
+                return ()
+            ranks += members
+    except (ValueError, OverflowError):  # the length of a range, too, has a limit
+        return ()
     return tuple(ranks)
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from lightning_multigpu.guardian.blocking import done_within
+from lightning_multigpu.guardian.blocking import done_within, no_link
 from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.hang.waiting_graph import Call, View, calls, verdict
 from lightning_multigpu.guardian.hang.waits import HangWatch, Waits
@@ -30,6 +30,7 @@ KINDS = ("waiting", "look", "view", "next", "seen")
 _COLLECT_S = 8.0
 _AGAIN = 10
 _WRITE_S = 0.5
+_MAX_VIEWS = 256
 _OWN = "this host"
 
 
@@ -54,7 +55,7 @@ class HangReports:
         self._again_s = 0.0
         # On node 0 while a report is being collected: until when, from whom, and what has come.
         self._until_s: float | None = None
-        self._awaited: set[Hashable] = set()
+        self._awaited: dict[Hashable, int] = {}  # and how many views each may send
         self._views: list[View] = []
         # On the other hosts: what node 0 has been told, and what it has not fetched yet.
         self._told: set[str] = set()
@@ -96,11 +97,12 @@ class HangReports:
             self._watch.look(self._send_views)
         elif kind == "next":
             self._send_next()
-        elif kind == "view" and host in self._awaited:
+        elif kind == "view" and self._awaited.get(host, 0) > 0:
+            self._awaited[host] -= 1
             self._views.append(View.from_message(message["view"]))
             self._hosts.say("next", to=host)
         elif kind == "seen":
-            self._awaited.discard(host)
+            self._awaited.pop(host, None)
 
     def _current(self) -> Waits:
         return {name: since_s for waits in self._waits.values() for name, since_s in waits.items()}
@@ -108,12 +110,12 @@ class HangReports:
     def _collect(self) -> None:
         self._until_s = self._now_s + _COLLECT_S
         self._views = []
-        self._awaited = {_OWN, *self._hosts.say("look")}
+        self._awaited = dict.fromkeys([_OWN, *self._hosts.say("look")], _MAX_VIEWS)
         self._watch.look(self._own_views)
 
     def _own_views(self, views: list[View]) -> None:
         self._views += views
-        self._awaited.discard(_OWN)
+        self._awaited.pop(_OWN, None)
 
     def _send_views(self, views: list[View]) -> None:
         self._unsent = list(views)
@@ -134,6 +136,7 @@ class HangReports:
         self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
         text = hang_report(self._views, waited_s=self._now_s - since_s, limit_s=self._limit_s, file=self._path())
         self._write(text, full_stacks(self._views))
+        self._views = []
 
     def _path(self) -> str | None:
         directory = self._directory()
@@ -150,9 +153,9 @@ class HangReports:
 def _append(path: str, entry: str) -> None:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "a", encoding="utf-8", errors="replace") as file:
+        with open(path, "a", encoding="utf-8", errors="replace", opener=no_link) as file:
             file.write(entry)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         _print(f"The report about a hang could not be written to {path}: {error}\n")
 
 

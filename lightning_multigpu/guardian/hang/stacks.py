@@ -242,9 +242,13 @@ class Question:
         elif how is None or not _caught(process.pid, "SigCgt") >> (how.number - 1) & 1:
             self._refusal = "it has not said how to ask for its stacks"
         else:
-            os.ftruncate(how.descriptor, 0)
-            if not process.send_signal(how.number):
-                self._refusal = "its process has ended"
+            try:
+                os.ftruncate(how.descriptor, 0)
+                os.pread(how.descriptor, 1, 0)
+                if not process.send_signal(how.number):
+                    self._refusal = "its process has ended"
+            except OSError as error:
+                self._refusal = f"its stacks cannot be asked for: {error}"
 
     def is_answered(self) -> bool:
         """True if there is nothing more to wait for."""

@@ -6,16 +6,20 @@ A pure function of what was read of each rank, so that tests can give every case
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from lightning_multigpu.guardian.failure import end_within, start_within
-from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, DEVICE, UNDER_WAY, Entry, parse_ranks
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, DEVICE, NUM_ROWS, UNDER_WAY, Entry, parse_ranks
 from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 
 _MAX_FRAMES = 40
 _MAX_STACKS_BYTES = 36_000
 _MAX_FILE_BYTES = 1_200
 _MAX_FUNCTION_BYTES = 300
+_MAX_TEXT = 1_500
+_MAX_OTHERS = 16
+
+_Row = TypeVar("_Row", bound=NamedTuple)
 
 
 class View(NamedTuple):
@@ -57,11 +61,19 @@ class View(NamedTuple):
             TypeError, ValueError: the values are not those of a view.
         """
         text, main = values["stacks"]
-        return cls(**{
+        view = cls(**{
             **values,
-            "entries": tuple(Entry(*entry) for entry in values["entries"]),
-            "stacks": Stacks(str(text), tuple(Frame(*frame) for frame in main)),
+            "entries": tuple(_checked(Entry(*entry)) for entry in values["entries"][:NUM_ROWS]),
+            "stacks": Stacks(str(text), tuple(_checked(Frame(*frame)) for frame in main[:_MAX_FRAMES])),
         })  # fmt: skip
+        return _checked(view)
+
+
+def _checked(row: _Row) -> _Row:
+    for (name, wanted), value in zip(get_type_hints(type(row)).items(), row, strict=True):
+        if type(value) is not (get_origin(wanted) or wanted) or (isinstance(value, str) and len(value) > _MAX_TEXT):
+            raise TypeError(f"the field {name} of {type(row).__name__} is {value!r:.80}; it must be {wanted}")
+    return row
 
 
 class Call(NamedTuple):
@@ -153,7 +165,10 @@ def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> s
         head = f"{_ranks(who)} {verb} in {first.name}{at} for {for_s:.0f} s"
         head = f"Only {head}" if only else head[0].upper() + head[1:]
     there = {call.rank for call in found}
-    others = [_other(by_rank.get(rank), rank, first) for rank in members if rank not in there]
+    absent = [rank for rank in members if rank not in there]
+    others = [_other(by_rank.get(rank), rank, first) for rank in absent[:_MAX_OTHERS]]
+    if absent[_MAX_OTHERS:]:
+        others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
     if not others and len(operations) == 1:
         others = ["all ranks of the group have come, so that what they send is slow or lost"]
     return "; ".join([head, *others])

@@ -7,12 +7,13 @@ code or a library has called such a collective past the strategy.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_multigpu.guardian.failure import host_name
+from lightning_multigpu.guardian.failure import host_name, start_within
 from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
 from lightning_multigpu.guardian.hang.stacks import CollectiveCall, Question, Stacks, StackSignal
 from lightning_multigpu.guardian.hang.waiting_graph import View
@@ -103,7 +104,12 @@ class HangWatch:
         return waits
 
     def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
-        """Takes the views of all ranks (or of some), and hands them over when they have answered or cannot."""
+        """Takes the views of all ranks (or of some), and hands them over when they have answered or cannot.
+
+        Whoever asks again meanwhile gets them once.
+        """
+        if any(seen == waiting for _, waiting in self._wanted):
+            return
         self._wanted.append((list(self._ranks) if ranks is None else ranks, seen))
         self._go_on()
 
@@ -172,6 +178,8 @@ def _gone(rank: WatchedRank) -> str:
 
 
 MAX_LINES = 8
+_MAX_MESSAGE_LINES = 128
+_MAX_LINE_BYTES = 300
 _ANSWER_S = 0.4
 _PAUSE_S = 0.01
 
@@ -214,6 +222,11 @@ def last_waits(
         waited_s = max(0.0, now_s - entry.since_s)
         lines.append(f"rank {number} waited in {entry.name} for {waited_s:.1f} s" + (f", {place}" if place else ""))
     return lines
+
+
+def in_message(lines: Iterable[object]) -> list[str]:
+    """As many of the lines, and as much of each, as fits into a message beside a failure."""
+    return [start_within(str(line), _MAX_LINE_BYTES) for line in itertools.islice(lines, _MAX_MESSAGE_LINES)]
 
 
 def shortened(lines: list[str]) -> list[str]:

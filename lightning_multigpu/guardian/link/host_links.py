@@ -22,6 +22,7 @@ helps, as for the gradients and the exceptions that pass there.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -34,6 +35,7 @@ from lightning_multigpu.guardian.ranks import Found
 
 ASKING, ASKED = "asking host", "asked host"
 
+_MAX_NAME = 255
 _SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would end the connection
 
 
@@ -106,7 +108,7 @@ class Peer:
             return "its secret is not this job's"
         if not isinstance(node_rank, int) or not isinstance(port, int) or not 0 <= port < 1 << 16:
             return f"its node rank {node_rank!r:.80} and port {port!r:.80} must be integers, the port below 65536"
-        self.node_rank, self.host = node_rank, str(message.get("host"))
+        self.node_rank, self.host = node_rank, str(message.get("host"))[:_MAX_NAME]
         self.where = (self.came_from, port)
         return ""
 
@@ -127,7 +129,7 @@ class Peer:
         """Asking: whether the other end knows the secret too; what is said from here on is then sealed."""
         if self._seals is None or not proves(message, self._secret, ASKED, self._nonce):
             return False
-        self.host = str(message.get("host"))
+        self.host = str(message.get("host"))[:_MAX_NAME]
         self._trust(ASKING, ASKED, self._seals)
         return True
 
@@ -145,6 +147,7 @@ def node_name(node_rank: int | None, host: str) -> str:
 _LONGEST_BEAT_S = 1.0
 _MAX_MESH = 32
 _MAX_STRANGERS = 256
+_MAX_NODES = 1 << 14
 
 
 class Hosts:
@@ -207,16 +210,16 @@ class Hosts:
 
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: bytes, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
-        self._secret = secret
-        self._since_s = self._now_s = now_s
-        self._open(listener)
+        self._begin(secret, now_s)
+        self._since_s = now_s
         self._expect(num_nodes)
+        self._open(listener)
 
     def join(
         self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
     ) -> None:
         """On the other nodes: ``sock`` is connected to node 0's guardian, which asks for the proof first."""
-        self._secret, self._now_s = secret, now_s
+        self._begin(secret, now_s)
         self._own_rank, self._on_met = node_rank, on_met
         with contextlib.suppress(OSError):  # else nobody can come, and says so
             self._open(socket.create_server((sock.getsockname()[0], 0), family=sock.family))
@@ -343,6 +346,11 @@ class Hosts:
 
     # Connections
 
+    def _begin(self, secret: bytes, now_s: float) -> None:
+        if self._secret:
+            raise ValueError("this guardian knows the other hosts already")
+        self._secret, self._now_s = secret, now_s
+
     def _open(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listener = listener
@@ -372,6 +380,8 @@ class Hosts:
 
     def _expect(self, num_nodes: int) -> None:
         """Node 0 has said how many hosts there are."""
+        if not 1 <= num_nodes <= _MAX_NODES:
+            raise ValueError(f"the job has {num_nodes} hosts; it must be 1 to {_MAX_NODES}")
         self._num_nodes = num_nodes
         near = {0, (self._own_rank - 1) % num_nodes, (self._own_rank + 1) % num_nodes}
         everybody = set(range(num_nodes)) if self.is_first or num_nodes <= _MAX_MESH else near
@@ -405,8 +415,8 @@ class Hosts:
                 peer.heard_s = self._now_s
             try:
                 self._handle(peer, message)
-            except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError) as error:
-                peer.connection.closed, peer.connection.why = True, str(error)
+            except Exception as error:  # whatever another host says, this guardian goes on
+                peer.connection.closed, peer.connection.why = True, f"{error!s:.1000}"
         if peer.connection.closed:
             self._forget(peer.connection.socket)
 
@@ -419,9 +429,9 @@ class Hosts:
         elif kind == "alive":
             peer.paused = message.get("paused") is True
         elif kind == "failure" and self._found is None:
-            age_s = message.get("age_s")
-            since_s = self._now_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
-            self._found = Found(Failure.from_message(message.get("failure")), since_s)
+            if not 0 <= (age_s := float(message["age_s"])) < math.inf:
+                raise ValueError(f"a failure is {age_s} s old; it must be 0 or more")
+            self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
         elif kind == "at end":
             peer.at_end = True
         elif kind == "all at end":
@@ -440,13 +450,19 @@ class Hosts:
             port = 0 if self._listener is None else int(self._listener.getsockname()[1])
             peer.introduce(message, node_rank=self._own_rank, port=port)
         elif kind == "refused":
-            self._find(f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')}")
+            self._find(
+                f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')!s:.1000}"
+            )
         elif kind == "welcome" and peer.is_welcomed_by(message):
             if peer.node_rank == 0:
                 self._expect(int(message["num_nodes"]))
             self._came(peer)
             for node_rank, host, address, port in message.get("others") or ():
-                sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                socket.inet_pton(family, address.partition("%")[0])  # raises for a name: to look it up may take long
+                if not isinstance(port, int) or not 0 <= port < 1 << 16:
+                    raise ValueError(f"node {node_rank} has the port {port!r:.80}; it must be below 65536")
+                sock = socket.socket(family)
                 sock.setblocking(False)
                 sock.connect_ex((address, port))  # what becomes of it is seen when it is read from
                 self._ask(Connection(sock), node_rank, host, (address, port))

@@ -26,15 +26,17 @@ import hmac
 import json
 import os
 import socket
+import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_LINE_BYTES = 128 * 1024
 MAX_STRANGER_BYTES = 4 * 1024
 _CHUNK_BYTES = 64 * 1024
+_MAX_CHUNKS = 4  # of one connection until others have their turn
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
 _NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -99,15 +101,22 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def foreign(sock: socket.socket) -> str:
+def foreign(sock: socket.socket, *, may_have_ended: bool = True) -> str:
     """What is foreign about the process at the other end of a UNIX socket; empty for one that may be of the same job.
 
     That is one of the same user in the same PID namespace: with host networking, containers share UNIX addresses.
+
+    Args:
+        sock: the socket.
+        may_have_ended: the process need not be there any more: a guardian outlives the one that has made its socket.
     """
     pid, user = peer_of(sock)
     if user != os.getuid():
         return f"a process of user {user}, and not of user {os.getuid()}"
-    if pid == 0 or _namespaces(pid) not in (None, _namespaces(os.getpid())):
+    namespaces = _namespaces(pid)
+    if namespaces is None and not may_have_ended:
+        return "a process that has ended"
+    if pid == 0 or namespaces not in (None, _namespaces(os.getpid())):
         return "a process of another container (PID namespace)"
     return ""
 
@@ -216,12 +225,17 @@ class Connection:
             self._close("it does not read what it is sent")
 
     def receive(self) -> list[Message]:
-        """The messages that have arrived, without waiting for more."""
+        """The messages that have arrived, without waiting for more, and not all of somebody who never stops."""
         return list(self.arriving())
 
     def arriving(self) -> Iterator[Message]:
         """As :meth:`receive`, but a message is looked at when its turn comes: the one before it may have sealed."""
-        while not self.closed and (self._lines or self._read_lines()):
+        chunks = 0
+        while not self.closed:
+            if not self._lines:
+                if chunks == _MAX_CHUNKS or not self._read_lines():
+                    return
+                chunks += 1
             line = self._lines.popleft()
             try:
                 message = decode(line if self._incoming is None else self._incoming.take_off(line))
@@ -230,9 +244,20 @@ class Connection:
                 return
             yield message
 
-    def take_descriptor(self) -> int | None:
-        """The oldest file descriptor that has come along and has not been taken; the caller closes it."""
-        return self._descriptors.pop(0) if self._descriptors else None
+    def take_descriptor(self, is_type: Callable[[int], bool]) -> int | None:
+        """The oldest file descriptor that has come along and has not been taken; the caller closes it.
+
+        Args:
+            is_type: checks the mode of its file: ``stat.S_ISREG`` or another of these.
+
+        Raises:
+            ProtocolError: it is of another type.
+        """
+        if not self._descriptors:
+            return None
+        if not is_type(mode := os.fstat(self._descriptors[0]).st_mode):
+            raise ProtocolError(f"a descriptor of the wrong type came along: {stat.filemode(mode)}")
+        return self._descriptors.pop(0)
 
     def close(self) -> None:
         """Closes the socket and what came along unasked."""
