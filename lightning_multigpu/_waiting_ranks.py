@@ -20,6 +20,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from lightning_multigpu.guardian.proc import note_refusal
+
 _PIPE = "LIGHTNING_MULTIGPU_WAITING_RANK"
 _waiting: dict[int, tuple[subprocess.Popen[bytes], int]] = {}  # by local rank; the end of its pipe to write to
 _command: list[str] = []
@@ -40,6 +42,9 @@ def ranks_started(local_ranks: Sequence[int], arguments: Sequence[str]) -> Itera
             environment = os.environ | {"LOCAL_RANK": str(local_rank), _PIPE: str(reader)}
             try:
                 _waiting[local_rank] = subprocess.Popen(_command, env=environment, pass_fds=[reader]), writer
+            except OSError as error:
+                note_refusal(error, local_rank, len(local_ranks) + 1)
+                raise
             finally:
                 os.close(reader)
         yield

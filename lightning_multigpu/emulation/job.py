@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
-from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts
+from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts, Host
+from lightning_multigpu.emulation.namespaces import starting
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0
@@ -28,6 +29,9 @@ class HostsJob:
         command: program and arguments, the same on every host.
         env: variables for all of them, beside those by which ranks find each other.
         master_port: where rank 0 listens.
+
+    Raises:
+        HostsUnavailable: the system refuses one of the processes; those that were started are ended.
     """
 
     def __init__(
@@ -36,23 +40,13 @@ class HostsJob:
         self._hosts = hosts
         self._processes: list[subprocess.Popen[str]] = []
         self._printers: list[threading.Thread] = []
-        for host in hosts:
-            variables = {**env, **host.environment(master_port=master_port)}
-            if host.node_rank == 0:
-                self._processes.append(host.popen(command, env=variables))
-                continue
-            process = host.popen(
-                command,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
-            self._processes.append(process)
-            self._print(process.stdout, sys.stdout, host.name)
-            self._print(process.stderr, sys.stderr, host.name)
+        try:
+            for host in hosts:
+                with starting(f"the command on {host.name}"):
+                    self._start(host, command, {**env, **host.environment(master_port=master_port)})
+        except BaseException:
+            self._kill()
+            raise
 
     def wait(self, *, patience_s: float = _PATIENCE_S) -> int:
         """Waits for the end of all of them.
@@ -92,6 +86,23 @@ class HostsJob:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._kill()
+
+    def _start(self, host: Host, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        if host.node_rank == 0:
+            self._processes.append(host.popen(command, env=variables))
+            return
+        process = host.popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self._processes.append(process)
+        self._print(process.stdout, sys.stdout, host.name)
+        self._print(process.stderr, sys.stderr, host.name)
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_multigpu.guardian.proc import refusal
 
 _PREFIX = "lmg"
 _LOCKS = Path("/run/lightning-multigpu")
@@ -180,8 +182,19 @@ def _delete(name: str) -> None:
     ip("netns", "delete", name)
 
 
+@contextlib.contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Raises :class:`HostsUnavailable` with the reason, where the system refuses the process that the block starts."""
+    try:
+        yield
+    except OSError as error:
+        hint = refusal(error)
+        raise HostsUnavailable(f"{what} cannot be started: {error}{hint and '; '}{hint}") from error
+
+
 def _command(*command: str, given: str | None = None) -> str:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    with starting(f"`{' '.join(command)}`"):
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HostsUnavailable(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit {done.returncode}'}")
     return done.stdout

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from lightning_multigpu.emulation.namespaces import HostsUnavailable
+from lightning_multigpu.emulation.namespaces import HostsUnavailable, starting
 
 # Process ids of its own: when the first process in there ends, the kernel ends all others. Mounts of its own: `ip
 # netns` needs a /run that it may write to.
@@ -32,7 +32,8 @@ def check_rootless() -> None:
         raise HostsUnavailable(f"network namespaces exist on Linux only, this is {sys.platform}")
     if shutil.which("unshare") is None:
         raise HostsUnavailable("'unshare' is not on PATH: install util-linux (Debian: apt-get install util-linux)")
-    tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
+    with starting("`unshare`"):
+        tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         raise HostsUnavailable(
             f"user {os.geteuid()} may not make user namespaces ({tried.stderr.strip() or f'exit {tried.returncode}'}): "
@@ -49,7 +50,8 @@ def run_rootless(command: Sequence[str]) -> int:
     Returns:
         The exit status, as a shell reports it.
     """
-    process = subprocess.Popen([*_UNSHARE, *command])
+    with starting("`unshare`"):
+        process = subprocess.Popen([*_UNSHARE, *command])
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         for child in _children(process.pid):

@@ -16,6 +16,7 @@ for _name, _path in (("lightning_multigpu", os.path.dirname(_HERE)), ("lightning
     _module.__path__ = [_path]
     sys.modules[_name] = _module
 
+from lightning_multigpu.guardian.proc import refusal  # noqa: E402
 from lightning_multigpu.guardian.watchdog import Watchdog  # noqa: E402
 
 # The guardian is in the process group of the ranks, so that it sees Ctrl-C: what else a terminal or a supervisor sends
@@ -36,7 +37,11 @@ _IGNORED = (
 def main() -> None:
     """Reads the settings, leaves its parent, and watches."""
     settings = json.loads(sys.stdin.readline())
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        sys.stdout.write(f"{error}; {refusal(error)}\n")
+        sys.exit(1)
     if pid:
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()

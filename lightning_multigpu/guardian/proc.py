@@ -208,6 +208,12 @@ def refusal(error: BaseException) -> str:
     }.get(number or 0, "")
 
 
+def note_refusal(error: BaseException, rank: int, num_ranks: int) -> None:
+    """Adds to the error which rank of this host the system has refused to start, and what to do."""
+    if hint := refusal(error):
+        error.add_note(f"rank {rank} of {num_ranks} on this host cannot start: {hint}")
+
+
 def ended_text(exit_code: int | None) -> str:
     """The predicate of a sentence about a process that has ended."""
     if exit_code is None:

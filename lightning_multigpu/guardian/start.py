@@ -185,5 +185,6 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
         hint = refusal(error)
         raise GuardianError(f"the guardian does not start: {error}{hint and '; '}{hint}") from error
     if started.returncode != 0 or not started.stdout.strip().isdigit():
-        raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
+        why = started.stdout.strip() or f"{' '.join(command)} ended with {started.returncode}"
+        raise GuardianError(f"the guardian does not start: {why}")
     return int(started.stdout)

@@ -35,6 +35,7 @@ from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
+from lightning_multigpu.runtime.loader_workers import note_refused_worker
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back
 
@@ -229,6 +230,7 @@ class FailureWatch:
         deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
         while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
             time.sleep(0.05)
+        note_refused_worker(error, run.rank)
         own = Failure.of(error, rank=run.rank, step=step)
         if self.failure is None:
             if not self._cannot_join:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
+
+from lightning_multigpu.guardian.proc import refusal
+
+_STARTS = re.compile(r"/multiprocessing/popen_\w+\.py$")
 
 
 def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
@@ -24,6 +30,13 @@ def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
     """
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _WorkerInit):
         loader.worker_init_fn = _WorkerInit(loader.worker_init_fn, rank)
+
+
+def note_refused_worker(error: BaseException, rank: int) -> None:
+    """Adds what to do to an error by which the system has refused a process that a rank wanted to start."""
+    starts = any(_STARTS.search(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+    if starts and (hint := refusal(error)):
+        error.add_note(f"rank {rank} cannot start a worker process: {hint}; or lower the loader's num_workers")
 
 
 class _WorkerInit:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
 from lightning_multigpu._waiting_ranks import are_waiting, launch_rank
 from lightning_multigpu.guardian import Guardian
-from lightning_multigpu.guardian.proc import refusal
+from lightning_multigpu.guardian.proc import note_refusal
 from lightning_multigpu.runtime.joining import Joining, start_guardian
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.uncaught_errors import show_if_uncaught
@@ -89,8 +89,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             for process in self.procs:
                 process.kill()
                 process.wait()
-            if hint := refusal(error):
-                error.add_note(f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start: {hint}")
+            note_refusal(error, len(self.procs) + 1, self.num_processes)
             raise
 
     def _start_processes(self) -> None:

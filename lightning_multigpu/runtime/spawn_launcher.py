@@ -32,7 +32,7 @@ from lightning_multigpu._lightning_internals import (
 from lightning_multigpu.guardian import Failure, Guardian
 from lightning_multigpu.guardian.failure import folded, host_name
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
-from lightning_multigpu.guardian.proc import ended_text, refusal
+from lightning_multigpu.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, has_trained
 from lightning_multigpu.runtime.joining import Joining, start_guardian
 from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
@@ -313,9 +313,7 @@ class _Ranks:
                 guardian.kill()
             self._signal(signal.SIGKILL)
             self._join(self._timeout_s)
-            if hint := refusal(error):
-                number = len(self.processes)
-                error.add_note(f"rank {number} of {run.ranks_per_host} on this host cannot start: {hint}")
+            note_refusal(error, len(self.processes), run.ranks_per_host)
             raise
 
     def await_end(self) -> None:

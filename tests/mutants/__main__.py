@@ -23,7 +23,7 @@ import psutil
 from tests.mutants import REPOSITORY, Mutant, load
 
 CAUGHT, SURVIVED, STALE, BROKEN = VERDICTS = ("caught", "survived", "stale", "broken")
-_COPIED = ("lightning_multigpu", "tests", "examples", "configs", "pyproject.toml")
+_COPIED = ("lightning_multigpu", "tests", "benchmarks", "examples", "configs", "pyproject.toml")
 _OTHERS = ("pytest", "torch", "torch.distributed", "lightning.pytorch", "torchmetrics")  # slow to import
 _PYTEST = ("-q", "-p", "no:cacheprovider", "--tb=no", "-W", "ignore:Module already imported so cannot be rewritten")
 _OUTPUT = "output.txt"
