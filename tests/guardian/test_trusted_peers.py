@@ -19,8 +19,9 @@ from benchmarks.guardian_fuzz_trusted import Guarded
 from lightning_multigpu.guardian import Guardian, proc
 from lightning_multigpu.guardian.blocking import done_within
 from lightning_multigpu.guardian.failure import Failure
-from lightning_multigpu.guardian.hang import hang_reports
-from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, parse_ranks
+from lightning_multigpu.guardian.hang import hang_reports, waits
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
+from lightning_multigpu.guardian.hang.waiting_graph import View, verdict
 from lightning_multigpu.guardian.hang.waits import in_message
 from lightning_multigpu.guardian.link.host_links import ASKED
 from lightning_multigpu.guardian.link.protocol import Connection, encode, proof
@@ -102,6 +103,21 @@ def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> N
         guarded.watchdog._hear("a host", {"kind": "waited", "lines": ["é" * 1_000] * 1_000})
     assert guarded.watchdog._shutdown is not None
     assert len(guarded.watchdog._shutdown.waits) == 128
+
+
+def test_stacks_are_asked_for_once_at_a_time(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question of a host was kept until the ones before it had been answered."""
+    monkeypatch.setattr(waits._Round, "is_over", lambda self: False)
+    for _ in range(3):
+        guarded.watchdog._hear("a host", {"kind": "look"})
+    assert len(guarded.watchdog._hang_watch._wanted) == 1
+
+
+def test_many_who_have_not_come_are_counted() -> None:
+    """One row of a page could name so many members that the report took minutes, and more memory than there was."""
+    row = Entry("data", "0-16383", 2, AWAITED, 3, 3, "all_reduce", 8, 9.0, 7, "")
+    (line,) = verdict([View(0, "h", 1, 2, (row,))])
+    assert line.endswith("; nothing is known of rank 16; 16367 more ranks are not there")
 
 
 def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
