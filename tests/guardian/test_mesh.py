@@ -291,6 +291,21 @@ def test_what_answers_in_node_0s_place_and_does_not_know_the_secret() -> None:
         node.hosts.close()
 
 
+def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unread() -> None:
+    """A socket that is closed with something unread drops what it has not sent yet. So a second Ctrl-C did not reach
+    the other hosts now and then, and their ranks went on until they were killed."""
+    with Network(2) as network:
+        first, second = network.nodes
+        link = second.connection_to(0).socket
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later
+        first.hosts.observe(network.now_s + 1, paused=False)
+        assert select.select([link], [], [], 10)[0]
+        second.hosts.tell_end_now()
+        second.hosts.close()
+        network.deliver()
+        assert first.hosts.end_now
+
+
 def test_a_message_behind_the_proof_of_another_is_not_believed(three: Network) -> None:
     """Whoever can write into a connection may add to what a guardian says: only what is sealed counts."""
     victim = three.nodes[1]

@@ -31,6 +31,7 @@ from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.link.protocol import Connection, Message, Seal, accepted, nonce, proof, proves
+from lightning_multigpu.guardian.proc import clock_s
 from lightning_multigpu.guardian.ranks import Found
 
 ASKING, ASKED = "asking host", "asked host"
@@ -145,6 +146,7 @@ def node_name(node_rank: int | None, host: str) -> str:
 
 
 _LONGEST_BEAT_S = 1.0
+_ARRIVAL_S = 0.5
 _MAX_MESH = 32
 _MAX_STRANGERS = 256
 _MAX_NODES = 1 << 14
@@ -299,7 +301,10 @@ class Hosts:
                 peer.connection.send("done")
 
     def close(self) -> None:
-        """Closes everything; what has been sent before still arrives."""
+        """Closes everything; what has been sent before still arrives, unless that takes long."""
+        until_s = clock_s() + _ARRIVAL_S
+        for peer in self._known():
+            peer.connection.await_arrival(until_s)
         for peer in self._peers + self._strangers:
             self._drop(peer)
         self._close_listener()

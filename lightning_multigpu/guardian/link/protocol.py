@@ -22,16 +22,21 @@ Between hosts, every line after that is sealed: see :class:`Seal`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hmac
 import json
 import os
 import socket
 import stat
 import struct
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from lightning_multigpu.guardian.proc import clock_s
 
 MAX_LINE_BYTES = 128 * 1024
 MAX_STRANGER_BYTES = 4 * 1024
@@ -41,6 +46,7 @@ _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
 _NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _NOTHING_LEFT_S = 0.02
+_ARRIVAL_LOOK_S = 0.005
 
 Message = dict[str, Any]
 
@@ -259,6 +265,14 @@ class Connection:
             raise ProtocolError(f"a descriptor of the wrong type came along: {stat.filemode(mode)}")
         return self._descriptors.pop(0)
 
+    def await_arrival(self, until_s: float) -> None:
+        """Waits until the other end's system has all that was sent over TCP, or until ``until_s`` on CLOCK_BOOTTIME.
+
+        A socket that is closed while something is unread drops what is still on its way.
+        """
+        while not self.closed and _unacknowledged_bytes(self.socket) and clock_s() < until_s:
+            time.sleep(_ARRIVAL_LOOK_S)
+
     def close(self) -> None:
         """Closes the socket and what came along unasked."""
         self.closed = True
@@ -305,6 +319,10 @@ class Connection:
         while len(self._descriptors) > _MAX_DESCRIPTORS:  # nobody has asked for so many
             os.close(self._descriptors.pop())
         return data
+
+
+def _unacknowledged_bytes(sock: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def accepted(listener: socket.socket) -> Iterator[Connection]:
