@@ -25,14 +25,18 @@ GOODBYE = "client.goodbye()"
 def two_hosts(
     first: str, second: str, *, failure_timeout_s: float = 6.0, hang_report_s: float | None = None
 ) -> Iterator[tuple[Job, Job]]:
-    """A rank on each of two hosts; the second is rank 1. Yields once they have met."""
-    with Job(LISTEN + first, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as one:
+    """A rank on each of two hosts; the second is rank 1. Their statements run, and this yields, once they have met."""
+    first = f"{LISTEN}sys.stdin.readline(); {first}"
+    with Job(first, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as one:
         assert one.ranks[0].stdout is not None
         port = one.ranks[0].stdout.readline().strip()
         join = JOIN.format(port=port, secret=SECRET)
         with Job(join + second, first_rank=1, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as two:
             assert two.ranks[0].stdout is not None
             assert two.ranks[0].stdout.readline() == "None\n"
+            assert one.ranks[0].stdin is not None
+            one.ranks[0].stdin.write("\n")
+            one.ranks[0].stdin.flush()
             yield one, two
 
 
