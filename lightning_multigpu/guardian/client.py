@@ -31,7 +31,7 @@ class NoGuardianError(GuardianError):
 
 
 _LONGEST_LOOK_S = 0.5
-_SEEN_S = 1.0
+_SEEN_S = 5.0
 _IN_LINE_S = 0.02
 _BACKLOG = 256  # strangers may stand in line before the other hosts
 
@@ -120,8 +120,8 @@ class GuardianClient:
     def failed(self, failure: Failure) -> None:
         """Tells the guardian that this rank fails by itself; the guardian tells the other ranks, and all have to end.
 
-        Returns when the guardian has read what the other ranks wait in, or after a second. Where the failure has no
-        step, the guardian takes the one that this rank has noted.
+        Returns when the guardian has read what the other ranks wait in, or after five seconds. Where the failure has
+        no step, the guardian takes the one that this rank has noted.
         """
         self._send("failed", failure=failure.to_message())
         if threading.current_thread() is not self._thread:

@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lightning_multigpu.guardian.hang import waits as waits_module
 from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry
 from lightning_multigpu.guardian.hang.hang_reports import HangReports
+from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.guardian.hang.waiting_graph import View
 from lightning_multigpu.guardian.hang.waits import last_waits
+from lightning_multigpu.guardian.proc import RUNNING
 from tests.guardian.job import WORK, Job, eventually, is_alive
 from tests.guardian.test_host_links import GOODBYE, two_hosts
 
@@ -292,6 +295,15 @@ def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.Captu
     assert "2 more ranks waited" in err
 
 
+def test_the_failing_rank_learns_it_from_a_guardian_that_takes_its_time() -> None:
+    """On a busy machine it left without: here the guardian is stopped for a while."""
+    stops = "import threading; time.sleep(1); os.kill(client.guardian_pid, 19); "
+    goes_on = "threading.Timer(1.5, os.kill, (client.guardian_pid, 18)).start(); "
+    fails = "client.failed(Failure('raised', 1)); print(len(client.waited), flush=True); os._exit(1)"
+    with Job(NOTE.format(operation="all_reduce") + WORK, stops + goes_on + fails, failure_timeout_s=20) as job:
+        assert job.outcome()[1][-1] == "1\n"
+
+
 def test_another_host_says_in_one_line_what_its_ranks_waited_in(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -305,6 +317,45 @@ def test_another_host_says_in_one_line_what_its_ranks_waited_in(
     (line,) = [line for line in lines if "; meanwhile rank 1 waited in all_reduce #1 of group data" in line]
     assert line.startswith("The job failed: rank 0")
     assert len(lines) == 2, "a line of each host"
+
+
+class Late:
+    """A question to a rank that has just come onto a core when it is looked at for the third time."""
+
+    def __init__(self, *_: object) -> None:
+        self.looks = 0
+
+    def is_answered(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def answer(self) -> Stacks:
+        return Stacks("", (Frame("train.py", 7, "step"),) if self.looks > 2 else ())
+
+
+def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
+    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [waiting])
+    monkeypatch.setattr(waits_module, "Question", Late)
+    monkeypatch.setattr(waits_module, "_PAUSE_S", 0.5)
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None)])
+    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+        "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in step"
+    ]
+
+
+def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They had the 0.4 s of a failure, by a second constant of the same name."""
+    now_s = 0.0
+    monkeypatch.setattr(waits_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(waits_module, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
+    asked: Any = SimpleNamespace(rank=0, finished=False, process=SimpleNamespace(state=lambda: RUNNING))
+    questions = waits_module._Round([asked], {})
+    now_s = 2.9
+    assert not questions.is_over()
+    now_s = 3.0
+    assert questions.is_over()
 
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

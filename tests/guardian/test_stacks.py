@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lightning_multigpu.guardian.hang import stacks
 from lightning_multigpu.guardian.hang.stacks import (
     Frame,
     Question,
@@ -22,7 +26,7 @@ from lightning_multigpu.guardian.hang.stacks import (
     parse,
     place,
 )
-from lightning_multigpu.guardian.proc import STOPPED, WatchedProcess
+from lightning_multigpu.guardian.proc import RUNNING, STOPPED, WatchedProcess
 from tests.guardian.job import DEADLINE_S, REPOSITORY, eventually, is_alive
 
 pytestmark = pytest.mark.launch
@@ -190,6 +194,24 @@ def test_an_ended_process() -> None:
     with rank("pass") as (watched, how, process):
         process.wait(DEADLINE_S)
         assert ask(watched, how).main == ()
+
+
+@pytest.mark.parametrize(
+    ("settled_s", "last_function"), [(0.0, "main"), (1e9, "<module>"), (1e9, "_run_module_as_main")]
+)
+def test_an_answer_is_whole_when_the_main_thread_is_in_it(
+    settled_s: float, last_function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that had to wait for a core in the middle of its answer was silent, and half an answer was taken."""
+    monkeypatch.setattr(stacks, "_SETTLED_S", settled_s)
+    monkeypatch.setattr(stacks, "_caught", lambda *_: -1)
+    process: Any = SimpleNamespace(pid=0, state=lambda: RUNNING, send_signal=lambda number: True)
+    with tempfile.TemporaryFile() as file:
+        question = Question(process, StackSignal(1, file.fileno(), main_thread=7))
+        others, rest = DUMP.replace("<module>", last_function).split("\n\n")
+        for text, answered in ((others, False), (f"\n\n{rest}", True)):
+            os.write(file.fileno(), text.encode())
+            assert [question.is_answered() for _ in range(2)] == [answered] * 2
 
 
 def test_the_signal_is_one_that_nobody_uses() -> None:

@@ -133,8 +133,10 @@ def _short(path: str) -> str:
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-# The handler writes the main thread last, and its outermost frame is a module; otherwise silence has to tell the end.
-_LAST_LINE = b" in <module>\n"
+# The handler writes the main thread last, whose outermost frame is a module or, under `python -m`, runpy's function. In
+# other programs the end is told by silence, which on a busy machine comes in the middle too.
+_LAST_LINES = (b" in <module>\n", b" in _run_module_as_main\n")
+_LAST_BYTES = max(map(len, _LAST_LINES))
 _SETTLED_S = 0.25
 _MAX_DUMP_BYTES = 1 << 20
 
@@ -258,12 +260,9 @@ class Question:
         size = os.fstat(self._how.descriptor).st_size
         if size != self._size:
             self._size, self._since_s = size, time.monotonic()
-        if (
-            size > len(_LAST_LINE)
-            and os.pread(self._how.descriptor, len(_LAST_LINE), size - len(_LAST_LINE)) == _LAST_LINE
-        ):
+        if os.pread(self._how.descriptor, _LAST_BYTES, max(0, size - _LAST_BYTES)).endswith(_LAST_LINES):
             return True
-        return size > 0 and time.monotonic() - self._since_s >= _SETTLED_S
+        return size > 0 and time.monotonic() - self._since_s >= _SETTLED_S and bool(self.answer().main)
 
     def answer(self) -> Stacks:
         """The answer so far; without one, the kernel's account of the process."""
