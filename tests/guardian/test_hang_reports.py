@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_multigpu.guardian.hang import waits as waits_module
-from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry
+from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, PAGE_BYTES, Entry
 from lightning_multigpu.guardian.hang.hang_reports import HangReports
 from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.guardian.hang.waiting_graph import View
-from lightning_multigpu.guardian.hang.waits import last_waits
+from lightning_multigpu.guardian.hang.waits import HangWatch, last_waits
 from lightning_multigpu.guardian.proc import RUNNING
 from tests.guardian.job import WORK, Job, eventually, is_alive
 from tests.guardian.test_host_links import GOODBYE, two_hosts
@@ -221,6 +221,24 @@ def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.Captu
         assert job.outcome()[0] == [0, 0]
         assert job.guardian_ends()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
+    entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [entry] if noted else [])
+    collective = Frame("/torch/distributed/distributed_c10d.py", 1, "barrier")
+    view = View(0, "host", 1, 2, stacks=Stacks("", (collective, Frame("train.py", 7, "step"))))
+    monkeypatch.setattr(HangWatch, "look", lambda self, seen, **_: seen([view]))
+    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 0)
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
+    watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
+    for now_s in (5.0, 16.0, 19.0, 22.0):
+        before = watch.observe(now_s)
+    assert list(before.values()) == [5.0]
+    watch.forgive(40.0)
+    assert watch.observe(41.0) == before
 
 
 def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(

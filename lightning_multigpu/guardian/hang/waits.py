@@ -67,6 +67,7 @@ class HangWatch:
         self._memory = memory
         self._signals: dict[int, StackSignal] = {}
         self._silences: dict[int, _Silence] = {}
+        self._waits: Waits = {}
         self._wanted: list[tuple[list[WatchedRank], Callable[[list[View]], None]]] = []
         self._round: _Round | None = None
         self._now_s = self._forgiven_s = 0.0
@@ -78,9 +79,9 @@ class HangWatch:
         self._signals[rank] = how
 
     def forgive(self, now_s: float) -> None:
-        """Counts every wait from now on: until now this process, or all ranks, were paused."""
+        """Counts waits from now on, but for those that were too long: this process, or all ranks, were paused."""
         self._forgiven_s = now_s
-        self._silences.clear()
+        self._silences = {rank: silence for rank, silence in self._silences.items() if silence.confirmed}
 
     def observe(self, now_s: float) -> Waits:
         """Looks at all pages; returns the waits that have lasted too long."""
@@ -95,12 +96,14 @@ class HangWatch:
         for rank in at_work:
             entries = read_entries(self._memory, rank.slot)
             for entry in entries:
-                since_s = max(entry.since_s, self._forgiven_s)
+                name = f"{rank.rank}: {entry.name} {entry.ranks}"
+                since_s = self._waits.get(name, max(entry.since_s, self._forgiven_s))
                 if entry.state == AWAITED and now_s - since_s >= self._limit_s:
-                    waits[f"{rank.rank}: {entry.name} {entry.ranks}"] = since_s
+                    waits[name] = since_s
             silence = self._silence(rank, entries)
             if silence.confirmed and silence.seen is not None:
                 waits[f"{rank.rank}: {silence.seen.operation} {silence.seen.place}"] = silence.since_s
+        self._waits = waits
         return waits
 
     def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
