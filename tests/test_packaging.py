@@ -27,7 +27,14 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import lightning_multigpu
-from lightning_multigpu import REGIMES, MultiGPUStrategy, PipelineStrategy, Regime, RingDDPStrategy
+from lightning_multigpu import (
+    REGIMES,
+    CPUParameterServerStrategy,
+    MultiGPUStrategy,
+    PipelineStrategy,
+    Regime,
+    RingDDPStrategy,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_multigpu"
@@ -167,6 +174,7 @@ class TestPublicNames:
     def test_root(self) -> None:
         assert set(lightning_multigpu.__all__) == {
             "REGIMES",
+            "CPUParameterServerStrategy",
             "Meter",
             "MultiGPUStrategy",
             "PipelineError",
@@ -340,7 +348,9 @@ class TestDocuments:
             for text in texts:
                 assert text in row
 
-    @pytest.mark.parametrize("strategy", [MultiGPUStrategy, RingDDPStrategy, PipelineStrategy])
+    @pytest.mark.parametrize(
+        "strategy", [MultiGPUStrategy, CPUParameterServerStrategy, RingDDPStrategy, PipelineStrategy]
+    )
     def test_docstring_has_every_option(self, strategy: type) -> None:
         """The pages take their tables of options from there."""
         section = inspect.cleandoc(strategy.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
@@ -352,7 +362,7 @@ class TestDocuments:
         assert sorted(set(re.findall(r"^    (\w+): ", section, re.MULTILINE)) - {"options"}) == sorted(own)
 
     def test_no_table_of_options_is_written_by_hand(self) -> None:
-        names = {*options(RingDDPStrategy), *options(PipelineStrategy)}
+        names = {*options(CPUParameterServerStrategy), *options(RingDDPStrategy), *options(PipelineStrategy)}
         for path in (ROOT / "README.md", *self.PAGES):
             rows = re.findall(r"^\| `(\w+)` \|", path.read_text(), re.MULTILINE)
             assert not names.intersection(rows), path
