@@ -58,6 +58,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         self._replaced: list[str] = []
         self._accumulating = False
         self._num_reserved = 0
+        self._pinned: list[Tensor] = []
 
     @property
     @override
@@ -115,6 +116,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         else:
             self._replace("clip_grad_by_norm", self._clip_by_norm)
             self._replace("clip_grad_by_value", self._clip_by_value)
+            self._set_pushes_early(True)
 
     @override
     def teardown(self) -> None:
@@ -128,6 +130,9 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         for server in self._servers.values():
             server.close()
         self._servers, self._replaced = {}, []
+        for flat in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())  # type: ignore[no-untyped-call]
+        self._pinned.clear()
         if self._memory is not None:
             self._memory.ranks.close()
             self._memory = None
@@ -140,14 +145,28 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         """A flat tensor that all ranks reach; where memory cannot be shared, it is copied in pieces instead."""
         assert self._memory is not None
         flat = torch.zeros(numel, dtype=dtype)
-        if self._memory.num_ranks == 1 or not numel:
+        if not numel:
             return flat
-        self._num_reserved += 1
-        try:
-            self._memory.ranks.move(flat, self._num_reserved)
-        except SharedMemoryUnavailableError as error:
-            rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
+        if self._memory.num_ranks > 1:
+            self._num_reserved += 1
+            try:
+                self._memory.ranks.move(flat, self._num_reserved)
+            except SharedMemoryUnavailableError as error:
+                rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
+        if self.root_device.type == "cuda":
+            self._pin(flat)
         return flat
+
+    def _pin(self, flat: Tensor) -> None:
+        """Locks the pages of a tensor in memory, so that a GPU copies from and to them beside its work."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
+            self._pinned.append(flat)
+        else:
+            rank_zero_warn(
+                f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
+                "and from the GPU do not overlap its work"
+            )
 
     # Training
 
@@ -155,10 +174,17 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are only accumulated."""
         self._accumulating = True
+        pushes_early = any(server.pushes_early for server in self._servers.values())
+        self._set_pushes_early(False)
         try:
             yield
         finally:
             self._accumulating = False
+            self._set_pushes_early(pushes_early)
+
+    def _set_pushes_early(self, pushes_early: bool) -> None:
+        for server in self._servers.values():
+            server.pushes_early = pushes_early
 
     @override
     def on_validation_start(self) -> None:

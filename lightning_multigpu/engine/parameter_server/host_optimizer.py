@@ -115,6 +115,8 @@ class HostOptimizer:
             next step takes it as it is.
         clip_norm: the next step clips the gradients to this global norm; None for no clipping.
         clip_value: the next step clips each element of the gradients to this; None for no clipping.
+        pushes_early: on GPUs, each gradient is copied to the host as soon as backward has it, beside the rest of
+            backward. For a backward pass whose gradients are complete, and that no hook changes.
 
     Raises:
         ValueError: the optimizer evaluates the loss itself, several times a step.
@@ -130,11 +132,13 @@ class HostOptimizer:
         self.gradients_are_whole = False
         self.clip_norm: float | None = None
         self.clip_value: float | None = None
+        self.pushes_early = False
         self._memory = memory
         self._split = split or split_of(optimizer)
         self._flats: list[_Flat] = []
         self._shards: dict[Parameter, Parameter | None] = {}
         self._shard_state: Any = defaultdict(dict)
+        self._copies = EarlyCopies()
         self._update = optimizer.step
         self._had_step = "step" in vars(optimizer)
 
@@ -163,6 +167,7 @@ class HostOptimizer:
             vars(self.optimizer).pop("step", None)
         self._flats, self._shards = [], {}
         self._shard_state.clear()
+        self._copies.close()
 
     def average_gradients(self) -> None:
         """Makes each ``.grad`` the average over the ranks, for hooks that read it before the step; a collective."""
@@ -209,7 +214,7 @@ class HostOptimizer:
             with self._metered("pull", flat):
                 self._memory.ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
                 for number, parameter in enumerate(flat.parameters):
-                    parameter.copy_(flat.weight(number))
+                    parameter.copy_(flat.weight(number), non_blocking=True)
         self.gradients_are_whole = False
         self.clip_norm = self.clip_value = None
         return loss
@@ -328,8 +333,10 @@ class HostOptimizer:
                 self._shard_state[shard] = {
                     name: _part(v, parameters[piece.number], piece) for name, v in state.items()
                 }
-            for parameter in parameters:
+            for number, parameter in enumerate(flat.parameters):
                 self.optimizer.state.pop(parameter, None)
+                if parameter.is_cuda:
+                    self._copies.follow(parameter, flat.gradient(number), lambda: self.pushes_early)
 
     def _present(self) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one."""
@@ -355,7 +362,7 @@ class HostOptimizer:
             place, gradient = flat.gradient(number), parameter.grad
             if gradient is None:
                 place.zero_()
-            else:
+            elif not self._copies.has(parameter):
                 place.copy_(gradient.to_dense() if gradient.is_sparse else gradient, non_blocking=True)
         self._await_device(flat)
 
@@ -371,6 +378,7 @@ class HostOptimizer:
     def _await_device(self, flat: _Flat) -> None:
         device = flat.parameters[0].device
         if device.type == "cuda":
+            self._copies.wait()
             torch.cuda.current_stream(device).synchronize()
 
     def _clip(self, flats: Sequence[_Flat]) -> None:
@@ -429,6 +437,52 @@ class HostOptimizer:
             size_bytes=size_bytes,
             memory_bytes=size_bytes if operation == "push" else 0,
         )
+
+
+class EarlyCopies:
+    """Copies of gradients from a GPU to the host, on a stream of their own, while backward goes on::
+
+    compute stream    backward ... [g2] ....... [g1] ....... [g0]
+    copy stream                        [- g2 -]     [- g1 -]     [- g0 -]
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._done: dict[Parameter, tuple[Tensor, int]] = {}
+        self._hooks: list[Any] = []
+
+    def follow(self, parameter: Parameter, place: Tensor, is_wanted: Callable[[], bool]) -> None:
+        """Copies each gradient of the parameter to ``place``, which has its shape, when backward has it."""
+
+        def copy(of: Tensor) -> None:
+            gradient = of.grad
+            if not is_wanted() or gradient is None or gradient.is_sparse:
+                return
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(parameter.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(parameter.device))
+            with torch.cuda.stream(self._stream):
+                place.copy_(gradient, non_blocking=True)
+            gradient.record_stream(self._stream)
+            self._done[parameter] = gradient, gradient._version
+
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the parameter's gradient, as it is now, was copied; that is told once."""
+        gradient, version = self._done.pop(parameter, (None, 0))
+        return gradient is not None and gradient is parameter.grad and gradient._version == version
+
+    def wait(self) -> None:
+        """Returns when all copies have ended."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Copies nothing from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._done, self._stream = [], {}, None
 
 
 @dataclass(frozen=True)
