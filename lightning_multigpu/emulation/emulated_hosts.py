@@ -246,6 +246,9 @@ class EmulatedHosts:
         for other in range(self.num_hosts):
             own_names = [socket.gethostname()] if other == node_rank else []
             lines.append(" ".join([_address(other), f"host{other}", *own_names]))
+            # As torch's store, which listens on IPv6, sees it; without a name c10d warns. A name of its own: host0 is
+            # to stay one address.
+            lines.append(f"::ffff:{_address(other)} host{other}-ipv4")
         return "\n".join(lines) + "\n"
 
     def _take_down(self) -> None:
