@@ -26,6 +26,7 @@ from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
 from lightning_multigpu.runtime.last_checkpoint import short
 
 PROGRAM = "lightning-multigpu"
+_HEADLINE = 200
 _MESSAGE = "_lightning_multigpu_message"
 
 
@@ -58,6 +59,8 @@ class FailureMessage:
         if not self.in_full and getattr(error, _MESSAGE, None) is self:
             lines = [*lines, headline] if self.is_first_host else [f"{headline}{in_one_line(self.waited)}"]
         else:
+            if len(headline) > _HEADLINE:  # the traceback ends in all of it
+                headline = f"{headline[:_HEADLINE].rstrip()}..."
             lines = [headline, *lines, folded(self._traceback_of(error)).rstrip()]
         with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
             lines.append(resume_advice(self.checkpoint() if callable(self.checkpoint) else self.checkpoint))

@@ -58,6 +58,17 @@ def test_the_failed_rank_prints_what_and_where_first_and_its_exception_last(caps
     assert last == "ValueError: spoilt", "not the note, which is the first line again"
 
 
+def test_a_long_message_is_printed_in_full_where_the_exception_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """A refusal of a few hundred characters stood on the terminal three times."""
+    error = ValueError("no such thing, " * 20 + "pass another")
+    show_if_uncaught(error, FailureMessage(own_failure(error), True, []))
+    headline, *_, last = printed(error, capsys)
+    assert headline.startswith("The job failed: rank 1 ")
+    assert headline.endswith("...")
+    assert len(headline) <= 203
+    assert last == f"ValueError: {error}"
+
+
 def test_another_rank_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """It printed its own stack, and then that of the failed rank once more."""
     failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
