@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.commands.first_look import first_look, settings_of
 from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
+from lightning_multigpu.commands.training_help import page
 from lightning_multigpu.strategies import option_checks
 from tests import preforked
 
@@ -166,7 +168,13 @@ class TestWithoutLightning:
     LINES = (
         "--help", "--version", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "bench --help",
         "pipeline --help", "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
-        "fit --config=no.yaml", "fit --config=run.yaml",
+        "fit --config=no.yaml", "fit --config=run.yaml", "fit --help", "validate -h", "bench strategies --help",
+        "bench collectives --help", "pipeline plan --help", "bench strategies --model=resnet",
+        "bench collectives --jsno", "bench strategies --strategies ring_dpd", "bench strategies --model=project.Modl",
+        "pipeline plan --jsno=a", "bench collectives --backends glo", "fit --model=projct.Model",
+        "fit --model=project.Modl", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
+        "validate --ckpt_path=no.ckpt",
+        "fit --model=project.Model --trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping",
     )  # fmt: skip
 
     def test_answers_that_need_neither(self, project: Path) -> None:
@@ -184,6 +192,25 @@ class TestWithoutLightning:
         assert tuple(ended.stdout.splitlines()) == self.LINES, ended.stderr
         assert "Did you mean '--trainer.strategy'?" in ended.stderr
         assert "run.yaml: trainer.callbcks is not a setting. Did you mean 'trainer.callbacks'?" in ended.stderr
+        assert "--jsno is not a setting. Did you mean '--json'?" in ended.stderr
+        assert ended.stderr.count("strategy='ring_dp") == 2
+        assert ended.stderr.count("project has no 'Modl'. Did you mean 'Model'?") == 2
+
+    @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
+    def test_options_of_the_short_help_are_those_of_the_parser(self, name: str) -> None:
+        found = set(re.findall(r"^  --([\w.]+)", page(name), re.MULTILINE))
+        printing = {"print_config", "help_all", "trainer.strategy.help"}
+        assert printing < found
+        assert found - printing <= {*settings_of_parser(name), *(["resume"] if name == "fit" else [])}
+        assert all(len(line) <= 120 for line in page(name).splitlines())
+
+    def test_help_all_is_the_parsers(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", "--help_all"])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert "--trainer.barebones" in printed
+        assert "--resume RUN" in printed
 
     def test_settings_are_those_of_the_parser(self) -> None:
         """A setting that the first look did not know would be refused, although the parser has it."""
@@ -192,7 +219,10 @@ class TestWithoutLightning:
             assert sorted(settings_of(name)) == sorted([*settings_of_parser(name), *options])
 
     @pytest.mark.parametrize("text", ["", "model: project.Model\ntrainer.strategy.class_path: RingDDPStrategy\n"])
-    def test_unusual_configurations_are_left_to_the_parser(self, text: str, project: Path) -> None:
+    def test_unusual_configurations_are_left_to_the_parser(
+        self, text: str, project: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(project)
         assert first_look("fit", ["--config", config(project, text), "--trainer.strategy.zzz=1"]) is not None
         assert first_look("fit", ["--config={model: project.Model}"]) == {}
 
@@ -245,6 +275,18 @@ class TestAccepted:
         with pytest.raises(SystemExit):
             main(["fit", "--model=project.Model", "--print_config"])
         assert int(yaml.safe_load(capsys.readouterr().out)["trainer"]["devices"]) == 2
+
+    def test_the_number_of_emulated_hosts_is_not_saved(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A run under ``emulate`` that was resumed without it waited for hosts that were not there."""
+        monkeypatch.setenv("PL_TRAINER_NUM_NODES", "1")
+        assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
+        monkeypatch.setenv("PL_TRAINER_NUM_NODES", "3")
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(["fit", "--config=config.yaml", "--print_config"])
+        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["num_nodes"] == 3
 
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_the_other_commands(self, command: str, project: Path) -> None:
@@ -471,12 +513,22 @@ class TestProcesses:
         ended = self.run(command, "fit", *ON_CPU, *options)
         assert ended.returncode == 0, ended.stderr
         assert "Process group of 2 over gloo" in ended.stderr
+        assert "Seed set to 0" in ended.stderr
 
     def test_refusal(self, project: Path) -> None:
         refused = self.run([sys.executable, "-m", "lightning_multigpu"], "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
         assert refused.returncode == 2
         assert refused.stderr.startswith("lightning-multigpu fit: error: strategy='ring_dpp' is unknown.")
         assert "Traceback" not in refused.stderr
+
+    def test_the_message_of_a_refusal_stands_alone(self, project: Path) -> None:
+        """ "Seed set to 0" stood before the one line that mattered."""
+        command = [sys.executable, "-m", "lightning_multigpu"]
+        refused = self.run(command, "fit", *RING, "--trainer.strategy.bucket_cap_mb=-1")
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines() == [
+            "lightning-multigpu fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"
+        ]
 
 
 def test_the_parser_goes_to_spawned_ranks_which_save_the_settings() -> None:

@@ -37,6 +37,8 @@ With ``--support`` there is, in place of ``results``, ::
                    "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}]
 
 and ``settings`` has ``timeout_s`` only.
+
+Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
 
 from __future__ import annotations
@@ -44,24 +46,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from lightning_multigpu.bench.collectives import implementations as table_of_implementations
-from lightning_multigpu.bench.collectives import support
-from lightning_multigpu.bench.collectives.collective_run import Plan, Result, measure
-from lightning_multigpu.bench.collectives.collective_table import CollectivesTable, document
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.collectives.plot import check_plot, draw
-from lightning_multigpu.bench.jobs.host_agents import Hosts
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
 from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+
+if TYPE_CHECKING:
+    from lightning_multigpu.bench.collectives.collective_run import Plan, Result
+    from lightning_multigpu.bench.jobs.host_agents import Hosts
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 _TENSORS_A_RANK = 2  # one goes in, one comes out
@@ -80,9 +81,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = _parser(name).parse(arguments)
     try:
         place = placement(options.devices, options.num_nodes)
-        operations, implementations = _operations(options), _implementations(options)
-        plan = _plan(options, operations, implementations)
-        _check(options, plan, place)
+        _check(options, place)
+        plan = _plan(options, _operations(options), _implementations(options))
+        _check_memory(options, plan, place)
     except ValueError as error:
         raise UsageError(str(error)) from error
     with started(place, options, [*name.split(), *arguments]) as (hosts, head):
@@ -90,6 +91,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
+    from lightning_multigpu.bench.collectives.collective_run import measure
+    from lightning_multigpu.bench.collectives.collective_table import CollectivesTable, document
+
     world_size = hosts.placement.world_size
     table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
     print("\n".join(table.head()), flush=True)
@@ -113,6 +117,9 @@ def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Nam
 
 
 def _support(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
+    from lightning_multigpu.bench.collectives import support
+    from lightning_multigpu.bench.collectives.collective_table import document
+
     cells = list(support.try_all(hosts, plan.implementations, plan.operations, timeout_s=plan.timeout_s))
     print("\n".join(support.lines(cells)), flush=True)
     settings = {"timeout_s": plan.timeout_s}
@@ -140,10 +147,15 @@ def _implementations(options: argparse.Namespace) -> list[Implementation]:
 
 
 def _plan(options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]) -> Plan:
+    sizes = geometric_sizes(options.min_size, options.max_size, options.step_factor)
+    import torch
+
+    from lightning_multigpu.bench.collectives.collective_run import Plan
+
     return Plan(
         operations=operations,
         implementations=implementations,
-        sizes=geometric_sizes(options.min_size, options.max_size, options.step_factor),
+        sizes=sizes,
         device_type=options.device,
         dtype=getattr(torch, options.dtype),
         repetitions=options.repetitions,
@@ -152,17 +164,23 @@ def _plan(options: argparse.Namespace, operations: list[Operation], implementati
     )
 
 
-def _check(options: argparse.Namespace, plan: Plan, place: Placement) -> None:
+def _check(options: argparse.Namespace, place: Placement) -> None:
     if place.world_size < 2:
         raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
-    if options.device == "cuda" and not torch.cuda.device_count():
-        raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
     if options.support and options.plot is not None:
         raise UsageError("--plot draws times, and --support takes none; leave one of them out")
     check_directory("json", options.json)
     check_directory("plot", options.plot)
     if options.plot is not None:
         check_plot(options.plot)
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.device_count():
+            raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
+
+
+def _check_memory(options: argparse.Namespace, plan: Plan, place: Placement) -> None:
     if options.device == "cpu" and not options.support:
         jobs = len(plan.implementations) * place.devices
         needed, free = _TENSORS_A_RANK * plan.sizes[-1] * jobs, psutil.virtual_memory().available

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_multigpu.bench.jobs.host_agents import Hosts
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
-from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import UsageError
+
+if TYPE_CHECKING:
+    from lightning_multigpu.bench.jobs.host_agents import Hosts
 
 _OWN = ("json", "plot", "verbose")  # options that hosts may be given differently
 
@@ -65,6 +66,9 @@ def started(
     Raises:
         UsageError: hosts have been started with different options.
     """
+    from lightning_multigpu.bench.jobs.host_agents import Hosts
+    from lightning_multigpu.bench.machine import header, header_lines
+
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(place, threads=options.threads, verbose=options.verbose))
         try:

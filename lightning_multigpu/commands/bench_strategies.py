@@ -31,6 +31,8 @@ not. ::
 
 ``parameters`` and ``batch_size`` are 0 where they are not known: all strategies failed, or the model has a loader of
 its own.
+
+Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
 
 from __future__ import annotations
@@ -41,29 +43,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 from rich.console import Console
 from rich.progress import Progress
 
 from lightning_multigpu.bench.collectives.plot import check_plot
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.strategies.contenders import contenders
-from lightning_multigpu.bench.strategies.models import MODELS, brings_batch, brings_loader, check_model, made
-from lightning_multigpu.bench.strategies.strategy_plot import draw
-from lightning_multigpu.bench.strategies.strategy_run import Plan, measure
-from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
 from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
 from lightning_multigpu.commands.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.given import load
 from lightning_multigpu.commands.option_parser import OptionParser, number
+from lightning_multigpu.commands.spelling import check_class, check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    from lightning_multigpu.bench.strategies.strategy_run import Plan
 
 T = TypeVar("T")
 
 DEFAULT_STRATEGIES = ("ddp", "ring_ddp")
+MODEL_NAMES = ("mlp", "gpt")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -78,12 +80,16 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """
     options = _parser(name).parse(arguments)
     try:
-        subject = _subject(options)
-        place = placement(options.devices, options.num_nodes)
-        plan, baseline = _plan(options, subject), _baseline(options)
+        _check_names(options)
+        place, baseline = placement(options.devices, options.num_nodes), _baseline(options)
         _check(options, place.devices)
+        subject = _subject(options)
+        plan = _plan(options, subject)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    from lightning_multigpu.bench.strategies.strategy_run import measure
+    from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
+
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with started(place, options, [*name.split(), *arguments]) as (hosts, head), progress:
         task = progress.add_task("starting", total=plan.num_turns)
@@ -112,6 +118,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}
     write_json(options.json, document)
     if options.plot is not None:
+        from lightning_multigpu.bench.strategies.strategy_plot import draw
+
         draw(results, options.plot)
         print(f"# drawn into {options.plot}", flush=True)
     return status
@@ -136,11 +144,32 @@ class _Subject:
     default_batch_size: int | None = None
 
 
+def _check_names(options: argparse.Namespace) -> None:
+    """Checks what needs no import of the classes."""
+    if options.config is not None and (options.model is not None or options.data is not None):
+        raise UsageError("--config has a model and its data: leave --model and --data out, or it")
+    for strategy in options.strategies:
+        check_strategy(strategy.partition(":")[0])
+    for option, path in (("model", options.model), ("data", options.data)):
+        if path is None or (option == "model" and path in MODEL_NAMES):
+            continue
+        if option == "model" and "." not in path:
+            raise UsageError(
+                f"--model={path}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
+            )
+        try:
+            check_class(path)
+        except ClassNotFoundError as error:
+            raise UsageError(f"--{option}={path}: {error}") from error
+
+
 def _subject(options: argparse.Namespace) -> _Subject:
     if options.config is not None:
-        if options.model is not None or options.data is not None:
-            raise UsageError("--config has a model and its data: leave --model and --data out, or it")
         return _of_config(options.config)
+    from lightning.pytorch import LightningDataModule
+
+    from lightning_multigpu.bench.strategies.models import brings_batch, made
+
     name = options.model or "mlp"
     data = None if options.data is None else partial(made, LightningDataModule, options.data)
     if data is not None:
@@ -157,6 +186,10 @@ def _of_config(path: str) -> _Subject:
         raise UsageError(f"--config={path}: it has no 'model'")
     if "optimizer" in settings:
         raise UsageError(f"--config={path}: 'optimizer' is not read here; give the model configure_optimizers()")
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    from lightning_multigpu.bench.strategies.models import brings_batch, brings_loader, made
+
     model = partial(made, LightningModule, settings["model"])
     data = partial(made, LightningDataModule, settings["data"]) if settings.get("data") is not None else None
     instance = _try("--config", f"{path}: model", model)
@@ -177,6 +210,9 @@ def _try(option: str, what: str, make: Callable[[], T]) -> T:
 
 
 def _plan(options: argparse.Namespace, subject: _Subject) -> Plan:
+    from lightning_multigpu.bench.strategies.contenders import contenders
+    from lightning_multigpu.bench.strategies.strategy_run import Plan
+
     return Plan(
         contenders=contenders(options.strategies),
         model=subject.model,
@@ -200,10 +236,10 @@ def _batch_size(given: int | None, subject: _Subject) -> int:
 
 
 def _model(name: str, *, brings_data: bool) -> type[LightningModule]:
+    from lightning_multigpu.bench.strategies.models import MODELS, check_model
+
     if name in MODELS:
         return MODELS[name]
-    if "." not in name:
-        raise UsageError(f"--model={name}: pass one of {', '.join(MODELS)}, or the class of yours as package.Class")
     try:
         cls = find_class(name)
     except ClassNotFoundError as error:
@@ -224,15 +260,18 @@ def _baseline(options: argparse.Namespace) -> str:
 
 
 def _check(options: argparse.Namespace, devices: int) -> None:
-    if options.device == "cuda" and torch.cuda.device_count() < devices:
-        raise UsageError(
-            f"--device=cuda --devices={devices}: this machine has {torch.cuda.device_count()} GPU(s); pass as many, or "
-            "--device=cpu"
-        )
     check_directory("json", options.json)
     check_directory("plot", options.plot)
     if options.plot is not None:
         check_plot(options.plot)
+    if options.device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < devices:
+            raise UsageError(
+                f"--device=cuda --devices={devices}: this machine has {torch.cuda.device_count()} GPU(s); pass as "
+                "many, or --device=cpu"
+            )
 
 
 def _parser(name: str) -> OptionParser:

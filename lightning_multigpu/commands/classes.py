@@ -10,6 +10,8 @@ from pydoc import ErrorDuringImport, locate
 from lightning_multigpu._suggest import did_you_mean, nearest
 from lightning_multigpu.registry import REGIMES
 
+WHERE = "modules are looked for in the current directory and among the installed packages"
+
 
 class ClassNotFoundError(LookupError):
     """There is no such class, or its module cannot be imported; the message is a clause that says which."""
@@ -34,8 +36,7 @@ def find_class(path: str) -> type | None:
     except ErrorDuringImport as error:
         raise ClassNotFoundError(f"importing it failed with {error.value!r}") from error
     except ModuleNotFoundError as error:
-        where = "modules are looked for in the current directory and among the installed packages"
-        raise ClassNotFoundError(f"{error.msg}; {where}") from error
+        raise ClassNotFoundError(f"{error.msg}; {WHERE}") from error
     return found if isinstance(found, type) else None
 
 

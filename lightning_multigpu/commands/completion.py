@@ -80,7 +80,7 @@ def _advice(shell: str) -> str:
 
 def _options(name: str, word: str, run: Callable[[Sequence[str]], object]) -> list[str]:
     if settings := settings_of(name):
-        return [*(f"--{setting}" for setting in settings), "--print_config", "--help"]
+        return [*(f"--{setting}" for setting in settings), "--print_config", "--help", "--help_all"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         run([name, *([word] if word else []), "--help"])

@@ -1,7 +1,7 @@
 """``fit``, ``validate``, ``test`` and ``predict``, as far as they do without Lightning, whose import takes seconds.
 
-A misspelt setting is refused at once, and ranks that the command line will need are started while this process imports
-Lightning.
+A misspelt setting, strategy or class is refused at once, ``--help`` prints the most used options, and ranks that the
+command line will need are started while this process imports Lightning.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_multigpu._suggest import nearest
 from lightning_multigpu._waiting_ranks import ranks_started
 from lightning_multigpu.commands.given import Settings, options
-from lightning_multigpu.commands.usage import PROGRAM
+from lightning_multigpu.commands.spelling import check_strategy
+from lightning_multigpu.commands.training_help import ALL_OPTIONS, page
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.commands.wrong_key import raise_for_wrong_key
 from lightning_multigpu.registry import REGIMES
 
 # Of LightningCLI and of TrainingCLI; the arguments of Trainer and of its methods are read from Lightning's source.
 _SETTINGS = ("config", "seed_everything", "model", "data", "optimizer", "lr_scheduler")
 _LAUNCHERS = ("LOCAL_RANK", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 _NOT_SETTINGS = ("self", "model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders")
 
 
@@ -34,30 +38,76 @@ def run(name: str, arguments: Sequence[str]) -> int:
         UsageError: an argument, a configuration file or a setting is wrong; no process has been started.
         SystemExit: for ``--help`` and ``--print_config``.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(page(name))
+        raise SystemExit(0)
     count = ranks_to_start(first_look(name, arguments), os.environ)
     # Ranks run the command line of this process again, and a program that calls main(arguments) has another one.
     is_own = Path(sys.argv[0]).name in (PROGRAM, "__main__.py") and sys.argv[1:] == [name, *arguments]
     only_prints = any(argument.startswith(("-h", "--help", "--print_config")) for argument in arguments)
     with ranks_started(range(1, count) if is_own and not only_prints else (), sys.argv[1:]):
-        status: int = import_module("lightning_multigpu.commands.training").run(name, arguments)
+        given = ["--help" if argument == ALL_OPTIONS else argument for argument in arguments]
+        status: int = import_module("lightning_multigpu.commands.training").run(name, given)
     return status
 
 
-def first_look(name: str, arguments: Sequence[str]) -> Settings:
+def first_look(name: str, arguments: Sequence[str], *, also: Sequence[str] = ()) -> Settings:
     """The settings that were given, or none where they cannot be told without Lightning.
 
+    Args:
+        name: of the subcommand.
+        arguments: that follow it.
+        also: further names of options, which a misspelt one may mean.
+
     Raises:
-        UsageError: a setting has a wrong name, or a configuration file cannot be read.
+        UsageError: a setting, a class, or a strategy of this pack has a wrong name, or a file is missing or cannot be
+            read.
     """
     known = settings_of(name)
     run = dict(options(arguments)).get("resume")
+    if run:
+        check_run(run)
     if run and Path(run, "config.yaml").is_file():
         arguments = [f"--config={run}/config.yaml", *arguments]
     files = [value for option, value in options(arguments) if option in ("c", "config")]
     # A configuration may also be given as text or as a URL, and be empty: jsonargparse knows what to make of that.
     if not known or any(":" in file or (Path(file).is_file() and not Path(file).stat().st_size) for file in files):
         return {}
-    return raise_for_wrong_key(arguments, known, values=False)
+    settings = raise_for_wrong_key(arguments, [*known, *also], values=False)
+    trainer = settings.get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
+    if isinstance(strategy, str):
+        try:
+            check_strategy(strategy)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if not run:
+        check_checkpoint(settings.get("ckpt_path"))
+    return settings
+
+
+def check_run(path: str) -> None:
+    """Checks that a run to resume exists; URLs pass.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if "://" not in path and not Path(path).exists():
+        raise UsageError(f"--resume={path}: there is no such directory")
+
+
+def check_checkpoint(path: object) -> None:
+    """Checks that a checkpoint given by path exists; Lightning's words ("best", "last"...) and URLs pass.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not path or str(path) in _CHECKPOINT_WORDS or ":" in str(path) or Path(str(path)).exists():
+        return
+    siblings = {file.name: str(file) for file in Path(str(path)).parent.glob("*.ckpt")}
+    near = nearest(Path(str(path)).name, siblings)
+    hint = f" Did you mean {siblings[near]!r}?" if near else ""
+    raise UsageError(f"ckpt_path={str(path)!r}: there is no such file.{hint}")
 
 
 def ranks_to_start(settings: Mapping[str, Any], environment: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ from lightning_multigpu._suggest import nearest
 from lightning_multigpu.commands.usage import UsageError
 
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
-_NOT_SETTINGS = ("help", "print_config")
+_NOT_SETTINGS = ("h", "help", "help_all", "print_config")
 
 Settings = MutableMapping[str, Any]
 

@@ -37,28 +37,21 @@ devices to be idle. ``--json PATH`` writes one object. Its keys are stable: a ch
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from lightning_multigpu.commands.first_look import first_look
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
-from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
 from lightning_multigpu.planning.schedule_order import SCHEDULES
-from lightning_multigpu.planning.stage_costs import LinkCost
 from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
 from lightning_multigpu.report.schedule_picture import check_picture
-from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 SCHEMA_VERSION = 2
 _DESCRIPTION = f"""\
@@ -92,7 +85,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
             check_picture(options.picture, "--picture")
         except ValueError as error:
             raise UsageError(str(error)) from error
-    plans = PlanCLI(rest, options).plans
+    first_look("fit", rest, also=[option.replace("_", "-") for option in vars(options)])
+    plans: PipelinePlans = import_module("lightning_multigpu.commands.planning_cli").planned(rest, options)
     print_plans(Console(file=sys.stdout), plans, options.link_gbit)
     if options.json is not None:
         document = {"schema_version": SCHEMA_VERSION, **as_json(plans, options.link_gbit)}
@@ -102,39 +96,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
         options.picture.write_bytes(picture(plans, options.picture.suffix))
         print(f"Picture: {options.picture}")
     return 0
-
-
-class PlanCLI(TrainingCLI):
-    """Makes everything that ``fit`` would make, and plans in its place.
-
-    Args:
-        arguments: options of ``fit``.
-        wanted: the options of the plan.
-
-    Attributes:
-        plans: what was asked for.
-
-    Raises:
-        UsageError: something is wrong that keeps from training, or from planning.
-    """
-
-    plans: PipelinePlans
-
-    def __init__(self, arguments: Sequence[str], wanted: argparse.Namespace) -> None:
-        self._wanted = wanted
-        super().__init__(["fit", *arguments])
-
-    def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
-        """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
-        wanted = self._wanted
-        link = LinkCost(0.0, 8e-9 / wanted.link_gbit if wanted.link_gbit else 0.0)
-        try:
-            planner = PipelinePlanner(
-                self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link
-            )
-            self.plans = planner.run(model, datamodule, self.config_init["fit"]["trainer"])
-        except (PlanError, PipelineError) as error:
-            raise UsageError(str(error)) from error
 
 
 def _parser(name: str) -> OptionParser:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_multigpu.commands.first_look import check_run
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.runtime.last_checkpoint import (
     CheckpointFile,
@@ -107,8 +108,7 @@ def find(path: str) -> Resumption:
     Raises:
         UsageError: there is no complete checkpoint.
     """
-    if "://" not in path and not Path(path).exists():
-        raise UsageError(f"--resume={path}: there is no such directory")
+    check_run(path)
     file = newest(complete_checkpoints(path))
     if file is None:
         raise UsageError(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from pydoc import locate
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_multigpu._suggest import did_you_mean, nearest
+from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.registry import REGIMES
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 _PRECISION_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 
@@ -67,20 +65,6 @@ def path_of_strategy_class(strategy: str) -> str | None:
     """The path of this pack's strategy class of that name, given with or without its modules; None for other names."""
     name = strategy.rpartition(".")[2]
     return f"lightning_multigpu.{name}" if any(regime.strategy.__name__ == name for regime in REGIMES) else None
-
-
-def check_checkpoint(path: object) -> None:
-    """Checks that a checkpoint given by path exists; Lightning's words ("best", "last"...) and URLs pass.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if not path or str(path) in _CHECKPOINT_WORDS or ":" in str(path) or Path(str(path)).exists():
-        return
-    siblings = {file.name: str(file) for file in Path(str(path)).parent.glob("*.ckpt")}
-    near = nearest(Path(str(path)).name, siblings)
-    hint = f" Did you mean {siblings[near]!r}?" if near else ""
-    raise UsageError(f"ckpt_path={str(path)!r}: there is no such file.{hint}")
 
 
 def check_devices(devices: object, device_type: str) -> None:

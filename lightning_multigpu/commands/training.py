@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from argparse import SUPPRESS, ArgumentError
@@ -10,15 +11,17 @@ from functools import update_wrapper
 from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_multigpu.commands import resume
-from lightning_multigpu.commands.settings import check_checkpoint, check_trainer_settings, path_of_strategy_class
+from lightning_multigpu.commands.first_look import check_checkpoint
+from lightning_multigpu.commands.settings import check_trainer_settings, path_of_strategy_class
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.commands.wrong_key import condensed, raise_for_wrong_key
 from lightning_multigpu.registry import REGIMES
@@ -81,6 +84,19 @@ def _instance(cls: type, *args: Any, **kwargs: Any) -> Any:
     return cls(*args, **kwargs)
 
 
+class _SavedConfig(SaveConfigCallback):
+    """Saves the settings beside the logs, without the number of hosts that the environment has set.
+
+    A run that ``emulate`` has started can so be resumed on one host.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **kwargs: Any) -> None:
+        if config.trainer.num_nodes == _defaults_of_environment().get("num_nodes"):
+            config = config.clone()
+            del config.trainer["num_nodes"]
+        super().__init__(parser, config, *args, **kwargs)
+
+
 class TrainingCLI(LightningCLI):
     """LightningCLI that refuses what is wrong in one message, before any process is started.
 
@@ -97,6 +113,7 @@ class TrainingCLI(LightningCLI):
     def __init__(self, arguments: Sequence[str]) -> None:
         names = ", ".join(regime.name for regime in REGIMES)
         self._command = arguments[0]
+        self._seed_lines: list[logging.LogRecord] = []
         described = f"Strategies of this pack: {names}; '{PROGRAM} strategies' describes them. Else as LightningCLI."
         super().__init__(
             args=list(arguments),
@@ -104,6 +121,7 @@ class TrainingCLI(LightningCLI):
             seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,
+            save_config_callback=_SavedConfig,
             save_config_kwargs={"overwrite": True},
             trainer_defaults=_defaults_of_environment(),
             parser_kwargs={
@@ -149,6 +167,21 @@ class TrainingCLI(LightningCLI):
         if self._resumption is not None:
             self._resumption.check(self._settings())
 
+    @override
+    def _set_seed(self) -> None:
+        """Sets the seed, and keeps the line that says so until all settings are known to be right."""
+
+        def keep(line: logging.LogRecord) -> bool:
+            self._seed_lines.append(line)
+            return False
+
+        log = logging.getLogger("lightning.fabric.utilities.seed")
+        log.addFilter(keep)
+        try:
+            super()._set_seed()
+        finally:
+            log.removeFilter(keep)
+
     def _settings(self) -> dict[str, Any]:
         """The settings as they are saved beside the logs."""
         name = self.config.subcommand
@@ -189,6 +222,8 @@ class TrainingCLI(LightningCLI):
             if found is not None:
                 for config in (self.config, self.config_init):
                     config[self.config.subcommand].ckpt_path = found.path
+        for line in self._seed_lines:
+            logging.getLogger(line.name).handle(line)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from lightning_multigpu._suggest import nearest
 from lightning_multigpu.commands.classes import ClassNotFoundError, arguments_of, find_class, refusal
 from lightning_multigpu.commands.given import CLASS_KEYS, Settings, load, merge, nested, options
+from lightning_multigpu.commands.spelling import check_class
 from lightning_multigpu.commands.usage import UsageError
 
 _CLASS_SETTINGS = ("model", "data", "optimizer", "lr_scheduler", "trainer.callbacks", "trainer.logger")
@@ -28,7 +29,8 @@ def raise_for_wrong_key(arguments: Sequence[str], known: Sequence[str], *, value
     Args:
         arguments: those after the subcommand.
         known: all settings of the subcommand, as dotted names: ``"trainer.max_epochs"``.
-        values: look into the values of the settings too: classes, which have to be imported, and their arguments.
+        values: look into the values of the settings too: import classes, and look into their arguments. Else classes
+            are looked for in source files alone.
 
     Raises:
         UsageError: the message names file, key and the nearest right key.
@@ -65,7 +67,7 @@ class _Search:
     Args:
         known: all settings, as dotted names.
         file: the source; None for the command line.
-        values: look into values.
+        values: import classes and look into their arguments.
     """
 
     known: Sequence[str]
@@ -77,7 +79,7 @@ class _Search:
         for key, value in settings.items():
             path = f"{prefix}{key}"
             if any(path == name or path.startswith(f"{name}.") for name in self.known):
-                if self.values and path in self.known:
+                if path in self.known:
                     self.value(value, merged.get(key), path)
             elif not any(name.startswith(f"{path}.") for name in self.known):
                 self.unknown_setting(prefix, str(key))
@@ -96,6 +98,8 @@ class _Search:
     def class_settings(self, value: Mapping[str, Any], merged: Mapping[str, Any], path: str) -> None:
         class_path = merged.get("class_path")
         cls = self.find_class(class_path, path) if isinstance(class_path, str) else None
+        if not self.values:
+            return
         accepted = arguments_of(cls) if cls is not None else []
         for key in value:
             here, inside = nearest(key, CLASS_KEYS), nearest(key, accepted)
@@ -116,7 +120,8 @@ class _Search:
 
     def find_class(self, class_path: str, path: str) -> type | None:
         try:
-            return find_class(class_path)
+            check_class(class_path)
+            return find_class(class_path) if self.values else None
         except ClassNotFoundError as error:
             self.wrong(path, f"={class_path}: {error}")
 

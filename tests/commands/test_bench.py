@@ -15,7 +15,9 @@ from lightning_multigpu.bench.collectives import implementations
 from lightning_multigpu.bench.jobs.host_agents import Hosts
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.machine import header, header_lines, without_places
+from lightning_multigpu.bench.strategies.models import MODELS
 from lightning_multigpu.cli import main
+from lightning_multigpu.commands.bench_strategies import MODEL_NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +120,10 @@ def test_help_names_every_option_once(bench: str, capsys: pytest.CaptureFixture[
         assert len(re.findall(rf"^  {option}\b", text, re.MULTILINE)) == 1
     if bench == "collectives":
         assert all(f"  {row.name} " in text for row in implementations.IMPLEMENTATIONS)
+
+
+def test_models_of_the_help_are_those_of_the_bench() -> None:
+    assert tuple(MODELS) == MODEL_NAMES
 
 
 def test_help_of_the_benches(capsys: pytest.CaptureFixture[str]) -> None:

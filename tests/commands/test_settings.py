@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_multigpu.commands import settings
+from lightning_multigpu.commands.first_look import check_checkpoint
 from lightning_multigpu.commands.usage import UsageError
 
 
@@ -108,15 +109,15 @@ def test_a_class_in_place_of_a_name(name: str) -> None:
 
 @pytest.mark.parametrize("path", [None, "", "best", "last", "s3://bucket/last.ckpt", "registry:model"])
 def test_checkpoints_that_are_not_looked_for_here(path: object) -> None:
-    settings.check_checkpoint(path)
+    check_checkpoint(path)
 
 
 def test_missing_checkpoint(tmp_path: Path) -> None:
     right = tmp_path / "epoch=3.ckpt"
     right.touch()
-    settings.check_checkpoint(right)
+    check_checkpoint(right)
     with pytest.raises(UsageError) as caught:
-        settings.check_checkpoint(tmp_path / "epoch=4.ckpt")
+        check_checkpoint(tmp_path / "epoch=4.ckpt")
     assert str(caught.value) == (
         f"ckpt_path={str(tmp_path / 'epoch=4.ckpt')!r}: there is no such file. Did you mean {str(right)!r}?"
     )

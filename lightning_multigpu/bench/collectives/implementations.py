@@ -1,21 +1,19 @@
-"""The implementations of collectives: the back ends of this build of torch, and this pack's own algorithms."""
+"""The implementations of collectives: the back ends of this build of torch, and this pack's own algorithms.
+
+The table can be read without torch, which each function imports by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from lightning_multigpu.bench.collectives.operations import Buffers
-from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
-from lightning_multigpu.communication.compression.factory import make_compressor
-from lightning_multigpu.communication.compression.pieces import Piece
-from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.ring import RingAllReduce
-from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.engine.data_parallel.gradient_transport import layout
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 Call = Callable[[Buffers], object]
 """Does one operation on prepared tensors, until it returns (on a GPU: until the current stream gets there)."""
@@ -46,6 +44,8 @@ class Implementation:
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is built and meant for "cpu" or "cuda" tensors."""
+        import torch.distributed as dist
+
         meant = self.devices or dist.Backend.backend_capability.get(self.backend, ())
         return self.is_built and device_type in meant
 
@@ -56,11 +56,15 @@ class Implementation:
     @property
     def is_built(self) -> bool:
         """Whether this build of torch has the back end."""
+        import torch.distributed as dist
+
         return dist.is_backend_available(self.backend)
 
 
 def torch_collectives(group: dist.ProcessGroup) -> dict[str, Call]:
     """The collectives of ``torch.distributed``."""
+    import torch.distributed as dist
+
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def send_recv(b: Buffers) -> None:
@@ -90,18 +94,29 @@ def torch_collectives(group: dist.ProcessGroup) -> dict[str, Call]:
 
 def ring(group: dist.ProcessGroup) -> dict[str, Call]:
     """The ring all-reduce of ``ring_ddp`` on CPUs."""
+    from lightning_multigpu.communication.ring import RingAllReduce
+
     all_reduce = RingAllReduce(group)
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
 def shared_memory(group: dist.ProcessGroup) -> dict[str, Call]:
     """The all-reduce of ``ring_ddp`` between ranks of one host; ranks of several hosts cannot share memory."""
+    from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+
     all_reduce = SharedMemoryAllReduce(group)
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
 def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     """The all-reduce of ``ring_ddp`` over hosts: shared memory inside each, a ring between them."""
+    import torch.distributed as dist
+
+    from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+    from lightning_multigpu.communication.ring import RingAllReduce
+    from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+    from lightning_multigpu.engine.data_parallel.gradient_transport import layout
+
     arranged = layout([list(range(dist.get_world_size(group)))], ranks_per_host)
     inside, between = _own_group(arranged.inside), _own_group(arranged.between)
     all_reduce = HierarchicalAllReduce(
@@ -114,6 +129,10 @@ def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
 
 def compressed(group: dist.ProcessGroup) -> dict[str, Call]:
     """The all-reduce of ``ring_ddp(compression="bf16")`` between hosts. The bench's numbers are exact in bf16."""
+    from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
+    from lightning_multigpu.communication.compression.factory import make_compressor
+    from lightning_multigpu.communication.compression.pieces import Piece
+
     all_reduce = CompressedAllReduce(group, make_compressor("bf16"))
 
     def call(b: Buffers) -> None:
@@ -125,6 +144,8 @@ def compressed(group: dist.ProcessGroup) -> dict[str, Call]:
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
     """This rank's of several groups; None without one. A collective of all ranks."""
+    import torch.distributed as dist
+
     made = [(ranks, dist.new_group(ranks)) for ranks in groups]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)
 

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
-from lightning_multigpu.bench.collectives.pattern import Pattern
 from lightning_multigpu.communication.metering.traffic import sent_share
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from lightning_multigpu.bench.collectives.pattern import Pattern
 
 Extent = Literal["whole", "part", "none"]
 Piece = tuple[int, int, int | None, int]
@@ -141,6 +143,8 @@ class Buffers:
         cls, operation: Operation, size: int, *, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
     ) -> Buffers:
         """Tensors for S of at most ``size`` bytes, rounded down so that each rank has an equal part, but never to 0."""
+        import torch  # the table is read for --help too, which does without
+
         numel = max(1, size // dtype.itemsize // world_size) * world_size if operation.has_size else 0
         elements = {"whole": numel, "part": numel // world_size, "none": 0}
         given = torch.zeros(elements[operation.given], dtype=dtype, device=device)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_multigpu.bench.collectives.collective_run import Result
 from lightning_multigpu.bench.sizes import size_text
+
+if TYPE_CHECKING:
+    from lightning_multigpu.bench.collectives.collective_run import Result
 
 FORMATS = ("png", "svg", "pdf")
 

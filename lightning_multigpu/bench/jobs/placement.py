@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
 DEFAULT_DEVICES = 2
 _DEFAULT_PORT = 29500
 
@@ -89,7 +87,11 @@ def _of_torchrun(environment: Mapping[str, str]) -> Placement | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Placement | None:
-    if "SLURM_PROCID" not in environment or not SLURMEnvironment.detect():
+    if "SLURM_PROCID" not in environment:
+        return None
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+    if not SLURMEnvironment.detect():
         return None
     try:
         slurm = SLURMEnvironment()

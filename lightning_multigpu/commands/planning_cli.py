@@ -1,0 +1,54 @@
+"""The planning of ``lightning-multigpu pipeline plan``, with Lightning's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_multigpu.commands.training import TrainingCLI
+from lightning_multigpu.commands.usage import UsageError
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
+from lightning_multigpu.planning.stage_costs import LinkCost
+from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
+
+
+def planned(arguments: Sequence[str], wanted: argparse.Namespace) -> PipelinePlans:
+    """The plans that ``wanted``, the options of the plan, asks for; ``arguments`` are those of ``fit``."""
+    return PlanningCLI(arguments, wanted).plans
+
+
+class PlanningCLI(TrainingCLI):
+    """Makes everything that ``fit`` would make, and plans in its place.
+
+    Args:
+        arguments: options of ``fit``.
+        wanted: the options of the plan.
+
+    Attributes:
+        plans: what was asked for.
+
+    Raises:
+        UsageError: something is wrong that keeps from training, or from planning.
+    """
+
+    plans: PipelinePlans
+
+    def __init__(self, arguments: Sequence[str], wanted: argparse.Namespace) -> None:
+        self._wanted = wanted
+        super().__init__(["fit", *arguments])
+
+    def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
+        """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
+        wanted = self._wanted
+        link = LinkCost(0.0, 8e-9 / wanted.link_gbit if wanted.link_gbit else 0.0)
+        try:
+            planner = PipelinePlanner(
+                self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link
+            )
+            self.plans = planner.run(model, datamodule, self.config_init["fit"]["trainer"])
+        except (PlanError, PipelineError) as error:
+            raise UsageError(str(error)) from error
