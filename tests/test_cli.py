@@ -275,6 +275,8 @@ class TestAccepted:
         with pytest.raises(SystemExit):
             main(["fit", "--model=project.Model", "--print_config"])
         assert int(yaml.safe_load(capsys.readouterr().out)["trainer"]["devices"]) == 2
+        message = error_of(capsys, "fit", "--model=project.Model", "--trainer.num_nodes=1")
+        assert "num_nodes=1, and there are 3 hosts" in message, "each host trained by itself, as a configuration said"
 
     def test_the_number_of_emulated_hosts_is_not_saved(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

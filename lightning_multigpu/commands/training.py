@@ -100,7 +100,7 @@ class _SavedConfig(SaveConfigCallback):
 class TrainingCLI(LightningCLI):
     """LightningCLI that refuses what is wrong in one message, before any process is started.
 
-    Model and data are given by their classes (``--model=examples.digits.DigitClassifier``). The configuration is
+    Model and data are given by their classes (``--model=examples.digits.DigitsCNN``). The configuration is
     saved beside the logs, over that of an earlier run there.
 
     Args:
@@ -162,6 +162,12 @@ class TrainingCLI(LightningCLI):
         settings = self.config[self.config.subcommand]
         if resume.OPTION in settings:
             raise UsageError("resume is an option of the command line, and no setting of a configuration file")
+        hosts = _defaults_of_environment().get("num_nodes", settings.trainer.num_nodes)
+        if settings.trainer.num_nodes != hosts:  # each host would train by itself, or wait for others
+            raise UsageError(
+                f"num_nodes={settings.trainer.num_nodes}, and there are {hosts} hosts (PL_TRAINER_NUM_NODES, which "
+                f"'{PROGRAM} emulate' sets); pass --trainer.num_nodes={hosts}, or leave num_nodes out"
+            )
         check_trainer_settings(settings.trainer)
         check_checkpoint(settings.ckpt_path)
         if self._resumption is not None:
