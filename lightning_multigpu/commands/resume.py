@@ -77,6 +77,19 @@ class Resumption(NamedTuple):
         _tell(f"Resumes from {self.file}{settings}")
 
 
+def check_epochs(file: CheckpointFile, max_epochs: int | None) -> None:
+    """Checks that a fit up to ``max_epochs`` does not end before the checkpoint's epoch, which Lightning refuses on
+    every rank.
+
+    Raises:
+        UsageError: it does.
+    """
+    if max_epochs is not None and -1 < max_epochs < file.epoch:
+        raise UsageError(
+            f"{file} is beyond max_epochs={max_epochs}; pass --trainer.max_epochs={file.epoch + 2} or more"
+        )
+
+
 def taken_out(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The value of ``--resume``, None where it is not given, and the other arguments.
 

@@ -172,6 +172,7 @@ class TrainingCLI(LightningCLI):
         check_checkpoint(settings.ckpt_path)
         if self._resumption is not None:
             self._resumption.check(self._settings())
+            resume.check_epochs(self._resumption.file, settings.trainer.max_epochs)
 
     @override
     def _set_seed(self) -> None:
@@ -225,6 +226,8 @@ class TrainingCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         if self.config[self.config.subcommand].ckpt_path == "last":
             found = resume.find_last(self.trainer, self._settings())
+            if found is not None and self._command == "fit":
+                resume.check_epochs(found, self.trainer.max_epochs)
             if found is not None:
                 for config in (self.config, self.config_init):
                     config[self.config.subcommand].ckpt_path = found.path

@@ -64,6 +64,9 @@ def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
 def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints the table to standard output or to ``console``; without colours and lines when that is no terminal."""
     console = Console() if console is None else console
+    if not report["steps"]:
+        console.print("No optimizer step was taken: there is nothing to report", highlight=False)
+        return
     console.print(render(report, terminal=console.is_terminal))
     if "pipeline" in report:
         pipeline_table.show(report["pipeline"], console)

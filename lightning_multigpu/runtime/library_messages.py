@@ -18,12 +18,13 @@ def silence_tips() -> None:
 def silence_deprecations(rank: int) -> None:
     """Ignores what one library says to another of deprecated names; a rank but the first ignores all of theirs.
 
-    Warnings about the user's own code stay on every rank.
+    Warnings about the user's own code stay on every rank, but for one that says the same on all of them.
     """
     warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
     if rank != 0:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
+        warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:

@@ -51,6 +51,11 @@ def test_every_figure_has_its_row_with_unit() -> None:
     assert "ranks wait for communication for 10.0 % of their time" in text
 
 
+def test_a_run_that_had_ended_before_has_no_table() -> None:
+    """``fit --resume`` of a run at its last epoch printed a table without a row."""
+    assert printed(report_of(record(0, steps=0))) == "No optimizer step was taken: there is nothing to report\n"
+
+
 def test_memory_was_the_hosts_on_a_cpu_and_nobody_could_tell() -> None:
     """A user with four browsers open was told that their model needs 3 GB."""
     report = report_of(record(0, **FIGURES))

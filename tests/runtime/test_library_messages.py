@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_multigpu.runtime.library_messages import silence_deprecations, silence_tips
 
 LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and ...` instead."
+DIRPATH = "The dirpath has changed from 'runs/version_0' to 'runs/version_1', therefore ... won't be reloaded."
 
 
 def shown(rank: int) -> list[str]:
@@ -22,6 +23,7 @@ def shown(rank: int) -> list[str]:
             (LEAF_SPEC, FutureWarning, "lightning.pytorch.utilities._pytree"),
             ("a library's", FutureWarning, "torch.nn"),
             ("of a loss", UserWarning, "torch.nn.modules.loss"),
+            (DIRPATH, UserWarning, "lightning.pytorch.callbacks.model_checkpoint"),
             ("the user's", FutureWarning, "torchlike"),
         ):
             warnings.warn_explicit(text, category, "file.py", 1, module)
@@ -30,7 +32,7 @@ def shown(rank: int) -> list[str]:
 
 def test_ranks_do_not_repeat_what_libraries_deprecate() -> None:
     """Only a pipeline's last rank computes the loss: what torch says of it must not be lost."""
-    assert shown(rank=0) == ["a library's", "of a loss", "the user's"]
+    assert shown(rank=0) == ["a library's", "of a loss", DIRPATH, "the user's"]
     assert shown(rank=1) == ["of a loss", "the user's"]
 
 
