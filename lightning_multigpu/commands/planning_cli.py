@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class PlanningCLI(TrainingCLI):
         """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
         wanted = self._wanted
         link = LinkCost(0.0, 8e-9 / wanted.link_gbit if wanted.link_gbit else 0.0)
+        print("Measures the layers on one device, in several rounds; nothing is trained", file=sys.stderr, flush=True)
         try:
             planner = PipelinePlanner(
                 self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link

@@ -84,7 +84,7 @@ def _head(plans: PipelinePlans, link_gbit: float | None) -> str:
 
 
 def _table(plans: PipelinePlans) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # all columns fit on 80 characters
     table.add_column("schedule", no_wrap=True)
     for title in ("M", "step ms", "bubble", "x one device", "rounds", "largest memory", "activations"):
         longest = max(map(len, title.split()))

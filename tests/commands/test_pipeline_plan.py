@@ -72,7 +72,10 @@ def planned(*options: str) -> dict[str, Any]:
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str], project: Path) -> None:
     assert main(["pipeline", "plan", "--num-micro-batches", "1", "4", "--config=run.yaml"]) == 0
-    printed = capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "Measures the layers on one device" in captured.err, "some minutes passed without a word"
+    printed = captured.out
+    assert re.search(r" activations *$", printed, re.MULTILINE), "the last column was cut off at 80 characters"
     first, second, third, *_ = printed.splitlines()
     assert first == "Pipeline over 'layers', 4 layers, on 2 ranks by balance='parameters'"
     assert second.startswith("measured on the first 8 samples; as a whole on one device they take ")
