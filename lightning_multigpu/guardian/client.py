@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
@@ -73,7 +74,8 @@ class GuardianClient:
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
         self._all_at_end = threading.Event()
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
-        self._deciding, self._given_up = threading.RLock(), False  # whether a stopped guardian goes on or is ended
+        self._deciding = threading.RLock()  # whether a stopped guardian goes on or is killed
+        self._kill_at_s: float | None = None  # once this rank has given the stopped guardian up
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -101,6 +103,8 @@ class GuardianClient:
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
+        # Not atexit, whose functions do not run in a forked process of multiprocessing.
+        self._at_exit = Finalize(None, self._leave_none_stopped, exitpriority=0)
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
@@ -235,8 +239,8 @@ class GuardianClient:
             self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
         with self._sending:
             self._connection.send("goodbye")
-        if not self._given_up and self._guardian.state() == STOPPED:
-            self._guardian.go_on()  # nobody would, and it would stay for ever
+        self._leave_none_stopped()
+        self._at_exit.cancel()
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
@@ -271,9 +275,7 @@ class GuardianClient:
                 what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
                 self._tell(Failure(what, host=host_name()))
                 self._end_s -= stopped_s + 2 * self._look_s
-                time.sleep(2 * self._look_s)  # the host's other ranks shall see the same, also if this one leaves
-                if self._guardian.state() == STOPPED:  # else another rank has let it go on, and it may be writing
-                    self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+                self._end_stopped()
                 break
         self._seen.set()
         if self._leaving.is_set():
@@ -290,8 +292,27 @@ class GuardianClient:
     def _gives_up(self) -> bool:
         """Decides to kill a stopped guardian. Nobody resumes it from then on: it would die in its report's middle."""
         with self._deciding:
-            self._given_up = not self._leaving.is_set()
-        return self._given_up
+            if not self._leaving.is_set():
+                # Until then the host's other ranks shall see the same, also if this one leaves.
+                self._kill_at_s = time.monotonic() + 2 * self._look_s
+        return self._kill_at_s is not None
+
+    def _end_stopped(self) -> None:
+        """Kills a stopped guardian if this rank has given it up; at once if Ctrl-C interrupts the wait."""
+        if self._kill_at_s is None:
+            return
+        try:
+            time.sleep(max(0.0, self._kill_at_s - time.monotonic()))
+        finally:
+            if self._guardian.state() == STOPPED:  # else another rank has let it go on, and it may be writing
+                self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+
+    def _leave_none_stopped(self) -> None:
+        """Resumes a stopped guardian, or kills it if this rank has given it up; the thread may end before it does."""
+        with self._deciding:
+            if self._kill_at_s is None and self._guardian.state() == STOPPED:
+                self._guardian.go_on()  # nobody would, and it would stay for ever
+        self._end_stopped()
 
     def _tell(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():

@@ -191,6 +191,32 @@ def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
         assert job.guardian_ends()
 
 
+# How a forked process of multiprocessing ends.
+FORKED_EXIT = "import multiprocessing.util; multiprocessing.util._exit_function(); os._exit(1)"
+INTERRUPTED_EXIT = (
+    "import signal; signal.signal(signal.SIGALRM, signal.default_int_handler); "
+    "client._kill_at_s += 20; signal.alarm(1); sys.exit(1)"
+)
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(1)", FORKED_EXIT, INTERRUPTED_EXIT, "client.goodbye(); sys.exit(1)"])
+def test_a_stopped_guardian_that_no_thread_has_killed_yet_does_not_stay(leave: str) -> None:
+    """A callback's on_exception raised, so no teardown said goodbye, and both ranks ended within a second."""
+    slow_to_cut = "client._on_failure = lambda failure: (told.set(), time.sleep(60))"
+    with Job(f"{slow_to_cut}; told.wait(60); {leave}", failure_timeout_s=1.0) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert job.outcome()[0] == [1]
+        assert job.guardian_ends()
+
+
+def test_a_stopped_guardian_goes_on_when_a_rank_ends_without_goodbye(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("sys.stdin.readline(); sys.exit(3)", failure_timeout_s=50.0) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert job.ranks[0].communicate("\n")
+        assert job.guardian_ends()
+    assert "ended with exit status 3" in message(capfd)
+
+
 def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(1); client.goodbye()") as job:
         assert os.getpgid(job.guardian.pid) == os.getpgid(0), "it sees Ctrl-C"
