@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -52,9 +53,18 @@ class FailureMessage:
         # The message goes with its exception, which a program may catch and send to another process.
         return {**vars(self), "checkpoint": self.checkpoint if isinstance(self.checkpoint, str) else None}
 
+    def brief(self) -> str:
+        """The lines that need no exception."""
+        lines = [*(f"Meanwhile {line}" for line in shortened(self.waited)), self._headline]
+        return "".join(f"{line}\n" for line in lines)
+
+    @property
+    def _headline(self) -> str:
+        return f"The job failed: {self.failure.sentence()}"
+
     def text(self, error: BaseException) -> str:
         """The lines for ``error``: the failure's exception, or one that was raised from it."""
-        headline = f"The job failed: {self.failure.sentence()}"
+        headline = self._headline
         lines = [f"Meanwhile {line}" for line in shortened(self.waited)]
         if not self.in_full and getattr(error, _MESSAGE, None) is self:
             lines = [*lines, headline] if self.is_first_host else [f"{headline}{in_one_line(self.waited)}"]
@@ -98,24 +108,35 @@ def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
             sys.stderr.write(found.text(error))
             sys.stderr.flush()
 
+    if _is_pythons_own(before):
+        sys.excepthook = show
+        _show_before_sigterm(message)
+
+
+def _show_before_sigterm(message: FailureMessage) -> None:
+    """Has SIGTERM show the message first, as long as its exception is there: a program that catches it goes on.
+
+    torchrun sends SIGTERM to this rank as soon as another one has ended, and this one has promised to say why.
+    """
+    text = message.brief().encode(errors="replace")  # the exception would hold all that its frames hold
+
     def show_and_end(signum: int, frame: FrameType | None) -> None:
         give_sigterm_back()
-        os.write(2, message.text(error).encode(errors="replace"))  # sys.stderr may be in the middle of a write
+        os.write(2, text)  # sys.stderr may be in the middle of a write
         os.kill(os.getpid(), signum)
 
-    if not _is_pythons_own(before):
-        return
-    sys.excepthook = show
-    # torchrun sends SIGTERM to this rank as soon as another one has ended, and this one has promised to say why.
     give_sigterm_back()
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, show_and_end)
+        weakref.finalize(message, give_sigterm_back, show_and_end).atexit = False
 
 
-def give_sigterm_back() -> None:
+def give_sigterm_back(only_from: Callable[..., None] | None = None) -> None:
     """Gives SIGTERM its default action again, if it would show a message: that has been shown, or a new run begins."""
-    if getattr(signal.getsignal(signal.SIGTERM), "__module__", None) == __name__:
+    handler = signal.getsignal(signal.SIGTERM)
+    is_ours = getattr(handler, "__module__", None) == __name__ and only_from in (None, handler)
+    if is_ours and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
