@@ -239,7 +239,10 @@ def _from_many_addresses(port: int, seed: int) -> Callable[[], socket.socket]:
 
 def listening_port(pid: int) -> int:
     """The port at which a process listens for TCP connections."""
-    own = {os.readlink(f"/proc/{pid}/fd/{entry}") for entry in os.listdir(f"/proc/{pid}/fd")}
+    own = set()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, and so none that it listens at
+            own.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     (port,) = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
     return port

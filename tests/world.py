@@ -48,7 +48,8 @@ E = TypeVar("E", bound=BaseException)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 180.0
-_CLEAN_UP_TIMEOUT_S = 20.0
+_CLEAN_UP_TIMEOUT_S = 60.0  # as a call: a busy virtual machine was seen to let a process stand still for 20 s
+_STACKS_TIMEOUT_S = 5.0
 _CAUSE_TIMEOUT_S = 15.0
 _OUTPUT_SHOWN = 6000  # characters a rank
 _FIRST_PORT, _PORTS_OF_A_WORKER, _MAX_WORKERS = 20000, 750, 16
@@ -312,13 +313,18 @@ class World:
         return RankDiedError(f"rank {r} of {self.num_ranks} died, exit status {status}\n{self._outputs()}")
 
     def _lateness_of(self, missing: Sequence[int], timeout_s: float) -> DeadlineError:
+        sizes = {r: self._output_path(r).stat().st_size for r in missing}
+        states = [f"rank {r}: {_kernel_state(self.processes[r].pid)}" for r in missing]
         for r in missing:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[r].send_signal(STACKS_SIGNAL)
+        deadline = time.monotonic() + _STACKS_TIMEOUT_S
+        while time.monotonic() < deadline and any(self._output_path(r).stat().st_size == sizes[r] for r in missing):
+            time.sleep(0.05)
         time.sleep(0.3)
         return DeadlineError(
-            f"rank(s) {', '.join(map(str, missing))} of {self.num_ranks} had not finished after {timeout_s} s; "
-            f"their stacks are below\n{self._outputs()}"
+            f"rank(s) {', '.join(map(str, missing))} of {self.num_ranks} had not finished after {timeout_s} s "
+            f"({'; '.join(states)}); their stacks are below\n{self._outputs()}"
         )
 
     def _raise_leaks(self, leaks: list[list[str]], directory: str) -> None:
@@ -335,6 +341,16 @@ class World:
 
     def _output_path(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.log"
+
+
+def _kernel_state(pid: int) -> str:
+    """What the kernel says of a process that does not answer: running, stopped, or waiting, and for what."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        state = [" ".join(line.split()) for line in lines if line.startswith(("State", "SigPnd", "SigBlk", "VmRSS"))]
+        return f"{', '.join(state)}, in {Path(f'/proc/{pid}/wchan').read_text()}"
+    except OSError as error:
+        return str(error)
 
 
 def _tells_the_cause(answer: tuple[Any, ...]) -> bool:

@@ -143,9 +143,10 @@ def ask(process: WatchedProcess, how: StackSignal | None) -> Stacks:
 
 IN_C = """
 read, write = os.pipe()
+read_in_c, buffer = ctypes.PyDLL(None).read, ctypes.create_string_buffer(1)  # PyDLL keeps the interpreter lock
 def blocked():
     print("in", flush=True)
-    ctypes.PyDLL(None).read(read, ctypes.create_string_buffer(1), 1)  # PyDLL keeps the interpreter lock
+    read_in_c(read, buffer, 1)
 blocked()
 """
 IN_PYTHON = """
