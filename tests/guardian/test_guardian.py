@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_multigpu.guardian import Guardian, GuardianClient, GuardianError
@@ -212,6 +213,9 @@ def test_a_stopped_guardian_that_no_thread_has_killed_yet_does_not_stay(leave: s
 def test_a_stopped_guardian_goes_on_when_a_rank_ends_without_goodbye(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("sys.stdin.readline(); sys.exit(3)", failure_timeout_s=50.0) as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert eventually(
+            lambda: psutil.Process(job.guardian.pid).status() == psutil.STATUS_STOPPED
+        )  # at its next turn
         assert job.ranks[0].communicate("\n")
         assert job.guardian_ends()
     assert "ended with exit status 3" in message(capfd)
