@@ -74,7 +74,6 @@ def main(file_descriptor: int) -> None:
     # A killed test session must not leave ranks behind, even those that hang in a collective.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     connection = Connection(file_descriptor)
     import lightning.pytorch  # noqa: F401
     import torch
@@ -100,6 +99,7 @@ def main(file_descriptor: int) -> None:
 
 
 def _serve(connection: Connection, payload: bytes, call: Call) -> None:
+    _answer_with_stacks()
     _prepare(call)
     try:
         function, args, kwargs = pickle.loads(payload)
@@ -124,7 +124,14 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
     connection.send(answer)
     del answer
     if connection.recv()[0] == "clean up":
+        _answer_with_stacks()
         connection.send(("clean", _clean_up(before)))
+
+
+def _answer_with_stacks() -> None:
+    """Again for each call: Lightning's Trainer takes away the handlers that Python does not know of."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
 def _prepare(call: Call) -> None:

@@ -169,6 +169,15 @@ def test_a_process_answers_from_wherever_it_is_and_goes_on(statements: str) -> N
         assert is_alive(process.pid)
 
 
+def test_a_process_answers_again_when_its_handler_was_taken_away() -> None:
+    """As Lightning's Trainer does at the end of a run; the process may begin another."""
+    taken = "import signal; signal.signal(how.number, signal.SIG_DFL); assert answer_stack_signal() is how"
+    with rank(taken + IN_PYTHON) as (watched, how, process):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        assert [frame.function for frame in ask(watched, how).main] == ["blocked", "<module>"]
+
+
 def test_a_stopped_process_is_not_asked_and_said_to_be_stopped() -> None:
     with rank("time.sleep(60)") as (watched, how, process):
         process.send_signal(signal.SIGSTOP)

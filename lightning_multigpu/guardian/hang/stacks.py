@@ -194,6 +194,9 @@ def answer_stack_signal() -> StackSignal | None:
     """
     global _own, _own_process
     if _own is not None and _own_process == os.getpid():
+        if not _is_used(_own.number):  # Lightning's Trainer gives back the handlers that Python knows, and not this one
+            faulthandler.unregister(_own.number)  # it believes that it is still there
+            faulthandler.register(_own.number, file=_own.descriptor, all_threads=True)
         return _own
     number = next((n for n in range(signal.SIGRTMAX - 3, signal.SIGRTMIN, -1) if not _is_used(n)), None)
     if number is None or threading.main_thread().ident is None:
