@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
         MultiGPUStrategy,
+        ParameterServerStrategy,
         PipelineStrategy,
         RingDDPStrategy,
     )
@@ -33,6 +34,7 @@ __all__ = [
     "CPUParameterServerStrategy",
     "Meter",
     "MultiGPUStrategy",
+    "ParameterServerStrategy",
     "PipelineError",
     "PipelineStrategy",
     "RankFailedError",
@@ -48,6 +50,7 @@ _MODULES = {
     "CPUParameterServerStrategy": "lightning_multigpu.strategies",
     "Meter": "lightning_multigpu.communication.metering.meter",
     "MultiGPUStrategy": "lightning_multigpu.strategies",
+    "ParameterServerStrategy": "lightning_multigpu.strategies",
     "PipelineError": "lightning_multigpu.engine.pipeline.errors",
     "PipelineStrategy": "lightning_multigpu.strategies",
     "RankFailedError": "lightning_multigpu.guardian",

@@ -58,6 +58,13 @@ _RING_DDP: dict[str, Any] = {
     "bytes_per_step": "2(n-1)/n x S sent by each node; S written to shared memory by each rank",
 }
 
+_PARAMETER_SERVER: dict[str, Any] = {
+    "compute": "all ranks, each on its share of the batch; the servers average and update",
+    "gradients": "from each rank to the servers, while backward still runs",
+    "model": "from the servers to each rank after each update",
+    "bytes_per_step": "S sent and S received by each rank; N x S / K received and sent by each of K servers",
+}
+
 _PIPELINE: dict[str, Any] = {
     "gradients": "gradients of activations go from each stage to the stage before; gradients of weights stay",
     "model": "broadcast once at the start; each stage then keeps only its own layers",
@@ -88,6 +95,19 @@ REGIMES: tuple[Regime, ...] = (
         gradients="device to host memory, which the ranks share",
         model="host to device after each update",
         bytes_per_step="S out and S in for each rank, in the host's memory; nothing on a network",
+    ),
+    Regime(
+        name="sync_ps",
+        class_path="lightning_multigpu.ParameterServerStrategy",
+        summary="data parallel training with a parameter server, a process that averages and updates",
+        **_PARAMETER_SERVER,
+    ),
+    Regime(
+        name="sharded_ps",
+        class_path="lightning_multigpu.ParameterServerStrategy",
+        options={"num_servers": None},
+        summary="sync_ps with a shard of the model on each of K servers, one a node and 2 at least",
+        **_PARAMETER_SERVER,
     ),
     Regime(
         name="model_parallel",

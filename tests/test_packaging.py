@@ -177,6 +177,7 @@ class TestPublicNames:
             "CPUParameterServerStrategy",
             "Meter",
             "MultiGPUStrategy",
+            "ParameterServerStrategy",
             "PipelineError",
             "PipelineStrategy",
             "RankFailedError",

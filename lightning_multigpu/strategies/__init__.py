@@ -3,8 +3,14 @@
 import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.cpu_parameter_server import CPUParameterServerStrategy
+from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 
-__all__ = ["CPUParameterServerStrategy", "MultiGPUStrategy", "PipelineStrategy", "RingDDPStrategy"]
+__all__ = [
+    "CPUParameterServerStrategy",
+    "MultiGPUStrategy",
+    "ParameterServerStrategy",
+    "PipelineStrategy",
+    "RingDDPStrategy",
+]

@@ -1,7 +1,9 @@
-"""The strategy of training with the optimizer on the host."""
+"""Strategies whose optimizers are stepped by servers: on the host, or in processes of their own."""
 
 from __future__ import annotations
 
+import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,10 +16,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
 from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.worker import RemoteOptimizer, ServerConnections
+from lightning_multigpu.runtime.joining import job_secret
+from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.hook_detection import has_hook
@@ -28,24 +34,24 @@ if TYPE_CHECKING:
 _READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _NOTICED_IMBALANCE = 1.05
 
+Served = HostOptimizer | RemoteOptimizer
 
-class CPUParameterServerStrategy(MultiGPUStrategy):
-    """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
 
-    Gradients go to memory that the ranks of the host share; no socket carries them. Each rank's process averages and
-    updates one part of the model on the CPU, so that all cores take part, and every device then gets all new weights.
-    A device holds the weights and the gradients, and no state of the optimizer. Weights are those of one device at the
-    same global batch.
+class OptimizerServerStrategy(MultiGPUStrategy):
+    """Base of the strategies whose optimizers are stepped by servers, and not by the ranks that compute gradients.
+
+    Subclasses say what serves an optimizer (:meth:`_serve`), and start and end it (:meth:`_connect`,
+    :meth:`_disconnect`).
 
     Args:
-        optimizer_split: what the ranks may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
-            "nothing", where one rank makes the whole update. By default "elements" for torch's optimizers that work
+        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
+            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
             element by element, "tensors" for its others, and "nothing" for other classes.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-
-    Raises:
-        ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
     """
+
+    _state_is_elsewhere = False
+    """True if the state of optimizers is in other processes even with one rank."""
 
     def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -53,26 +59,26 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_choice("optimizer_split", optimizer_split, ("elements", "tensors", "nothing"))
         super().__init__(**options)
         self._split = optimizer_split
-        self._memory: HostMemory | None = None
-        self._servers: dict[Optimizer, HostOptimizer] = {}
+        self._served: dict[Optimizer, Served] = {}
         self._replaced: list[str] = []
         self._accumulating = False
-        self._num_reserved = 0
-        self._pinned: list[Tensor] = []
 
     @property
     @override
     def options(self) -> dict[str, Any]:
         return {**super().options, "optimizer_split": self._split}
 
-    @override
-    def _configure_launcher(self) -> None:
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"num_nodes={self.num_nodes}: cpu_ps trains on the devices of one host, whose memory they share; use "
-                "num_nodes=1, or strategy='ring_ddp' for several hosts"
-            )
-        super()._configure_launcher()
+    @abstractmethod
+    def _connect(self) -> None:
+        """Makes what serves optimizers; a collective."""
+
+    @abstractmethod
+    def _serve(self, optimizer: Optimizer) -> Served:
+        """Has the optimizer stepped by the servers; a collective."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Ends what :meth:`_connect` has made, also after a failure."""
 
     # Starting and ending
 
@@ -84,27 +90,23 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:
         assert self.lightning_module is not None
-        assert self.groups is not None
         assert self._data is not None
         if self._layer_sync is not None:
             model = self._layer_sync.apply(model)
         values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
         self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
-        ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
-        self.groups.also_cut.append(ranks.abort)
-        self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
+        self._connect()
         return model
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self._memory is not None
         for number, optimizer in enumerate(self.optimizers):
-            server = self._servers[optimizer] = HostOptimizer(optimizer, self._memory, split=self._split)
-            if server.imbalance > _NOTICED_IMBALANCE:
+            served = self._served[optimizer] = self._serve(optimizer)
+            if served.imbalance > _NOTICED_IMBALANCE:
                 rank_zero_info(
-                    f"optimizer {number} ({type(optimizer).__name__}): the largest of {self._memory.num_ranks} shards "
-                    f"is {server.imbalance:.2f} times an even one"
+                    f"optimizer {number} ({type(optimizer).__name__}): the largest shard is {served.imbalance:.2f} "
+                    "times an even one"
                 )
         module = self.lightning_module
         assert module is not None
@@ -126,20 +128,144 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         trainer = None if module is None else module._trainer
         if trainer is not None and not self.failure_watch.failed:
             ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            states = [(o, server.state_dict()) for o, server in self._servers.items() if ends_well]
-        for server in self._servers.values():
-            server.close()
-        self._servers, self._replaced = {}, []
+            states = [(o, served.state_dict()) for o, served in self._served.items() if ends_well]
+        for served in self._served.values():
+            served.close()
+        self._served, self._replaced = {}, []
+        self._disconnect()
+        super().teardown()
+        if self.is_global_zero:
+            for optimizer, state in states:  # a checkpoint may be saved after the fit
+                optimizer.load_state_dict(state)
+
+    # Training
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are only accumulated."""
+        self._accumulating = True
+        pushes_early = any(served.pushes_early for served in self._served.values())
+        self._set_pushes_early(False)
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            self._set_pushes_early(pushes_early)
+
+    def _set_pushes_early(self, pushes_early: bool) -> None:
+        for served in self._served.values():
+            served.pushes_early = pushes_early
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._average_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        """Averages BatchNorm's statistics, and other buffers of floating-point numbers; the rest is rank 0's."""
+        assert self.lightning_module is not None
+        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
+            return
+        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
+        averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
+        for buffer in averaged:
+            buffer.copy_(self._data.all_reduce(buffer, "mean"))
+
+    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def averaged(*args: Any) -> Tensor:
+            if not self._accumulating:
+                for served in self._served.values():
+                    served.average_gradients()
+            return post_backward(*args)
+
+        return averaged
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._served[_plain(optimizer)].clip_norm = float(clip_val)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._served[_plain(optimizer)].clip_value = float(clip_val)
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        vars(self.precision_plugin)[name] = method
+        self._replaced.append(name)
+
+    # Checkpoints
+
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        alone = self.world_size == 1 and not self._state_is_elsewhere
+        return super().state_is_lost or (self.failure_watch.failed and not alone)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        served = self._served.get(_plain(optimizer))
+        return super().optimizer_state(optimizer) if served is None or self.state_is_lost else served.state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            self._served[optimizer].load_state_dict(state)
+
+
+class CPUParameterServerStrategy(OptimizerServerStrategy):
+    """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
+
+    Gradients go to memory that the ranks of the host share; no socket carries them. Each rank's process averages and
+    updates one part of the model on the CPU, so that all cores take part, and every device then gets all new weights.
+    A device holds the weights and the gradients, and no state of the optimizer. Weights are those of one device at the
+    same global batch.
+
+    Args:
+        options: options of :class:`OptimizerServerStrategy` and
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory: HostMemory | None = None
+        self._num_reserved = 0
+        self._pinned: list[Tensor] = []
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: cpu_ps trains on the devices of one host, whose memory they share; use "
+                "num_nodes=1, or strategy='sync_ps' for several hosts"
+            )
+        super()._configure_launcher()
+
+    @override
+    def _connect(self) -> None:
+        assert self.groups is not None
+        ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+        self.groups.also_cut.append(ranks.abort)
+        self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
+
+    @override
+    def _serve(self, optimizer: Optimizer) -> Served:
+        assert self._memory is not None
+        return HostOptimizer(optimizer, self._memory, split=self._split)
+
+    @override
+    def _disconnect(self) -> None:
         for flat in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
         if self._memory is not None:
             self._memory.ranks.close()
             self._memory = None
-        super().teardown()
-        if self.is_global_zero:
-            for optimizer, state in states:  # a checkpoint may be saved after the fit
-                optimizer.load_state_dict(state)
 
     def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all ranks reach; where memory cannot be shared, it is copied in pieces instead."""
@@ -168,81 +294,81 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
                 "and from the GPU do not overlap its work"
             )
 
-    # Training
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are only accumulated."""
-        self._accumulating = True
-        pushes_early = any(server.pushes_early for server in self._servers.values())
-        self._set_pushes_early(False)
-        try:
-            yield
-        finally:
-            self._accumulating = False
-            self._set_pushes_early(pushes_early)
+class ParameterServerStrategy(OptimizerServerStrategy):
+    """Data parallel training with parameter servers, which average gradients, update the weights and send them.
 
-    def _set_pushes_early(self, pushes_early: bool) -> None:
-        for server in self._servers.values():
-            server.pushes_early = pushes_early
+    Ranks are workers: they push gradients to the servers, while backward still runs, and pull new weights. The servers
+    are further processes, which the strategy starts on the hosts of the run, and hold the weights and the optimizer's
+    state in shards. Weights are those of one device at the same global batch.
 
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._average_buffers()
+    Args:
+        num_servers: the number of servers, spread over the hosts; None for one on each host, and 2 at least.
+        bucket_cap_mb: size of a bucket of gradients, in MiB: what is pushed, updated and pulled at once.
+        options: options of :class:`OptimizerServerStrategy` and
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._average_buffers()
+    Raises:
+        ValueError: an option is out of its range, or the optimizer cannot run on a server.
+    """
 
-    def _average_buffers(self) -> None:
-        """Averages BatchNorm's statistics, and other buffers of floating-point numbers; the rest is rank 0's."""
-        assert self.lightning_module is not None
-        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
-            return
-        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
-        averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
-        for buffer in averaged:
-            buffer.copy_(self._data.all_reduce(buffer, "mean"))
+    _state_is_elsewhere = True
 
-    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def averaged(*args: Any) -> Tensor:
-            if not self._accumulating:
-                for server in self._servers.values():
-                    server.average_gradients()
-            return post_backward(*args)
-
-        return averaged
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._servers[_plain(optimizer)].clip_norm = float(clip_val)
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._servers[_plain(optimizer)].clip_value = float(clip_val)
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        vars(self.precision_plugin)[name] = method
-        self._replaced.append(name)
-
-    # Checkpoints
+    def __init__(self, *, num_servers: int | None = 1, bucket_cap_mb: float = 4.0, **options: Any) -> None:
+        if num_servers is not None:
+            option_checks.check_positive("num_servers", num_servers, whole=True)
+        option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        super().__init__(**options)
+        self._num_servers = num_servers
+        self._bucket_cap_mb = bucket_cap_mb
+        self._processes: list[ServerProcess] = []
+        self._connections: ServerConnections | None = None
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        alone = self._memory is None or self._memory.num_ranks == 1
-        return super().state_is_lost or (self.failure_watch.failed and not alone)
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "num_servers": self._num_servers, "bucket_cap_mb": self._bucket_cap_mb}
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        server = self._servers.get(_plain(optimizer))
-        return super().optimizer_state(optimizer) if server is None or self.state_is_lost else server.state_dict()
+    def _connect(self) -> None:
+        assert self.groups is not None
+        number = max(2, self.num_nodes) if self._num_servers is None else self._num_servers
+        given = job_secret(os.environ)
+        secret = self.broadcast(os.urandom(32)) if given is None else bytes.fromhex(given)
+        own = [k for k in range(number) if k % self.num_nodes == self.node_rank] if self.local_rank == 0 else []
+        host = "127.0.0.1"
+        if self.num_nodes > 1:
+            host = source_address(self.run_context.main_address) or host
+        computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
+        threads = max(1, option_checks.available_cpu_count() // max(1, computing))
+        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
+        found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
+        addresses = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
+        self._connections = connections = ServerConnections(
+            [addresses[k] for k in range(number)],
+            secret,
+            worker=self.global_rank,
+            num_workers=self.world_size,
+            meter=self.meter,
+            gather=self.gather_objects,
+            timeout_s=self.join_timeout_s,
+        )
+        self.groups.also_cut.append(connections.cut)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._servers[optimizer].load_state_dict(state)
+    def _serve(self, optimizer: Optimizer) -> Served:
+        assert self._connections is not None
+        bucket_bytes = round(self._bucket_cap_mb * 2**20)
+        return RemoteOptimizer(optimizer, self._connections, split=self._split, bucket_bytes=bucket_bytes)
+
+    @override
+    def _disconnect(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
+        for process in self._processes:
+            process.close()
+        self._processes = []
 
 
 def _plain(optimizer: Any) -> Optimizer:

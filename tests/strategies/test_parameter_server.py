@@ -1,4 +1,4 @@
-"""The optimizer on the host: what it does beyond the contract of every strategy."""
+"""Optimizers on the host and on servers: what they do beyond the contract of every strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import Tensor, nn
 
-from lightning_multigpu import CPUParameterServerStrategy
+from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -28,8 +28,13 @@ PARAMETER_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8
 CASE = Case(optimizer="adamw", max_epochs=2)
 
 
-def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any) -> L.Trainer:
-    strategy = "auto" if ranks == 1 else make_strategy("cpu_ps", **case.strategy)
+both = pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
+
+
+def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **options: Any) -> L.Trainer:
+    """Trains on two ranks; on one device without a name."""
+    ranks = 1 if name is None else 2
+    strategy = "auto" if name is None else make_strategy(name, **case.strategy)
     trainer = make_trainer(case, strategy, ranks, **options)
     trainer.fit(module, train_loader(case, trainer))
     return trainer
@@ -104,17 +109,17 @@ class Frozen(L.LightningModule):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-def trained(name: str, ranks: int) -> dict[str, Any]:
+def trained(kind: str, name: str | None) -> dict[str, Any]:
     callbacks: list[Callback] = []
-    if name == "weights that a callback changes":
+    if kind == "weights that a callback changes":
         module: L.LightningModule = Classifier("adamw")
         callbacks = [ScalesWeights()]
-    elif name == "a backbone that is unfrozen":
+    elif kind == "a backbone that is unfrozen":
         module = Frozen()
         callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
     else:
-        module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[name]()
-    trainer = fit(module, ranks, Case(max_epochs=3), callbacks=callbacks)
+        module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[kind]()
+    trainer = fit(module, name, Case(max_epochs=3), callbacks=callbacks)
     norms = getattr(module, "norms", [])
     return {"weights": state(module), "norms": norms, "steps": trainer.global_step}
 
@@ -124,18 +129,19 @@ MODULES = ["hooks that read gradients", "manual optimization", "weights that a c
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-@pytest.mark.parametrize("name", MODULES)
-def test_unmodified_modules(world2: World, name: str) -> None:
-    reference = trained(name, 1)
-    for result in world2.run(trained, name, 2):
+@both
+@pytest.mark.parametrize("kind", MODULES)
+def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
+    reference = trained(kind, None)
+    for result in world2.run(trained, kind, name):
         assert_same_weights(result, reference)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
         assert result["steps"] == reference["steps"]
 
 
-def traffic() -> dict[str, Any]:
+def traffic(name: str) -> dict[str, Any]:
     module = Classifier("adamw")
-    trainer = fit(module, 2)
+    trainer = fit(module, name)
     strategy: Any = trainer.strategy
     strategy.meter.flush()
     operations = [{(t.operation, t.group): (t.size_bytes, t.sent_bytes, t.memory_bytes) for t in step.operations}
@@ -145,7 +151,7 @@ def traffic() -> dict[str, Any]:
 
 
 def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: World) -> None:
-    for result in world2.run(traffic):
+    for result in world2.run(traffic, "cpu_ps"):
         for operations in result["operations"][1:]:
             assert operations.pop(("push", "host")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
             assert operations.pop(("pull", "host")) == (PARAMETER_BYTES, 0, 0)
@@ -153,44 +159,55 @@ def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: Wor
             assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
 
 
-def returned() -> list[int]:
+def test_gradients_and_weights_travel_once_a_step_to_servers_and_back(world2: World) -> None:
+    for result in world2.run(traffic, "sharded_ps"):
+        for operations in result["operations"][1:]:
+            assert operations.pop(("push", "servers")) == (PARAMETER_BYTES, PARAMETER_BYTES, 0)
+            assert operations.pop(("pull", "servers")) == (PARAMETER_BYTES, 0, 0)
+            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
+
+
+def returned(name: str) -> list[int]:
     """Pulls of each step: one of the weights and, where hooks read gradients, one of the averages."""
-    trainer = fit(ReadsGradients(), 2, Case(trainer={"accumulate_grad_batches": 7}))
+    trainer = fit(ReadsGradients(), name, Case(trainer={"accumulate_grad_batches": 7}))
     strategy: Any = trainer.strategy
     strategy.meter.flush()
     return [step.of("pull")[0].count for step in strategy.meter.steps]
 
 
-def test_gradients_that_are_read_come_back_once_a_step(world2: World) -> None:
-    assert world2.run(returned) == [[2, 2, 2]] * 2
+@both
+def test_gradients_that_are_read_come_back_once_a_step(world2: World, name: str) -> None:
+    assert world2.run(returned, name) == [[2, 2, 2]] * 2
 
 
-def other_weights() -> dict[str, Tensor]:
+def other_weights(name: str) -> dict[str, Tensor]:
     module = Classifier("adamw")
     with torch.no_grad():
         module.first.weight.add_(rank())
-    fit(module, 2)
+    fit(module, name)
     return state(module)
 
 
-def test_ranks_begin_with_the_weights_of_the_first(world2: World) -> None:
+@both
+def test_ranks_begin_with_the_weights_of_the_first(world2: World, name: str) -> None:
     reference = Classifier("adamw")
-    fit(reference, 1)
-    for result in world2.run(other_weights):
+    fit(reference, None)
+    for result in world2.run(other_weights, name):
         assert_same_weights({"weights": result}, {"weights": state(reference)})
 
 
-def saved_after_the_fit(directory: str) -> list[str]:
-    trainer = fit(Classifier("adamw"), 2)
+def saved_after_the_fit(name: str, directory: str) -> list[str]:
+    trainer = fit(Classifier("adamw"), name)
     path = str(Path(directory) / "after.ckpt")
     trainer.save_checkpoint(path)
     return [path]
 
 
-def test_the_whole_state_is_there_after_the_fit(world2: World, tmp_path: Path) -> None:
-    [path], _ = world2.run(saved_after_the_fit, str(tmp_path))
+@both
+def test_the_whole_state_is_there_after_the_fit(world2: World, tmp_path: Path, name: str) -> None:
+    [path], _ = world2.run(saved_after_the_fit, name, str(tmp_path))
     module = Classifier("adamw")
-    wanted = fit(module, 1).optimizers[0].state_dict()
+    wanted = fit(module, None).optimizers[0].state_dict()
     found = torch.load(path, weights_only=False)["optimizer_states"][0]
     assert found["state"].keys() == wanted["state"].keys()
     for number, values in wanted["state"].items():
@@ -207,7 +224,7 @@ class Normalised(Classifier):
         return super().forward(self.normalise(x))
 
 
-def statistics() -> tuple[Tensor, Tensor, int]:
+def statistics(name: str) -> tuple[Tensor, Tensor, int]:
     """This rank's mean of its batches, and the mean that stands in the buffer at the end."""
     module, own = Normalised(), torch.zeros(6, dtype=torch.float64)
 
@@ -215,41 +232,63 @@ def statistics() -> tuple[Tensor, Tensor, int]:
         own.mul_(0.9).add_(0.1 * arguments[0].mean(0))
 
     module.normalise.register_forward_pre_hook(see)
-    fit(module, 2)
+    fit(module, name)
     mean, batches = module.normalise.running_mean, module.normalise.num_batches_tracked
     assert mean is not None
     assert batches is not None
     return own, mean, int(batches)
 
 
-def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World) -> None:
-    (first, mean, batches), (second, other, _) = world2.run(statistics)
+@both
+def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World, name: str) -> None:
+    (first, mean, batches), (second, other, _) = world2.run(statistics, name)
     torch.testing.assert_close(mean, (first + second) / 2, rtol=1e-9, atol=1e-12)
     assert torch.equal(mean, other)
     assert batches == 14
 
 
-def test_one_device_trains_with_the_optimizer_on_the_host() -> None:
+@both
+def test_one_device_trains_with_its_optimizer_elsewhere(name: str) -> None:
     reference = Classifier("adamw")
-    fit(reference, 1)
+    fit(reference, None)
     with contextlib.closing(World(1)) as world:
-        [result] = world.run(alone)
+        [result] = world.run(alone, name)
     assert_same_weights({"weights": result}, {"weights": state(reference)})
 
 
-def alone() -> dict[str, Tensor]:
+def alone(name: str) -> dict[str, Tensor]:
     module = Classifier("adamw")
-    trainer = make_trainer(CASE, make_strategy("cpu_ps"), 1)
+    trainer = make_trainer(CASE, make_strategy(name), 1)
     trainer.fit(module, train_loader(CASE, 1))
     assert rank() == 0
     return state(module)
 
 
 def test_several_hosts_are_refused_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match=r"num_nodes=2: cpu_ps trains on the devices of one host.*'ring_ddp'"):
+    with pytest.raises(ValueError, match=r"num_nodes=2: cpu_ps trains on the devices of one host.*'sync_ps'"):
         L.Trainer(strategy="cpu_ps", num_nodes=2, devices=2, accelerator="cpu", logger=False)
 
 
 def test_a_wrong_split_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"):
         CPUParameterServerStrategy(optimizer_split="rows")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"num_servers": 0}, {"num_servers": 1.5}, {"bucket_cap_mb": 0}])
+def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        ParameterServerStrategy(**options)
+
+
+class Interrupted(Classifier):
+    """Its servers are killed in the middle of the first epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        if batch_idx == 3 and strategy.is_global_zero:
+            strategy._processes[0]._process.kill()
+
+
+def test_a_server_that_is_killed_ends_the_run_and_is_named(world2: World) -> None:
+    words = r"parameter server 0 of 1 \(127.0.0.1 port \d+\) has ended"
+    world2.run_raising(RuntimeError, words, lambda: fit(Interrupted(), "sync_ps"))

@@ -108,6 +108,49 @@ class Layout:
         return largest * len(self.bounds) / self.total if self.total else 1.0
 
 
+def bucket_parts(
+    numels: Sequence[int], num_servers: int, split: Split, *, full_numel: float
+) -> list[list[list[Piece]]]:
+    """What travels together: for each bucket, the pieces of each server, whose offsets begin at 0 in each part.
+
+    Buckets follow backward, which begins at the last tensor, so that the first ones can travel while it goes on. Each
+    server has a part of every bucket where tensors can be cut, and its own tensors of it otherwise.
+
+    Args:
+        numels: elements of each tensor.
+        num_servers: how many there are.
+        split: what may be cut.
+        full_numel: a bucket with so many elements takes no more tensors. Where the update may relate any two
+            parameters, one bucket takes all.
+    """
+    buckets: list[list[int]] = [[]]
+    for number in reversed(range(len(numels))):
+        if split != "nothing" and sum(numels[n] for n in buckets[-1]) >= full_numel:
+            buckets.append([])
+        buckets[-1].append(number)
+    owners = _whole_tensors(numels, num_servers if split == "tensors" else 1)
+    found = []
+    for bucket in buckets:
+        if split == "elements":
+            layout = Layout([numels[number] for number in bucket], num_servers, split)
+            parts = [[piece._replace(number=bucket[piece.number]) for piece in layout.pieces(server)]
+                     for server in range(num_servers)]  # fmt: skip
+        else:
+            parts = [[Piece(number, 0, numels[number], 0) for number in bucket if number in owned] for owned in owners]
+            parts += [[] for _ in range(num_servers - len(owners))]
+        found.append([_from_0(part) for part in parts])
+    return found
+
+
+def _from_0(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces one after the other; those of no elements stay, since an optimizer counts them too."""
+    placed, offset = [], 0
+    for piece in pieces:
+        placed.append(piece._replace(offset=offset))
+        offset += piece.stop - piece.start
+    return placed
+
+
 def _whole_tensors(numels: Sequence[int], num_parts: int) -> list[list[int]]:
     """The numbers of the tensors of each part: the largest goes first, to the part that is the emptiest so far."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]

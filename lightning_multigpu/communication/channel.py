@@ -1,0 +1,262 @@
+"""Connections between two processes of a job that prove to each other that they know its secret, and then move tensors.
+
+::
+
+    listening                                  connecting
+      nonce A (32 bytes)              ------>
+                                      <------    nonce B (32 bytes), HMAC(secret, "connecting", A, B)
+      HMAC(secret, "listening", A, B) ------>
+      frames                          <----->    frames
+
+A frame is a JSON object and a payload, each of bounded length. Nothing is unpickled, and nothing is encrypted: torch's
+own transports encrypt nothing either, so that a job across hosts belongs on a network of its own.
+
+Who has not proved to know the secret is a stranger. Strangers send :data:`_HELLO_BYTES` bytes at most, within
+:data:`_PATIENCE_S` seconds, and the oldest of too many has to leave, so that they keep no member out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+_NONCE_BYTES = _PROOF_BYTES = 32
+_HELLO_BYTES = _NONCE_BYTES + _PROOF_BYTES
+_PATIENCE_S = 10.0
+_MAX_STRANGERS = 64
+_BACKLOG = 256
+_LENGTHS = struct.Struct("!IQ")
+_MAX_FIELDS_BYTES = 64 * 2**20
+_MAX_PAYLOAD_BYTES = 2**40
+_BUFFERS_AT_ONCE = 512  # the kernel takes 1,024
+
+
+class ChannelError(ConnectionError):
+    """The other end cannot be reached or trusted, has left, or has sent what is no frame."""
+
+
+class Channel:
+    """A connection whose other end has proved that it belongs to the job. One thread may send while another receives.
+
+    Args:
+        sock: connected; the proofs have been exchanged.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+
+    def send(self, fields: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
+        """Sends one frame; returns when the kernel has all of it, so that the payload may change.
+
+        Args:
+            fields: what JSON can express.
+            payload: bytes; they travel from where they are.
+
+        Raises:
+            ChannelError: the other end is gone.
+        """
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        lengths = _LENGTHS.pack(len(text), sum(part.nbytes for part in payload))
+        try:
+            _send_all(self._socket, [memoryview(lengths + text), *payload])
+        except OSError as error:
+            raise ChannelError(error.strerror or str(error)) from error
+
+    def receive(self) -> tuple[dict[str, Any], int]:
+        """The fields of the next frame, and the length of its payload, which is to be received next.
+
+        Raises:
+            ChannelError: the other end is gone, or sends what is no frame.
+        """
+        fields_bytes, payload_bytes = _LENGTHS.unpack(self._receive_bytes(_LENGTHS.size))
+        if fields_bytes > _MAX_FIELDS_BYTES or payload_bytes > _MAX_PAYLOAD_BYTES:
+            raise ChannelError(
+                f"a frame announces {fields_bytes} bytes of fields and {payload_bytes} of payload; "
+                f"{_MAX_FIELDS_BYTES} and {_MAX_PAYLOAD_BYTES} are the limits"
+            )
+        try:
+            fields = json.loads(self._receive_bytes(fields_bytes))
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise ChannelError("a frame came whose fields are no JSON object")
+        return fields, payload_bytes
+
+    def receive_into(self, buffers: Iterable[memoryview]) -> None:
+        """Receives a payload into writable bytes, which together have its length.
+
+        Raises:
+            ChannelError: the other end is gone.
+        """
+        try:
+            _receive_all(self._socket, buffers)
+        except OSError as error:
+            raise ChannelError(error.strerror or str(error)) from error
+
+    def shut_down(self) -> None:
+        """Has both ends see the end of the connection, and threads that wait for it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Releases the socket; no thread may use it any more."""
+        self._socket.close()
+
+    def _receive_bytes(self, number: int) -> bytearray:
+        """Takes memory as the bytes arrive, not as they are announced."""
+        received = bytearray()
+        while len(received) < number:
+            part = bytearray(min(number - len(received), 2**20))
+            self.receive_into([memoryview(part)])
+            received += part
+        return received
+
+
+def connect(host: str, port: int, secret: bytes, *, timeout_s: float) -> Channel:
+    """Connects to a :class:`Listener` of the job.
+
+    Raises:
+        ChannelError: nobody answers there in time, or somebody who does not know the secret.
+    """
+    try:
+        sock = socket.create_connection((host, port), timeout=timeout_s)
+    except OSError as error:
+        raise ChannelError(f"no connection to {host} port {port}: {error.strerror or error}") from error
+    try:
+        theirs, ours = _take(sock, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
+        sock.sendall(ours + _proof(secret, "connecting", theirs, ours))
+        answer = _take(sock, _PROOF_BYTES)
+        if not hmac.compare_digest(answer, _proof(secret, "listening", theirs, ours)):
+            raise ChannelError(f"{host} port {port} does not know the secret of this job")
+    except OSError as error:
+        sock.close()
+        if isinstance(error, ChannelError):
+            raise
+        raise ChannelError(
+            f"{host} port {port} has not let this process in ({error.strerror or error}): is it a server of this job?"
+        ) from error
+    return Channel(sock)
+
+
+class Listener:
+    """Accepts the members of a job at an address, on threads of its own.
+
+    Args:
+        host: the address to listen at, and at no other.
+        port: 0 for a free one.
+        secret: of the job.
+        welcome: called with the channel of each member, on a thread of that member, which ends when it returns.
+
+    Raises:
+        OSError: the address is not this host's, or the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, welcome: Callable[[Channel], None]) -> None:
+        self._secret, self._welcome = secret, welcome
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._strangers: deque[socket.socket] = deque()
+        self._changing = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        return int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Accepts nobody any more; members stay."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                if not self._is_closed:
+                    _PAUSE.wait(0.02)  # no descriptor is left, or the other end has gone again
+                continue
+            with self._changing:
+                self._strangers.append(sock)
+                oldest = self._strangers.popleft() if len(self._strangers) > _MAX_STRANGERS else None
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            try:
+                threading.Thread(target=self._meet, args=(sock,), name="member", daemon=True).start()
+            except RuntimeError:  # no thread is left
+                sock.close()
+
+    def _meet(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(_PATIENCE_S)
+            ours = os.urandom(_NONCE_BYTES)
+            sock.sendall(ours)
+            hello = _take(sock, _HELLO_BYTES)
+            theirs, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
+            if not hmac.compare_digest(proof, _proof(self._secret, "connecting", ours, theirs)):
+                raise ChannelError("it does not know the secret")
+            sock.sendall(_proof(self._secret, "listening", ours, theirs))
+        except OSError:
+            sock.close()
+            return
+        finally:
+            with self._changing, contextlib.suppress(ValueError):
+                self._strangers.remove(sock)
+        self._welcome(Channel(sock))
+
+
+_PAUSE = threading.Event()
+
+
+def _proof(secret: bytes, role: str, asked: bytes, asking: bytes) -> bytes:
+    return hmac.digest(secret, role.encode() + asked + asking, "sha256")
+
+
+def _take(sock: socket.socket, number: int) -> bytes:
+    """Exactly so many bytes of a stranger."""
+    taken = b""
+    while len(taken) < number:
+        part = sock.recv(number - len(taken))
+        if not part:
+            raise ChannelError("it has closed the connection")
+        taken += part
+    return taken
+
+
+def _send_all(sock: socket.socket, buffers: Iterable[memoryview]) -> None:
+    left = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
+    while left:
+        number = sock.sendmsg([left[i] for i in range(min(len(left), _BUFFERS_AT_ONCE))])
+        _advance(left, number)
+
+
+def _receive_all(sock: socket.socket, buffers: Iterable[memoryview]) -> None:
+    left = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
+    while left:
+        number = sock.recvmsg_into([left[i] for i in range(min(len(left), _BUFFERS_AT_ONCE))], 0, socket.MSG_WAITALL)[0]
+        if number == 0:
+            raise ChannelError("the other end has closed the connection")
+        _advance(left, number)
+
+
+def _advance(left: deque[memoryview], number: int) -> None:
+    while left and number >= left[0].nbytes:
+        number -= left.popleft().nbytes
+    if number:
+        left[0] = left[0][number:]

@@ -1,0 +1,810 @@
+"""A worker's side of parameter servers: an optimizer that pushes gradients, and pulls the weights that servers make.
+
+The user's optimizer object stays what schedulers and callbacks know. Its groups hold the module's parameters; their
+values travel with every step, and its state lives on the servers::
+
+    worker     backward [b2]  [b1]  [b0]   step()                               forward
+                          \\     \\     \\      \\                            /
+    push                  [b2] [b1]  [b0] <- the step itself is sent first
+                                             \\                           /
+    server                                    [average, step: b2] [b1] [b0]
+                                                       \\      \\    \\
+    pull                                                [b2]  [b1]  [b0]
+
+Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.parameter_server.server import ABSENT, DENSE, SPARSE, clip_factor
+from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts, split_of
+from lightning_multigpu.engine.parameter_server.wire import (
+    WireError,
+    bytes_of,
+    checksum,
+    class_path,
+    dtype_name,
+    packed,
+    room_for,
+    unpacked,
+)
+
+_LEAVING_S = 5.0
+
+
+class ServerError(RuntimeError):
+    """A parameter server has ended, cannot be reached, or refuses what a worker sends."""
+
+
+Payload = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
+Fields = dict[str, Any]
+_Frame = tuple[Fields, Payload, Callable[[], None] | None]
+_URGENT, _NORMAL, _LAST = range(3)
+
+
+@dataclass
+class _Connection:
+    """One server: its channel, and what is to be sent to it: how urgent, a number in order, and the frame."""
+
+    number: int
+    name: str
+    channel: Channel
+    outbox: queue.PriorityQueue[tuple[int, int, _Frame | None]] = field(default_factory=queue.PriorityQueue)
+
+
+class ServerConnections:
+    """This worker's connections to all servers of a job.
+
+    Args:
+        addresses: host and port of each server; all workers have the same list.
+        secret: of the job.
+        worker: the number of this worker.
+        num_workers: of the job.
+        meter: told of every push and pull.
+        gather: collects an object of every worker, in their order; a collective.
+        timeout_s: how long to look for the servers.
+
+    Raises:
+        ServerError: a server cannot be reached, or does not belong to this job.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        secret: bytes,
+        *,
+        worker: int,
+        num_workers: int,
+        meter: Meter,
+        gather: Callable[[Any], list[Any]],
+        timeout_s: float,
+    ) -> None:
+        self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
+        self.meter, self.gather = meter, gather
+        self._arrived = threading.Condition()
+        self._problem: str | None = None
+        self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in addresses]
+        self._receivers: dict[int, Callable[[int, Fields, int, Channel], None]] = {}
+        self._is_leaving = False
+        self._threads: list[threading.Thread] = []
+        self._connections: list[_Connection] = []
+        self._optimizers = 0
+        self._order = count()
+        for number, (host, port) in enumerate(addresses):
+            name = f"parameter server {number} of {len(addresses)} ({host} port {port})"
+            try:
+                channel = connect(host, port, secret, timeout_s=timeout_s)
+            except ChannelError as error:
+                self.cut()
+                raise ServerError(f"{name} is not there: {error}") from error
+            self._connections.append(_Connection(number, name, channel))
+        for connection in self._connections:
+            for work in (self._write, self._read):
+                thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        hello = {"kind": "hello", "worker": worker, "num_workers": num_workers, "num_servers": self.num_servers}
+        for number in range(self.num_servers):
+            self.post(number, hello)
+        self.answers("welcome")
+
+    def new_number(self, receive: Callable[[int, Fields, int, Channel], None]) -> int:
+        """The number of one more optimizer; ``receive`` takes each part that a server sends for it."""
+        self._optimizers += 1
+        self._receivers[self._optimizers - 1] = receive
+        return self._optimizers - 1
+
+    def post(
+        self,
+        server: int,
+        fields: Fields,
+        payload: Payload = (),
+        *,
+        is_urgent: bool = True,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Sends a frame; urgent ones, in their order, overtake the others.
+
+        Args:
+            server: its number.
+            fields: of the frame.
+            payload: stays as it is until it is sent; a function is called when the frame's turn has come.
+            is_urgent: False for gradients.
+            on_sent: called when it is sent, on the thread that sends.
+        """
+        self._put(self._connections[server], (fields, payload, on_sent), _URGENT if is_urgent else _NORMAL)
+
+    def _put(self, connection: _Connection, frame: _Frame | None, urgency: int) -> None:
+        connection.outbox.put((urgency, next(self._order), frame))
+
+    def post_value(self, server: int, fields: Fields, value: Any, what: str) -> None:
+        """Sends a frame with a value that :func:`packed` takes."""
+        tensors: list[Tensor] = []
+        body = packed(value, tensors, what=what)
+        self.post(server, {**fields, "body": body}, [bytes_of(tensor) for tensor in tensors])
+
+    def answers(self, kind: str) -> list[tuple[Fields, list[Tensor]]]:
+        """The next answer of every server: its fields, and its tensors.
+
+        Raises:
+            ServerError: a server has ended, or refuses what it was sent.
+        """
+        self.wait_until(lambda: all(self._answers))
+        found = [answers.pop(0) for answers in self._answers]
+        assert all(fields["kind"] == kind for fields, _ in found)
+        return found
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Waits; what arrives is looked at after :meth:`arrived`.
+
+        Raises:
+            ServerError: a server has ended, or refuses what it was sent.
+        """
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._problem is not None or is_true())
+            if self._problem is not None:
+                raise ServerError(self._problem)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Within the block a thread changes what another waits for."""
+        with self._arrived:
+            yield
+            self._arrived.notify_all()
+
+    def cut(self) -> None:
+        """Ends all waiting, when a rank has failed."""
+        self._fails("the connections to the parameter servers were cut")
+        for connection in self._connections:
+            connection.channel.shut_down()
+
+    def close(self) -> None:
+        """Says goodbye; the servers end when all workers have."""
+        self._is_leaving = True
+        for connection in self._connections:
+            self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)
+            self._put(connection, None, _LAST)
+        deadline_s = time.monotonic() + _LEAVING_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        for connection in self._connections:
+            connection.channel.shut_down()
+            connection.channel.close()
+
+    def _fails(self, problem: str) -> None:
+        with self.arriving():
+            self._problem = self._problem or problem
+
+    def _write(self, connection: _Connection) -> None:
+        try:
+            while (frame := connection.outbox.get()[2]) is not None:
+                fields, payload, on_sent = frame
+                connection.channel.send(fields, payload() if callable(payload) else payload)
+                if on_sent is not None:
+                    on_sent()
+        except ChannelError:
+            return  # the thread that reads knows more
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            while True:
+                fields, payload_bytes = connection.channel.receive()
+                if fields.get("kind") == "part":
+                    self._receivers[fields["optimizer"]](connection.number, fields, payload_bytes, connection.channel)
+                    continue
+                body = fields.get("body")
+                tensors = room_for(body, payload_bytes)
+                connection.channel.receive_into([bytes_of(tensor) for tensor in tensors])
+                if fields.get("kind") == "error":
+                    self._fails(f"{connection.name}: {fields.get('text')}")
+                    return
+                with self.arriving():
+                    self._answers[connection.number].append((fields, tensors))
+        except ChannelError as error:
+            if not self._is_leaving:
+                self._fails(f"{connection.name} has ended: {error}")
+        except (WireError, KeyError) as error:
+            self._fails(f"{connection.name} sends what is no message: {error}")
+
+
+class _Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, at ``offset`` of a server's part."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.parameter.numel()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The elements of a contiguous tensor that has the parameter's shape."""
+        return tensor.detach().reshape(-1)[self.start : self.stop]
+
+    def place(self, flat: Tensor) -> Tensor:
+        """The elements of a server's part."""
+        return flat[self.offset : self.offset + self.stop - self.start]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one server has of a bucket."""
+
+    server: int
+    bucket: int
+    pieces: list[_Piece]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together."""
+
+    parameters: list[Parameter]
+    parts: list[_Part]
+    ready: set[Parameter] = field(default_factory=set)
+    pushed: list[tuple[Tensor | None, int]] | None = None
+
+    def gradients(self) -> list[tuple[Tensor | None, int]]:
+        """The gradients of now, and how often each was changed."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
+
+    def is_stale(self) -> bool:
+        """True if the gradients are no longer what was pushed."""
+        now, pushed = self.gradients(), self.pushed or []
+        return any(a is not b or x != y for (a, x), (b, y) in zip(now, pushed, strict=True))
+
+
+class RemoteOptimizer:
+    """One optimizer of the user's, whose updates are made by servers.
+
+    Making one, stepping, saving and loading are collectives of the workers.
+
+    Args:
+        optimizer: of a module that is the same on all workers. Its ``step`` is replaced until :meth:`close`.
+        servers: the servers.
+        split: what the servers may divide; by default, what the class of the optimizer allows.
+        bucket_bytes: of gradients that travel together.
+
+    Attributes:
+        gradients_are_whole: each ``.grad`` is the average over the workers already (:meth:`average_gradients`), and
+            the next step takes it as it is.
+        clip_norm: the next step clips the gradients to this global norm; None for no clipping.
+        clip_value: the next step clips each element of the gradients to this; None for no clipping.
+        pushes_early: each bucket is pushed as soon as backward has its gradients. For a backward pass whose gradients
+            are complete, and that no hook changes.
+
+    Raises:
+        ValueError: the optimizer evaluates the loss itself, several times a step, or cannot run on a server.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        servers: ServerConnections,
+        *,
+        split: Split | None = None,
+        bucket_bytes: int = 4 * 2**20,
+    ) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times within a step, on weights that only the servers have: use SGD "
+                "or Adam, or train on one device"
+            )
+        self.optimizer = optimizer
+        self.gradients_are_whole = False
+        self.clip_norm: float | None = None
+        self.clip_value: float | None = None
+        self.pushes_early = False
+        self._servers = servers
+        self._split = split or split_of(optimizer)
+        self._bucket_bytes = bucket_bytes
+        self._class_path = class_path(optimizer)
+        self._number = servers.new_number(self._receive)
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Parameter, int] = {}
+        self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
+        self._plans = 0
+        self._round = 0
+        self._targets: dict[tuple[int, int], tuple[list[memoryview], int]] = {}
+        self._kinds: dict[Parameter, int] = {}
+        self._sums: list[int] | None = None
+        self._hooks: list[Any] = []
+        self._copying: torch.cuda.Stream | None = None
+        self._update = optimizer.step
+        self._had_step = "step" in vars(optimizer)
+
+        @functools.wraps(self._update)  # schedulers look for their mark on it
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(closure)
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest shard in proportion to an even one; 1.0 is even."""
+        self._place_new()
+        sizes = [0] * self._servers.num_servers
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                sizes[part.server] += part.nbytes
+        return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
+
+    def close(self) -> None:
+        """Gives the optimizer its own ``step`` back."""
+        if self._had_step:
+            self.optimizer.step = self._update  # type: ignore[method-assign]
+        else:
+            vars(self.optimizer).pop("step", None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._buckets, self._bucket_of, self._pieces = [], [], {}, {}
+        self._targets.clear()
+
+    def average_gradients(self) -> None:
+        """Makes each ``.grad`` the average over the workers, for hooks that read it before the step; a collective."""
+        self._place_new()
+        self.gradients_are_whole = False  # backward has added to what was averaged before
+        self._push_rest()
+        staged = self._expect(lambda parameter: parameter.grad)
+        self._ask("average", is_urgent=False)
+        for parameter, kind in self._kinds.items():
+            if kind != ABSENT and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for piece, place in self._arrived(staged):
+            parameter = piece.parameter
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse:
+                parameter.grad = torch.zeros_like(parameter)
+            piece.of(parameter.grad).copy_(place)
+        for parameter, kind in self._kinds.items():
+            if kind == SPARSE and parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_sparse(1)
+        self.gradients_are_whole = True
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """In place of ``optimizer.step``: push gradients, have the servers step, pull all weights."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._place_new()
+        self._send_changed_weights()
+        is_urgent = self._push_rest()
+        staged = self._expect(lambda parameter: parameter)
+        self._ask(
+            "step",
+            is_urgent=is_urgent,
+            given_by_one=self.gradients_are_whole,
+            values=[self._values(group) for group in self.optimizer.param_groups] if self._servers.worker == 0 else [],
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+        )
+        for piece, place in self._arrived(staged):
+            piece.of(piece.parameter).copy_(place, non_blocking=True)
+        self._sums = self._checksums()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
+        self.gradients_are_whole = False
+        self.clip_norm = self.clip_value = None
+        return loss
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as the whole optimizer would have it on one device; a collective.
+
+        Returns:
+            On worker 0 the values of all tensors, in host memory; on others the groups alone.
+        """
+        self._place_new()
+        found = self.optimizer.state_dict()
+        if self._servers.worker != 0:
+            return found
+        for server in range(self._servers.num_servers):
+            self._servers.post(server, {"kind": "state", "optimizer": self._number})
+        told: dict[tuple[int, int, int], dict[str, Any]] = {}
+        for server, (fields, tensors) in enumerate(self._servers.answers("state")):
+            for bucket, index, state in unpacked(fields["body"], tensors):
+                told[server, bucket, index] = state
+        number = 0
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                pieces = self._pieces.get(parameter, [])
+                states = [told.get((part.server, part.bucket, index)) for part, index in pieces]
+                if present := [state for state in states if state is not None]:
+                    found["state"][number] = {
+                        name: _joined([state[name] for state in present], parameter) for name in present[0]
+                    }
+                number += 1
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of a whole optimizer, of which each server gets that of its shard; a collective.
+
+        Args:
+            state_dict: as one device's optimizer returns it; the same on all workers.
+
+        Raises:
+            ValueError: the groups are not those of this optimizer.
+        """
+        self._place_new()
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != [len(group["params"]) for group in saved_groups]:
+            raise ValueError(
+                f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved_groups]} "
+                f"parameters, and {type(self.optimizer).__name__} has {sizes}: was it saved with another model?"
+            )
+        self.optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
+        if self._servers.worker != 0:
+            return
+        numbers = [number for group in saved_groups for number in group["params"]]
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parameter_of = dict(zip(numbers, parameters, strict=True))
+        states: list[list[Any]] = [[] for _ in range(self._servers.num_servers)]
+        for number, state in state_dict["state"].items():
+            for part, index in self._pieces.get(parameter_of[number], []):
+                piece = part.pieces[index]
+                states[part.server].append(
+                    [part.bucket, index, {name: _part_of(value, piece) for name, value in state.items()}]
+                )
+        values = [self._values(group) for group in self.optimizer.param_groups]
+        for server in range(self._servers.num_servers):
+            self._servers.post_value(
+                server,
+                {"kind": "load", "optimizer": self._number},
+                {"values": values, "state": states[server]},
+                "the state of the checkpoint's optimizer",
+            )
+        self._servers.answers("done")
+
+    # Where things are
+
+    def _place_new(self) -> None:
+        """Tells the servers of parameters that have come to the optimizer since; a collective."""
+        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        new = [parameter for parameter in everything if parameter not in self._bucket_of]
+        if not new and self._plans:
+            return
+        first = len(self._buckets)
+        for parameters in alike(new):
+            self._make_buckets(parameters)  # type: ignore[arg-type]
+        self._configure(self._buckets[first:])
+        for parameter in new:
+            self.optimizer.state.pop(parameter, None)
+        self._plans += 1
+        self._sums = self._checksums()
+
+    def _make_buckets(self, parameters: list[Parameter]) -> None:
+        """Cuts parameters of one dtype and device into buckets, and these into the servers' parts."""
+        dtype = parameters[0].dtype
+        placed = bucket_parts(
+            [parameter.numel() for parameter in parameters],
+            self._servers.num_servers,
+            self._split,
+            full_numel=self._bucket_bytes / dtype.itemsize,
+        )
+        for by_server in placed:
+            number = len(self._buckets)
+            parts = [
+                _Part(server, number, [_Piece(parameters[p.number], p.start, p.stop, p.offset) for p in pieces], dtype)
+                for server, pieces in enumerate(by_server)
+            ]
+            bucket = _Bucket([], parts)
+            for part in parts:
+                for index, piece in enumerate(part.pieces):
+                    self._pieces.setdefault(piece.parameter, []).append((part, index))
+                    if piece.parameter not in self._bucket_of:
+                        self._bucket_of[piece.parameter] = number
+                        bucket.parameters.append(piece.parameter)
+            self._buckets.append(bucket)
+            for parameter in bucket.parameters:
+                hook = functools.partial(self._gradient_is_ready, bucket)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._bucket_of.update((parameter, -1) for parameter in parameters if parameter not in self._bucket_of)
+
+    def _configure(self, buckets: list[_Bucket]) -> None:
+        servers, is_first = self._servers, self._servers.worker == 0
+        if not is_first:
+            servers.gather(None)  # worker 0's plan comes first
+        for server in range(servers.num_servers):
+            parts = [bucket.parts[server] for bucket in buckets]
+            fields = {
+                "kind": "configure",
+                "optimizer": self._number,
+                "number": self._plans,
+                "plan": self._plan(server, parts),
+            }
+            content = self._content(parts) if is_first else None
+            servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
+        servers.answers("done")
+        if is_first:
+            servers.gather(None)
+
+    def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
+        """What all workers must have in common."""
+        buckets = [
+            {
+                "dtype": dtype_name(part.dtype),
+                "pieces": [list(p.parameter.shape) if p.is_whole else [p.stop - p.start] for p in part.pieces],
+            }
+            for part in parts
+        ]
+        groups = [
+            [
+                [part.bucket, index]
+                for parameter in group["params"]
+                for part, index in self._pieces.get(parameter, [])
+                if part.server == server
+            ]
+            for group in self.optimizer.param_groups
+        ]
+        return {"class": self._class_path, "split": self._split, "buckets": buckets, "groups": groups}
+
+    def _content(self, parts: Sequence[_Part]) -> dict[str, Any]:
+        """What worker 0 tells: values of the groups, weights, and the state with which some optimizers begin."""
+        return {
+            "defaults": dict(self.optimizer.defaults),
+            "values": [self._values(group) for group in self.optimizer.param_groups],
+            "weights": [self._joined_weights(part) for part in parts],
+            "state": [
+                [number, index, {name: _part_of(value, piece) for name, value in state.items()}]
+                for number, part in enumerate(parts)
+                for index, piece in enumerate(part.pieces)
+                if (state := self.optimizer.state.get(piece.parameter))
+            ],
+        }
+
+    def _joined_weights(self, part: _Part) -> Tensor:
+        pieces = [piece.of(piece.parameter).cpu() for piece in part.pieces]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=part.dtype)
+
+    def _values(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+            for name, value in group.items()
+            if name != "params"
+        }
+
+    def _checksums(self) -> list[int] | None:
+        """On worker 0 a number for each bucket's weights, by which a hook's change of them is seen."""
+        if self._servers.worker != 0:
+            return None
+        return [int(checksum(bucket.parameters).sum()) for bucket in self._buckets]
+
+    def _send_changed_weights(self) -> None:
+        """On worker 0: sends the weights that a hook has changed since they came."""
+        sums = self._checksums()
+        if sums is None or sums == self._sums:
+            return
+        assert self._sums is not None
+        for bucket, now, before in zip(self._buckets, sums, self._sums, strict=True):
+            for part in bucket.parts if now != before else []:
+                if part.numel:
+                    fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
+                    self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
+
+    # Push
+
+    def _gradient_is_ready(self, bucket: _Bucket, parameter: Parameter) -> None:
+        """Pushes a bucket when backward has the last of its gradients."""
+        if not self.pushes_early or parameter.grad is None:
+            return
+        bucket.ready.add(parameter)
+        if len(bucket.ready) == len(bucket.parameters) and bucket.pushed is None:
+            self._push(bucket)
+
+    def _push_rest(self) -> bool:
+        """Pushes what backward has not pushed; False if something is pushed again, and must arrive before a step."""
+        pushed_again = False
+        for bucket in self._buckets:
+            if self.gradients_are_whole and self._servers.worker != 0:
+                continue
+            if bucket.pushed is None:
+                self._push(bucket)
+            elif bucket.is_stale():
+                self._push(bucket)
+                pushed_again = True
+        return not pushed_again
+
+    def _push(self, bucket: _Bucket) -> None:
+        bucket.pushed = bucket.gradients()
+        staged, event = self._staged(bucket)
+        for part in bucket.parts:
+            if not part.pieces:
+                continue
+            kinds = [_kind_of(piece.parameter.grad) for piece in part.pieces]
+            pieces = [] if not any(kinds) else [(piece, staged.get(piece.parameter)) for piece in part.pieces]
+            self._post_push(part, kinds, pieces, event)
+
+    def _post_push(
+        self, part: _Part, kinds: list[int], pieces: list[tuple[_Piece, Tensor | None]], event: torch.cuda.Event | None
+    ) -> None:
+        transfer = self._servers.meter.begin(
+            "push",
+            group="servers",
+            group_size=self._servers.num_workers,
+            size_bytes=part.nbytes if pieces else 0,
+            awaited=False,
+        )
+
+        def payload() -> list[memoryview]:
+            if event is not None:
+                event.synchronize()
+            return [
+                bytes_of(torch.zeros(p.stop - p.start, dtype=part.dtype) if gradient is None else p.of(gradient))
+                for p, gradient in pieces
+            ]
+
+        fields = {
+            "kind": "push",
+            "optimizer": self._number,
+            "bucket": part.bucket,
+            "round": self._round,
+            "kinds": kinds,
+        }
+        self._servers.post(part.server, fields, payload, is_urgent=False, on_sent=transfer.finish)
+
+    def _staged(self, bucket: _Bucket) -> tuple[dict[Parameter, Tensor], torch.cuda.Event | None]:
+        """The bucket's gradients, dense and in host memory, and the event after which they are there."""
+        found: dict[Parameter, Tensor] = {}
+        is_on_gpu = bucket.parameters[0].is_cuda if bucket.parameters else False
+        for parameter in bucket.parameters:
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.detach()
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            found[parameter] = gradient.to(parameter.dtype).contiguous()
+        if not is_on_gpu:
+            return {parameter: gradient.cpu() for parameter, gradient in found.items()}, None
+        device = bucket.parameters[0].device
+        if self._copying is None:
+            self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copying.wait_stream(torch.cuda.current_stream(device))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copying):
+            for parameter, gradient in found.items():
+                room = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+                room.copy_(gradient, non_blocking=True)
+                gradient.record_stream(self._copying)
+                found[parameter] = room
+            event.record(self._copying)
+        return found, event
+
+    # Ask, and pull
+
+    def _expect(self, target_of: Callable[[Parameter], Tensor | None]) -> list[tuple[_Piece, Tensor]]:
+        """Says where the parts go that servers send; returns pieces that cannot go where they belong at once."""
+        staged: list[tuple[_Piece, Tensor]] = []
+        self._kinds = {}
+        for bucket in self._buckets:
+            for part in bucket.parts:
+                if not part.pieces:
+                    continue
+                room: Tensor | None = None
+                views = []
+                for piece in part.pieces:
+                    target = target_of(piece.parameter)
+                    if target is None or not _is_in_reach(target, part.dtype):
+                        room = torch.empty(part.numel, dtype=part.dtype) if room is None else room
+                        place = piece.place(room)
+                        staged.append((piece, place))
+                    else:
+                        place = piece.of(target)
+                    views.append(bytes_of(place))
+                self._targets[part.server, part.bucket] = views, part.nbytes
+        return staged
+
+    def _arrived(self, staged: list[tuple[_Piece, Tensor]]) -> list[tuple[_Piece, Tensor]]:
+        """Without the pieces of parameters that had a gradient on no worker: nothing came for them."""
+        return [(piece, place) for piece, place in staged if self._kinds.get(piece.parameter, ABSENT) != ABSENT]
+
+    def _ask(self, kind: str, *, is_urgent: bool, **fields: Any) -> None:
+        """Asks all servers for the same, and waits for what they send."""
+        servers = self._servers
+        values = packed(fields.pop("values", []), [], what=f"an option of {type(self.optimizer).__name__}")
+        size_bytes = sum(size for _, size in self._targets.values())
+        start_s = servers.meter.now()
+        with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
+            message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
+            for server in range(servers.num_servers):
+                servers.post(server, message, is_urgent=is_urgent)
+            if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and servers.worker == 0:
+                squares = [float(answer["squares"]) for answer, _ in servers.answers("squares")]
+                norm = {"kind": "norm", "optimizer": self._number, "factor": clip_factor(squares, self.clip_norm)}
+                for server in range(servers.num_servers):
+                    servers.post(server, norm)
+            servers.wait_until(lambda: not self._targets)
+        servers.meter.waited(start_s, servers.meter.now())
+        for bucket in self._buckets:
+            bucket.pushed = None
+            bucket.ready.clear()
+        self._round += 1
+
+    def _receive(self, server: int, fields: Fields, payload_bytes: int, channel: Channel) -> None:
+        """Takes a part that a server sends; on the thread that reads from it."""
+        views, size_bytes = self._targets.get((server, fields.get("bucket", -1)), (None, 0))
+        kinds = fields.get("kinds")
+        if views is None or payload_bytes not in (0, size_bytes) or not isinstance(kinds, list):
+            raise WireError(f"a part of {payload_bytes} bytes that nobody waits for")
+        if payload_bytes:
+            channel.receive_into(views)
+        with self._servers.arriving():
+            pieces = self._buckets[fields["bucket"]].parts[server].pieces
+            self._kinds.update(zip((piece.parameter for piece in pieces), kinds, strict=True))
+            del self._targets[server, fields["bucket"]]
+
+
+def _kind_of(gradient: Tensor | None) -> int:
+    return ABSENT if gradient is None else SPARSE if gradient.is_sparse else DENSE
+
+
+def _is_in_reach(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether bytes can be received straight into the tensor."""
+    return tensor.device.type == "cpu" and not tensor.is_sparse and tensor.is_contiguous() and tensor.dtype == dtype
+
+
+def _part_of(value: Any, piece: _Piece) -> Any:
+    """The part of a value of a parameter's state that belongs to a piece of the parameter."""
+    if isinstance(value, Tensor) and value.shape == piece.parameter.shape and not piece.is_whole:
+        return value.reshape(-1)[piece.start : piece.stop]
+    return value
+
+
+def _joined(values: Sequence[Any], parameter: Parameter) -> Any:
+    """A value of a parameter's state out of those of its pieces."""
+    first = values[0]
+    if len(values) == 1 or not isinstance(first, Tensor) or first.dim() == 0:
+        return first
+    return torch.cat([value.reshape(-1) for value in values]).view(parameter.shape)

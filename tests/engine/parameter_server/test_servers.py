@@ -1,0 +1,351 @@
+"""Servers update as the optimizer itself would; what they are sent may be anything.
+
+Workers are threads of the test here, and so are the servers: the same objects, over the same sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from lightning_multigpu.communication.channel import connect
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server.server import Server
+from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.worker import RemoteOptimizer, ServerConnections, ServerError
+from tests.engine.parameter_server.test_host_optimizer import (
+    OPTIMIZERS,
+    STEPS,
+    NormedSGD,
+    assert_equal,
+    averaged,
+    gradients,
+    groups_of,
+    on_one_device,
+    weights,
+)
+
+T = TypeVar("T")
+SECRET = bytes(range(32))
+SMALL = 100.0  # bytes of a bucket: each of the weights has one of its own
+
+
+class Workers:
+    """Two workers of one job, each on a thread."""
+
+    def __init__(self, num: int = 2) -> None:
+        self.num = num
+        self._meeting = threading.Barrier(num, timeout=30)
+        self._told: list[Any] = [None] * num
+
+    def gather(self, worker: int, value: Any) -> list[Any]:
+        self._told[worker] = value
+        self._meeting.wait()
+        told = list(self._told)
+        self._meeting.wait()
+        return told
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        with ThreadPoolExecutor(self.num) as pool:
+            running = [pool.submit(work, worker) for worker in range(self.num)]
+            try:
+                return [future.result(timeout=60) for future in running]
+            except BaseException:
+                self._meeting.abort()
+                raise
+
+
+@dataclass
+class Job:
+    servers: list[Server]
+    workers: Workers
+    problems: list[str]
+
+    @contextlib.contextmanager
+    def connections(self, worker: int, meter: Meter | None = None) -> Iterator[ServerConnections]:
+        found = ServerConnections(
+            [("127.0.0.1", server.port) for server in self.servers],
+            SECRET,
+            worker=worker,
+            num_workers=self.workers.num,
+            meter=meter or Meter(),
+            gather=lambda value: self.workers.gather(worker, value),
+            timeout_s=10.0,
+        )
+        try:
+            yield found
+        except BaseException:
+            found.cut()
+            raise
+        finally:
+            found.close()
+
+
+@contextlib.contextmanager
+def job(num_servers: int = 1, num_workers: int = 2) -> Iterator[Job]:
+    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers)]
+    found = Job(servers, Workers(num_workers), [""] * num_servers)
+
+    def serve(number: int) -> None:
+        found.problems[number] = servers[number].serve()
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(num_servers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        for server, thread in zip(servers, threads, strict=True):
+            thread.join(5)
+            server.end("the test is over")
+            thread.join(5)
+
+
+def train(
+    connections: ServerConnections,
+    parameters: list[nn.Parameter],
+    optimizer: Optimizer,
+    steps: range,
+    *,
+    split: Split | None = None,
+) -> RemoteOptimizer:
+    remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL), split=split)
+    for step in steps:
+        for parameter, gradient in zip(parameters, gradients(step, connections.worker), strict=False):
+            parameter.grad = gradient
+        optimizer.step()
+    return remote
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int) -> None:
+    with job(num_servers) as found:
+
+        def work(worker: int) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
+            results = {}
+            with found.connections(worker) as connections:
+                for name, make in OPTIMIZERS.items():
+                    parameters = weights()
+                    optimizer = make(groups_of(parameters))
+                    remote = train(connections, parameters, optimizer, range(STEPS))
+                    assert not optimizer.state, "a worker holds no state"
+                    results[name] = ([p.detach() for p in parameters], remote.state_dict())
+                    remote.close()
+                    assert "step" not in vars(optimizer), "the optimizer has its own step again"
+            return results
+
+        first, second = found.workers.run(work)
+    assert found.problems == [""] * num_servers
+    for name, make in OPTIMIZERS.items():
+        parameters, state = on_one_device(make)
+        for index, parameter in enumerate(parameters):
+            assert_equal(first[name][0][index], parameter.detach())
+            assert torch.equal(first[name][0][index], second[name][0][index]), f"{name}: workers differ"
+        told = first[name][1]
+        assert told["param_groups"] == state["param_groups"]
+        assert told["state"].keys() == state["state"].keys(), name
+        for number, values in state["state"].items():
+            assert told["state"][number].keys() == values.keys(), name
+            for key, value in values.items():
+                assert_equal(told["state"][number][key], value)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_loaded_state_goes_on(name: str) -> None:
+    wanted, _ = on_one_device(OPTIMIZERS[name])
+    halfway, state = on_one_device(OPTIMIZERS[name], steps=2)
+    with job(2) as found:
+
+        def work(worker: int) -> list[Tensor]:
+            with found.connections(worker) as connections:
+                parameters = [nn.Parameter(p.detach().clone()) for p in halfway]
+                optimizer = OPTIMIZERS[name](groups_of(parameters))
+                remote = RemoteOptimizer(optimizer, connections)
+                remote.load_state_dict(state)
+                remote.close()
+                train(connections, parameters, optimizer, range(0)).load_state_dict(state)
+                for step in range(2, STEPS):
+                    for parameter, gradient in zip(parameters, gradients(step, worker), strict=True):
+                        parameter.grad = gradient
+                    optimizer.step()
+            return [p.detach() for p in parameters]
+
+        for result in found.workers.run(work):
+            assert_equal(result, [p.detach() for p in wanted])
+
+
+def test_unusual_steps() -> None:
+    """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
+    normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
+    reference = weights()
+    stepped = optim.SGD(groups_of(reference), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        reference[0].grad = averaged(step)[0]
+        stepped.step()
+    with job(2) as found:
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                parameters = weights()
+                train(connections, parameters, NormedSGD(groups_of(parameters), lr=0.1), range(STEPS)).close()
+                assert_equal([p.detach() for p in parameters], [p.detach() for p in normed])
+
+                parameters = weights()
+                optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+                remote = train(connections, parameters[:1], optimizer, range(STEPS))
+                assert parameters[1].grad is None
+                assert_equal([p.detach() for p in parameters], [p.detach() for p in reference])
+
+                late = nn.Parameter(torch.ones(3))
+                optimizer.add_param_group({"params": [late], "lr": 1.0})
+                for parameter in parameters:
+                    parameter.grad = None
+                late.grad = torch.ones(3) if worker == 0 else None
+                optimizer.step()
+                assert late.tolist() == [0.5] * 3, "the mean of 1 and of no gradient"
+                late.data.zero_()  # as a hook may, on every worker
+                late.grad = torch.ones(3)
+                optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
+                optimizer.step()
+                assert_equal(late.detach(), torch.full((3,), -2.0 * 1.45))
+                optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
+                late.data.zero_()
+                for clip in (True, False):
+                    remote.clip_norm = 0.1 * 3**0.5 if clip else None
+                    late.grad = torch.ones(3)
+                    optimizer.step()
+                torch.testing.assert_close(late.detach(), torch.full((3,), -0.1 - 1.0))
+                remote.clip_value = 0.25
+                late.grad = torch.full((3,), 2.0 * worker)
+                optimizer.step()
+                torch.testing.assert_close(late.detach(), torch.full((3,), -1.35))
+
+        found.workers.run(work)
+
+
+def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them() -> None:
+    with job(2) as found:
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                parameters = weights()
+                optimizer = optim.SGD(parameters, lr=1.0)
+                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                for parameter, gradient in zip(parameters, gradients(0, worker), strict=True):
+                    parameter.grad = gradient
+                if worker == 1:
+                    parameters[2].grad = None
+                remote.average_gradients()
+                wanted = [*averaged(0)[:2], gradients(0, 0)[2] / 2]
+                for parameter, gradient in zip(parameters, wanted, strict=True):
+                    assert parameter.grad is not None
+                    assert_equal(parameter.grad, gradient)
+                    parameter.grad.mul_(0.5)
+                optimizer.step()
+                for parameter, before, gradient in zip(parameters, weights(), wanted, strict=True):
+                    assert_equal(parameter.detach(), before.detach() - gradient / 2)
+
+        found.workers.run(work)
+
+
+def test_buckets_are_pushed_while_backward_goes_on() -> None:
+    with job() as found:
+
+        def work(worker: int) -> None:
+            meter = Meter()
+            with found.connections(worker, meter) as connections:
+                generator = torch.Generator().manual_seed(0)
+                model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4)))
+                for parameter in model.parameters():
+                    parameter.data.copy_(torch.randn(8, 8, dtype=torch.float64, generator=generator))
+                optimizer = optim.SGD(model.parameters(), lr=0.1)
+                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=512)
+                remote.pushes_early = True
+                assert remote.imbalance == 1.0
+                x = torch.randn(5, 8, dtype=torch.float64, generator=generator)
+                for halved in (False, True):
+                    before = [p.detach().clone() for p in model.parameters()]
+                    for parameter in model.parameters():
+                        parameter.grad = None
+                    model(x * (worker + 1)).square().sum().backward()
+                    pushed = [bucket.pushed is not None for bucket in remote._buckets]
+                    assert pushed == [True] * 4, "each bucket is one layer, and backward has all gradients"
+                    own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                    if halved:  # after it was pushed: it has to be pushed again
+                        for parameter in model.parameters():
+                            assert parameter.grad is not None
+                            parameter.grad.mul_(0.5)
+                    optimizer.step()
+                    both = found.workers.gather(worker, own)
+                    for now, was, *of_both in zip(model.parameters(), before, *both, strict=True):
+                        mean = (of_both[0] + of_both[1]) / (4 if halved else 2)
+                        assert_equal(now.detach(), was - 0.1 * mean)
+                meter.end_step()
+                meter.flush()
+                [step] = meter.steps
+                sent = {t.operation: (t.count, t.size_bytes, t.sent_bytes) for t in step.operations}
+                assert sent == {"push": (12, 12 * 512, 12 * 512), "pull": (2, 8 * 512, 0)}
+
+        found.workers.run(work)
+
+
+def test_workers_with_other_models_are_refused() -> None:
+    with job() as found:
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                parameters = weights()[: 3 - worker]
+                train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
+
+        with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
+            found.workers.run(work)
+
+
+def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
+    class Local(optim.SGD):
+        pass
+
+    with job(num_workers=1) as found, found.connections(0) as connections:
+        with pytest.raises(ValueError, match=r"cannot import .*Local, which is defined in a function"):
+            RemoteOptimizer(Local(weights(), lr=0.1), connections)
+        with pytest.raises(ValueError, match="LBFGS evaluates the loss several times within a step"):
+            RemoteOptimizer(optim.LBFGS(weights()), connections)
+        optimizer = optim.SGD(weights(), lr=0.1)
+        optimizer.param_groups[0]["rule"] = print
+        remote = RemoteOptimizer(optimizer, connections)
+        with pytest.raises(ValueError, match="an option of SGD is of type builtin_function_or_method"):
+            _ = remote.imbalance
+
+
+def test_a_server_that_ends_is_named() -> None:
+    def train_on(found: Job) -> None:
+        with found.connections(0) as connections:
+            parameters = weights()
+            remote = train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
+            found.servers[0].end("it was told to")
+            for _ in range(100):
+                parameters[0].grad = torch.ones_like(parameters[0])
+                remote.optimizer.step()
+
+    words = r"parameter server 0 of 1 \(127.0.0.1 port \d+\): it was told to"
+    with job(num_workers=1) as found, pytest.raises(ServerError, match=words):
+        train_on(found)
+
+
+def test_a_worker_that_is_gone_ends_the_job() -> None:
+    with job(num_workers=1) as found:
+        channel = connect("127.0.0.1", found.servers[0].port, SECRET, timeout_s=5.0)
+        channel.send({"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1})
+        assert channel.receive()[0]["kind"] == "welcome"
+        channel.shut_down()
+        channel.close()
+    assert found.problems[0].startswith("worker 0 is gone")
