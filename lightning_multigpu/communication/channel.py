@@ -177,11 +177,16 @@ class Listener:
         return int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Accepts nobody any more; members stay."""
+        """Accepts nobody any more, and sends strangers away; members stay."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        with self._changing:
+            strangers = list(self._strangers)
+        for sock in strangers:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -210,7 +215,7 @@ class Listener:
             hello = _take(sock, _HELLO_BYTES)
             theirs, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._secret, "connecting", ours, theirs)):
-                raise ChannelError("it does not know the secret")
+                raise ConnectionError("it does not know the secret")
             sock.sendall(_proof(self._secret, "listening", ours, theirs))
         except OSError:
             sock.close()
@@ -234,7 +239,7 @@ def _take(sock: socket.socket, number: int) -> bytes:
     while len(taken) < number:
         part = sock.recv(number - len(taken))
         if not part:
-            raise ChannelError("it has closed the connection")
+            raise ConnectionError("it has closed the connection")
         taken += part
     return taken
 

@@ -377,6 +377,9 @@ class ServedOptimizer:
         try:
             if chosen:
                 optimizer.step()
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raise WireError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
         finally:
             for group, pieces in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = pieces
@@ -480,8 +483,8 @@ class Server:
     def _welcome(self, channel: Channel) -> None:
         member: Member | None = None
         try:
-            member = self._introduced(channel)
-            with _well_formed():
+            with _usable():
+                member = self._introduced(channel)
                 while self._handle(member, *channel.receive()):
                     pass
             self._leaves(member)
@@ -489,13 +492,12 @@ class Server:
         except ChannelError as error:
             if member is not None:
                 self.end(f"worker {member.worker} is gone: {error}")
-        except Exception as error:
-            text = str(error) if isinstance(error, WireError) else "".join(traceback.format_exception(error))
+        except WireError as error:
             if member is not None:
-                self.end(text)
+                self.end(str(error))
             else:
                 with suppress(ChannelError):
-                    channel.send({"kind": "error", "text": text})
+                    channel.send({"kind": "error", "text": str(error)})
         finally:
             if member is not None:
                 member.writer.join(_LAST_WORDS_S)  # the last thing that it sends may be what went wrong
@@ -607,12 +609,17 @@ def _without_values(request: _Request) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _well_formed() -> Iterator[None]:
-    """Names what fails because a message lacks a field, or has one of another type."""
+def _usable() -> Iterator[None]:
+    """Says so where a message cannot be used: it lacks a field, or has one that makes no sense."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise WireError(f"a message is not complete: {type(error).__name__}: {error}") from error
+    except (ChannelError, WireError):
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise WireError(
+            f"a message cannot be used ({type(error).__name__} at {where.name}:{where.lineno}: {error})"
+        ) from error
 
 
 def _norm_dtype(gradient: Tensor) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.channel import connect
+from lightning_multigpu.communication.channel import Channel, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.sharding import Split
@@ -219,20 +220,29 @@ def test_unusual_steps() -> None:
                 assert_equal(late.detach(), torch.full((3,), -2.0 * 1.45))
                 optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
                 late.data.zero_()
-                for clip in (True, False):
-                    remote.clip_norm = 0.1 * 3**0.5 if clip else None
+                for norm in (0.1, None, 0.2):
+                    remote.clip_norm = None if norm is None else norm * 3**0.5
                     late.grad = torch.ones(3)
                     optimizer.step()
-                torch.testing.assert_close(late.detach(), torch.full((3,), -0.1 - 1.0))
+                torch.testing.assert_close(late.detach(), torch.full((3,), -0.1 - 1.0 - 0.2))
                 remote.clip_value = 0.25
                 late.grad = torch.full((3,), 2.0 * worker)
                 optimizer.step()
-                torch.testing.assert_close(late.detach(), torch.full((3,), -1.35))
+                torch.testing.assert_close(late.detach(), torch.full((3,), -1.55))
 
         found.workers.run(work)
 
 
-def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them() -> None:
+def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Channel.send
+
+    def slow_to_worker_1(self: Channel, fields: Any, payload: Any = ()) -> None:
+        """Worker 0 has gone on, and pushes what its hooks have made, before worker 1 gets the averages."""
+        if threading.current_thread().name == "to worker 1" and fields["kind"] == "part":
+            time.sleep(0.1)
+        send(self, fields, payload)
+
+    monkeypatch.setattr(Channel, "send", slow_to_worker_1)
     with job(2) as found:
 
         def work(worker: int) -> None:

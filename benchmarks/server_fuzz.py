@@ -1,0 +1,254 @@
+"""Malformed, cut, altered and reordered messages to parameter servers, from strangers and from workers of the job.
+
+    python -m benchmarks.server_fuzz [--messages 100000] [--seed 0] [--only NAME ...]
+
+A stranger must change nothing: afterwards a worker gets in, and memory has grown by 5 MB at most. A worker that sends
+nonsense ends its job with a message that names what was wrong: no traceback, no hang, no growth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import platform
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.guardian_fuzz import MAX_GROWTH_KB, Outcome, resident_kb
+from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.engine.parameter_server.server import Server
+from lightning_multigpu.engine.parameter_server.wire import bytes_of, packed
+
+_SECRET = os.urandom(32)
+_END_S = 10.0
+_WARM_UP = 200  # connections after which memory is looked at for the first time
+_ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, 99, 1 << 40, 10**300, 1e308, float("inf"), float("nan")),
+    *("", "0", "\0", "float32", "int8", "step", "torch.optim:SGD", "os:system", "torch.optim:Optimizer"),
+    *([], {}, [[]], [-1], [[0, 0]], {"tensor": 0}, {"tensor": 0, "dtype": "float64", "shape": [1 << 40]}, "a" * 300),
+    *({"tuple": [1, 2]}, {"items": [["lr", 0.1]]}, {"items": [[[], 1]]}, {"tensor": -1, "dtype": "x", "shape": 3}),
+)  # fmt: skip
+_HELLO = {"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1}
+Frame = tuple[dict[str, Any], bytes]
+
+
+def recorded() -> list[Frame]:
+    """What a worker sends that trains one step with two buckets, saves, and leaves."""
+    tensors: list[torch.Tensor] = []
+    values = [{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
+               "foreach": None, "capturable": False, "differentiable": False, "fused": None}]  # fmt: skip
+    body = packed(
+        {"defaults": dict(values[0]), "values": values, "weights": [torch.ones(6), torch.ones(4)],
+         "state": [[0, 0, {"step": torch.tensor(1.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}]]},
+        tensors, what="a message",
+    )  # fmt: skip
+    plan = {
+        "class": "torch.optim.adam:Adam",
+        "split": "elements",
+        "buckets": [{"dtype": "float32", "pieces": [[6]]}, {"dtype": "float32", "pieces": [[2, 2]]}],
+        "groups": [[[0, 0], [1, 0]]],
+    }
+    of_first = {"optimizer": 0}
+    push = {"kind": "push", **of_first, "round": 0, "kinds": [1]}
+    loaded: list[torch.Tensor] = []
+    state = packed({"values": values, "state": [[0, 0, {"step": torch.tensor(2.0)}]]}, loaded, what="a message")
+    return [
+        (dict(_HELLO), b""),
+        ({"kind": "configure", **of_first, "number": 0, "plan": plan, "body": body}, _joined(tensors)),
+        ({"kind": "load", **of_first, "body": state}, _joined(loaded)),
+        ({"kind": "replace", **of_first, "bucket": 0}, bytes(24)),
+        ({**push, "bucket": 1}, bytes(16)),
+        ({"kind": "step", **of_first, "round": 0, "values": packed(values, [], what="step"), "clip_norm": 1.0}, b""),
+        ({**push, "bucket": 0}, bytes(24)),
+        ({"kind": "average", **of_first, "round": 1, "clip_value": None}, b""),
+        ({"kind": "norm", **of_first, "factor": 0.5}, b""),
+        ({"kind": "state", **of_first}, b""),
+        ({"kind": "goodbye"}, b""),
+    ]
+
+
+def _joined(tensors: list[torch.Tensor]) -> bytes:
+    return b"".join(bytes(bytes_of(tensor)) for tensor in tensors)
+
+
+class Fuzzer:
+    """A generator of bad frames, the same ones for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.choice = random.Random(seed)
+        self._recorded = recorded()
+
+    def story(self) -> list[Frame]:
+        """What one worker sends after its greeting: good frames up to some point, and a bad one."""
+        good = copy.deepcopy(self._recorded[1:])
+        at = self.choice.randrange(len(good))
+        at_wrong_time = self.choice.random() < 0.15
+        return [*good[:at], self.choice.choice(good) if at_wrong_time else self.altered(good[at])]
+
+    def altered(self, frame: Frame) -> Frame:
+        """The frame with a few changes."""
+        fields, payload = copy.deepcopy(frame)
+        for _ in range(self.choice.choice((1, 1, 2, 4))):
+            if self.choice.random() < 0.2:
+                size = self.choice.choice((0, 1, len(payload) + 8, 1000))
+                payload = self.choice.randbytes(size)
+            else:
+                self._alter(fields)
+        return fields, payload
+
+    def _alter(self, value: Any) -> None:
+        """Changes, removes or adds something, at any depth."""
+        while True:
+            keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+            if not keys:
+                return
+            key = self.choice.choice(keys)
+            if isinstance(value[key], dict | list) and value[key] and self.choice.random() < 0.7:
+                value = value[key]
+                continue
+            if self.choice.random() < 0.2:
+                del value[key]
+            else:
+                value[key] = copy.deepcopy(self.choice.choice(_ODD))
+            return
+
+    def noise(self) -> bytes:
+        """What a stranger sends."""
+        return self.choice.randbytes(self.choice.choice((0, 1, 31, 64, 65, 4_000)))
+
+
+def strangers(number: int, seed: int) -> Outcome:
+    """Connections that do not know the secret."""
+    server, fuzzer = Server("127.0.0.1", 0, _SECRET), Fuzzer(seed)
+    ending = _serving(server)
+    started_s, before_kb = time.perf_counter(), 0
+    for index in range(number):
+        if index == min(_WARM_UP, number // 2):
+            before_kb = resident_kb(os.getpid())
+        _visit(server.port, fuzzer)
+    seconds = time.perf_counter() - started_s
+    problem = ""
+    try:
+        channel = connect("127.0.0.1", server.port, _SECRET, timeout_s=_END_S)
+        channel.send(_HELLO)
+        if channel.receive()[0].get("kind") != "welcome":
+            problem = "a worker is not welcome afterwards"
+        channel.send({"kind": "goodbye"})
+        found = ending()
+        channel.close()
+        problem = problem or (found if found is not None else "the server does not end")
+    except ChannelError as error:
+        problem = f"a worker does not get in afterwards: {error}"
+    return _outcome("strangers", number, seconds, before_kb, problem)
+
+
+def _visit(port: int, fuzzer: Fuzzer) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=_END_S) as sock, contextlib.suppress(OSError):
+        sock.sendall(fuzzer.noise())
+        how = fuzzer.choice.randrange(4)
+        if how == 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif how == 1:
+            sock.shutdown(socket.SHUT_WR)
+        elif how == 2:
+            sock.recv(10)
+
+
+def workers(number: int, seed: int) -> Outcome:
+    """Workers that know the secret and send nonsense. Each needs a server of its own, since its job ends."""
+    fuzzer, problem = Fuzzer(seed), ""
+    started_s, before_kb = time.perf_counter(), 0
+    for index in range(number):
+        if index == min(_WARM_UP, number // 2):
+            before_kb = resident_kb(os.getpid())
+        server = Server("127.0.0.1", 0, _SECRET)
+        ending = _serving(server)
+        channel = connect("127.0.0.1", server.port, _SECRET, timeout_s=_END_S)
+        _tell(channel, fuzzer)
+        channel.shut_down()
+        found = ending()
+        channel.close()
+        if found is None or ("Traceback" in found and not found.startswith("the step of Adam has failed")):
+            problem = problem or f"message {index}: {'it does not end' if found is None else found}"
+            server.end("")
+    return _outcome("workers", number, time.perf_counter() - started_s, before_kb, problem)
+
+
+def _tell(channel: Channel, fuzzer: Fuzzer) -> None:
+    # What it answers is read, so that it never waits for room.
+    reader = threading.Thread(target=_swallow, args=(channel,), daemon=True)
+    reader.start()
+    story = [] if fuzzer.choice.random() < 0.1 else fuzzer.story()
+    with contextlib.suppress(OSError):
+        channel.send(_HELLO if story else fuzzer.altered((dict(_HELLO), b""))[0])
+        for fields, payload in story:
+            channel.send(fields, [memoryview(payload)])
+        channel._socket.shutdown(socket.SHUT_WR)
+    reader.join(_END_S)
+
+
+def _swallow(channel: Channel) -> None:
+    with contextlib.suppress(ChannelError):
+        while True:
+            _, size_bytes = channel.receive()
+            channel.receive_into([memoryview(bytearray(size_bytes))])
+
+
+def _serving(server: Server) -> Callable[[], str | None]:
+    """Serves on a thread; the result waits for the end, and returns what went wrong, or None without an end."""
+    ended: list[str] = []
+    thread = threading.Thread(target=lambda: ended.append(server.serve()), daemon=True)
+    thread.start()
+
+    def end() -> str | None:
+        if not server._members:  # it waits for a worker, and this one was not let in
+            server.end("")
+        thread.join(_END_S)
+        return ended[0] if ended else None
+
+    return end
+
+
+def _outcome(target: str, number: int, seconds: float, before_kb: int, problem: str) -> Outcome:
+    growth_kb = resident_kb(os.getpid()) - before_kb
+    if not problem and growth_kb > MAX_GROWTH_KB:
+        problem = f"memory has grown by {growth_kb / 1000:.1f} MB"
+    return Outcome(target, number, seconds, growth_kb, problem)
+
+
+TARGETS: dict[str, Callable[[int, int], Outcome]] = {"strangers": strangers, "workers": workers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--messages", type=int, default=100_000, metavar="N", help="to each target (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
+    arguments = parser.parse_args()
+    print(f"# python -m benchmarks.server_fuzz --messages {arguments.messages} --seed {arguments.seed}")
+    print(f"# Python {platform.python_version()}, torch {torch.__version__}, Linux {platform.release()}")
+    print(f"{'target':<12}{'messages':>10}{'seconds':>10}{'growth (MB)':>13}  problem")
+    problems = 0
+    for name in arguments.only:
+        outcome = TARGETS[name](arguments.messages, arguments.seed)
+        problems += bool(outcome.problem)
+        print(
+            f"{name:<12}{outcome.messages:>10}{outcome.seconds:>10.0f}{outcome.growth_kb / 1000:>13.1f}  "
+            f"{outcome.problem or 'none'}",
+            flush=True,
+        )
+    sys.exit(problems > 0)
+
+
+if __name__ == "__main__":
+    main()

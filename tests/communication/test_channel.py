@@ -1,0 +1,135 @@
+"""Connections of a job let its members in, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.guardian_fuzz import resident_kb
+from lightning_multigpu.communication.channel import Channel, ChannelError, Listener, connect
+
+SECRET, OTHER = bytes(32), bytes([1] * 32)
+HOST = "127.0.0.1"
+
+
+class Members(queue.SimpleQueue[Channel]):
+    """The channels of those who were let in."""
+
+    def next(self) -> Channel:
+        return self.get(timeout=30)
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    """Both ends of a connection: that which has connected, and the member's."""
+    with listening() as (port, members), contextlib.ExitStack() as ends:
+        ours = ends.enter_context(contextlib.closing(connect(HOST, port, SECRET, timeout_s=10)))
+        yield ours, ends.enter_context(contextlib.closing(members.next()))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[int, Members]]:
+    members = Members()
+    listener = Listener(HOST, 0, SECRET, members.put)
+    try:
+        yield listener.port, members
+    finally:
+        listener.close()
+        while not members.empty():
+            members.get().close()
+
+
+def test_frames_arrive_as_they_were_sent() -> None:
+    """With more parts than the kernel takes at once, and more bytes than fit into its buffers."""
+    parts = [os.urandom(size) for size in [0, 1, 7, *[3] * 2000, 20_000_000]]
+    with pair() as (ours, theirs):
+        fields = {"kind": "push", "text": "ü" * 100_000, "values": [None, 1.5, float("inf")]}
+        sending = threading.Thread(target=lambda: [ours.send(fields, list(map(memoryview, parts))), ours.send({})])
+        sending.start()
+        found, size_bytes = theirs.receive()
+        assert found == fields
+        assert size_bytes == sum(map(len, parts))
+        rooms = [bytearray(len(part)) for part in parts]
+        theirs.receive_into(map(memoryview, rooms))
+        assert rooms == parts
+        assert theirs.receive() == ({}, 0)
+        sending.join()
+        ours.shut_down()
+        with pytest.raises(ChannelError, match="the other end has closed the connection"):
+            theirs.receive()
+
+
+def test_both_ends_must_know_the_secret() -> None:
+    with listening() as (port, members):
+        with pytest.raises(ChannelError, match=rf"{HOST} port {port} has not let this process in"):
+            connect(HOST, port, OTHER, timeout_s=10)
+        assert members.empty()
+
+    def pretend(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with sock:
+            sock.sendall(bytes(32))
+            sock.recv(64)
+            sock.sendall(bytes(32))
+
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+        threading.Thread(target=pretend, args=(server,), daemon=True).start()
+        with pytest.raises(ChannelError, match=rf"{HOST} port {port} does not know the secret of this job"):
+            connect(HOST, port, SECRET, timeout_s=10)
+    with pytest.raises(ChannelError, match=f"no connection to {HOST} port {port}"):
+        connect(HOST, port, SECRET, timeout_s=10)
+
+
+def test_what_was_proved_on_one_connection_proves_nothing_on_another() -> None:
+    with listening() as (port, members), socket.create_connection((HOST, port), timeout=10) as first:
+        asked = first.recv(32)
+        with socket.create_connection((HOST, port), timeout=10) as second:
+            assert second.recv(32) != asked
+            member = connect(HOST, port, SECRET, timeout_s=10)
+            members.next().close()
+            second.sendall(bytes(64))
+            assert second.recv(32) == b"", "it is closed"
+            member.close()
+
+
+def test_silent_strangers_keep_no_member_out() -> None:
+    with listening() as (port, members), contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(socket.create_connection((HOST, port), timeout=10))
+        with contextlib.closing(connect(HOST, port, SECRET, timeout_s=5)) as ours:
+            ours.send({"kind": "hello"})
+            theirs = members.next()
+            assert theirs.receive() == ({"kind": "hello"}, 0)
+            theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (struct.pack("!IQ", 1 << 31, 0), "announces 2147483648 bytes of fields"),
+        (struct.pack("!IQ", 2, 1 << 63) + b"{}", "9223372036854775808 of payload"),
+        (struct.pack("!IQ", 2, 0) + b"[]", "fields are no JSON object"),
+        (struct.pack("!IQ", 60_000, 0) + b"[" * 60_000, "fields are no JSON object"),
+        (struct.pack("!IQ", 3, 0) + b"\xff{}", "fields are no JSON object"),
+        (struct.pack("!IQ", 60_000_000, 0) + b"{", "the other end has closed the connection"),
+    ],
+)  # fmt: skip
+def test_what_is_no_frame_is_refused_before_memory_is_taken(data: bytes, words: str) -> None:
+    with pair() as (ours, theirs):
+        before_kb = resident_kb(os.getpid())
+        ours._socket.sendall(data)
+        ours._socket.shutdown(socket.SHUT_WR)
+        with pytest.raises(ChannelError, match=words):
+            theirs.receive()
+        assert resident_kb(os.getpid()) - before_kb < 20_000
+        with contextlib.suppress(ChannelError):
+            theirs.send({"answer": json.loads("1")})
