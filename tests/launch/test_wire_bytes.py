@@ -89,3 +89,22 @@ def test_a_step_of_ring_ddp_sends_its_gradients_once_around_the_ring(reports: li
         # Counted from the end of the first step, which also joins groups and distributes the model.
         counts = training["counted"]
         assert_agree(sum(training["sent_bytes"][1:]), counts[0], counts[-1])
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_servers_get_gradients_and_send_weights_once_a_step(reports: list[dict[str, Any]], num_servers: int) -> None:
+    """N x S / K in and out at each of K servers, less what comes from the rank on the server's own host.
+
+    One server, on host 0: rank 1 pushes S, and the server sends S to it. Two servers, one on each host: each rank
+    pushes S/2 to the other host, whose server sends S/2 back. So in both cases each host sends S.
+    """
+    size_bytes = 4 * (wire_script.NUM_FEATURES**2 + wire_script.NUM_FEATURES)
+    for report in reports:
+        training = report[f"{num_servers} servers"]
+        assert training["push_bytes"] == [size_bytes] * wire_script.NUM_STEPS
+        first, last = training["counted"][0], training["counted"][-1]
+        counted = {name: last[name] - first[name] for name in last}
+        behind_headers_bytes = counted["sent_bytes"] - HEADERS_BYTES * counted["sent_packets"]
+        sent_again_bytes = PAYLOAD_OF_A_FRAME_BYTES * counted["segments_sent_again"]
+        expected_bytes = size_bytes * (wire_script.NUM_STEPS - 1)
+        assert 0.97 * expected_bytes <= behind_headers_bytes <= 1.03 * (expected_bytes + sent_again_bytes)

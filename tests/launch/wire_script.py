@@ -1,4 +1,7 @@
-"""One rank a host: all-reduces of known sizes, then a fit with ring_ddp; writes what meter and interface counted."""
+"""One rank a host: all-reduces of known sizes, then a fit with ring_ddp and fits with parameter servers.
+
+Writes what meter and interface counted.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu import MultiGPUStrategy, ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
@@ -40,8 +43,12 @@ def counters(interface: str) -> dict[str, int]:
         for what in ("bytes", "packets")
     }
     payload_bytes, sent_again_bytes = sent_by_tcp()
+    names_of_tcp, values_of_tcp = (
+        line.split()[1:] for line in Path("/proc/self/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
+    )
     return {
         **dataclasses.asdict(InterfaceCounters(**found)),
+        "segments_sent_again": int(dict(zip(names_of_tcp, values_of_tcp, strict=True))["RetransSegs"]),
         "payload_bytes": payload_bytes,
         "sent_again_bytes": sent_again_bytes,
     }
@@ -108,9 +115,8 @@ class Wide(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def training(interface: str, root: Path) -> dict[str, Any]:
+def training(interface: str, root: Path, strategy: MultiGPUStrategy) -> dict[str, Any]:
     """Sent bytes of each step by the meter, all operations, and the interface's counters after each step."""
-    strategy = RingDDPStrategy()
     module = Wide(interface)
     data = DataLoader(TensorDataset(torch.randn(2 * 4 * NUM_STEPS, NUM_FEATURES)), batch_size=4)
     trainer = pl.Trainer(
@@ -129,6 +135,7 @@ def training(interface: str, root: Path) -> dict[str, Any]:
     strategy.meter.flush()
     return {
         "all_reduce_bytes": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],
+        "push_bytes": [sum(t.sent_bytes for t in s.of("push", "servers")) for s in strategy.meter.steps],
         "sent_bytes": [step.sent_bytes for step in strategy.meter.steps],
         "counted": module.counted,
     }
@@ -141,7 +148,10 @@ def main() -> None:
     assert interface is not None
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    report = {"all_reduces": all_reduces(interface), "training": training(interface, root)}
+    report = {"all_reduces": all_reduces(interface), "training": training(interface, root, RingDDPStrategy())}
+    for number in (1, 2):
+        servers = ParameterServerStrategy(num_servers=number)
+        report[f"{number} servers"] = training(interface, root, servers)
     (root / f"rank{rank}.json").write_text(json.dumps(report))
 
 
