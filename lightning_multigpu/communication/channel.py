@@ -24,6 +24,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ _HELLO_BYTES = _NONCE_BYTES + _PROOF_BYTES
 _PATIENCE_S = 10.0
 _MAX_STRANGERS = 64
 _BACKLOG = 256
+_PAUSE_S = 0.2
 _LENGTHS = struct.Struct("!IQ")
 _MAX_FIELDS_BYTES = 64 * 2**20
 _MAX_PAYLOAD_BYTES = 2**40
@@ -124,15 +126,21 @@ class Channel:
 
 
 def connect(host: str, port: int, secret: bytes, *, timeout_s: float) -> Channel:
-    """Connects to a :class:`Listener` of the job.
+    """Connects to a :class:`Listener` of the job; one that does not listen yet is tried again.
 
     Raises:
         ChannelError: nobody answers there in time, or somebody who does not know the secret.
     """
-    try:
-        sock = socket.create_connection((host, port), timeout=timeout_s)
-    except OSError as error:
-        raise ChannelError(f"no connection to {host} port {port}: {error.strerror or error}") from error
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=timeout_s)
+            break
+        except OSError as error:
+            left_s = deadline_s - time.monotonic()
+            if not isinstance(error, ConnectionRefusedError) or left_s <= 0:
+                raise ChannelError(f"no connection to {host} port {port}: {error.strerror or error}") from error
+            time.sleep(min(_PAUSE_S, left_s))
     try:
         theirs, ours = _take(sock, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
         sock.sendall(ours + _proof(secret, "connecting", theirs, ours))
@@ -194,7 +202,7 @@ class Listener:
                 sock, _ = self._socket.accept()
             except OSError:
                 if not self._is_closed:
-                    _PAUSE.wait(0.02)  # no descriptor is left, or the other end has gone again
+                    time.sleep(0.02)  # no descriptor is left, or the other end has gone again
                 continue
             with self._changing:
                 self._strangers.append(sock)
@@ -224,9 +232,6 @@ class Listener:
             with self._changing, contextlib.suppress(ValueError):
                 self._strangers.remove(sock)
         self._welcome(Channel(sock))
-
-
-_PAUSE = threading.Event()
 
 
 def _proof(secret: bytes, role: str, asked: bytes, asking: bytes) -> bytes:

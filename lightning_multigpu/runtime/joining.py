@@ -21,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_multigpu._lightning_internals import place_of_checkpoint
 from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import NO_WAY, source_address, unreachable
+from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, own_host
@@ -35,8 +36,6 @@ from lightning_multigpu.runtime.run_context import RunContext
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-JOB_SECRET = "LIGHTNING_MULTIGPU_JOB_SECRET"
-_SHORTEST_SECRET = 32
 _INVITATION = "guardian"
 _CUT_S = 2.0
 _LOOK_S = 2.0
@@ -271,21 +270,6 @@ def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunConte
     """On the first rank of another host: has the guardian join that of node 0."""
     secret = job_secret(os.environ) or invitation["secret"]
     client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
-
-
-def job_secret(variables: Mapping[str, str]) -> str | None:
-    """The secret of the guardians of several hosts that the job's launcher has set, as hexadecimal digits, or None.
-
-    Raises:
-        ValueError: it is so short that it could be guessed.
-    """
-    given = variables.get(JOB_SECRET, "")
-    if given and len(given) < _SHORTEST_SECRET:
-        raise ValueError(
-            f"{JOB_SECRET} has {len(given)} characters; it must have {_SHORTEST_SECRET} or more: on the host that "
-            f"starts the job, export {JOB_SECRET}=$(openssl rand -hex 32)"
-        )
-    return hashlib.sha256(given.encode(errors="surrogateescape")).hexdigest() if given else None
 
 
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:

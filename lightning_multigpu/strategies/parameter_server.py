@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.communication.interface import source_address
+from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
 from lightning_multigpu.engine.parameter_server.sharding import Split
 from lightning_multigpu.engine.parameter_server.worker import RemoteOptimizer, ServerConnections
-from lightning_multigpu.runtime.joining import job_secret
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -303,7 +303,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     state in shards. Weights are those of one device at the same global batch.
 
     Args:
-        num_servers: the number of servers, spread over the hosts; None for one on each host, and 2 at least.
+        num_servers: the number of servers that the strategy starts, spread over the hosts; None for one on each host,
+            and 2 at least.
+        servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
+            ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
         bucket_cap_mb: size of a bucket of gradients, in MiB: what is pushed, updated and pulled at once.
         options: options of :class:`OptimizerServerStrategy` and
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -314,9 +317,17 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     _state_is_elsewhere = True
 
-    def __init__(self, *, num_servers: int | None = 1, bucket_cap_mb: float = 4.0, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_servers: int | None = 1,
+        servers: Literal["auto"] | list[str] = "auto",
+        bucket_cap_mb: float = 4.0,
+        **options: Any,
+    ) -> None:
         if num_servers is not None:
             option_checks.check_positive("num_servers", num_servers, whole=True)
+        self._addresses = None if servers == "auto" else _addresses(servers)
         option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
         self._num_servers = num_servers
@@ -327,25 +338,30 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {**super().options, "num_servers": self._num_servers, "bucket_cap_mb": self._bucket_cap_mb}
+        return {
+            **super().options,
+            "num_servers": self._num_servers,
+            "servers": self._addresses,
+            "bucket_cap_mb": self._bucket_cap_mb,
+        }
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
+        if self._addresses is not None and job_secret(os.environ) is None:
+            raise ValueError(
+                f"servers={self._addresses}: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
+                "one with 'openssl rand -hex 32', and set it for both"
+            )
 
     @override
     def _connect(self) -> None:
         assert self.groups is not None
-        number = max(2, self.num_nodes) if self._num_servers is None else self._num_servers
         given = job_secret(os.environ)
         secret = self.broadcast(os.urandom(32)) if given is None else bytes.fromhex(given)
-        own = [k for k in range(number) if k % self.num_nodes == self.node_rank] if self.local_rank == 0 else []
-        host = "127.0.0.1"
-        if self.num_nodes > 1:
-            host = source_address(self.run_context.main_address) or host
-        computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
-        threads = max(1, option_checks.available_cpu_count() // max(1, computing))
-        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
-        found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
-        addresses = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
+        addresses = self._start_servers(secret) if self._addresses is None else self._addresses
         self._connections = connections = ServerConnections(
-            [addresses[k] for k in range(number)],
+            addresses,
             secret,
             worker=self.global_rank,
             num_workers=self.world_size,
@@ -354,6 +370,20 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             timeout_s=self.join_timeout_s,
         )
         self.groups.also_cut.append(connections.cut)
+
+    def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
+        """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""
+        number = max(2, self.num_nodes) if self._num_servers is None else self._num_servers
+        own = [k for k in range(number) if k % self.num_nodes == self.node_rank] if self.local_rank == 0 else []
+        host = "127.0.0.1"
+        if self.num_nodes > 1:
+            host = source_address(self.run_context.main_address) or host
+        computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
+        threads = max(1, option_checks.available_cpu_count() // max(1, computing))
+        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
+        found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
+        everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
+        return [everywhere[k] for k in range(number)]
 
     @override
     def _serve(self, optimizer: Optimizer) -> Served:
@@ -369,6 +399,21 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         for process in self._processes:
             process.close()
         self._processes = []
+
+
+def _addresses(servers: Any) -> list[tuple[str, int]]:
+    """Hosts and ports out of texts like "10.0.0.5:7000" or "[::1]:7000"."""
+    if not isinstance(servers, list | tuple) or not servers:
+        raise ValueError(f"servers={servers!r}: give 'auto', or a list of addresses such as ['10.0.0.5:7000']")
+    found = []
+    for address in servers:
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ValueError(f"servers={servers!r}: {address!r} is no address and port such as '10.0.0.5:7000'")
+        found.append((host.strip("[]"), int(port)))
+    if len({*found}) < len(found):
+        raise ValueError(f"servers={servers!r}: an address stands there twice")
+    return found
 
 
 def _plain(optimizer: Any) -> Optimizer:

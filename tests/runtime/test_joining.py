@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
 from lightning_multigpu.runtime import joining
 from lightning_multigpu.runtime.failure_watch import FailureWatch, _is_connection_loss
-from lightning_multigpu.runtime.joining import JOB_SECRET, Joining, job_secret
+from lightning_multigpu.runtime.joining import Joining
 from lightning_multigpu.runtime.run_signals import RunSignals
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 from tests.world import World, rank

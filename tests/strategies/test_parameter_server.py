@@ -274,7 +274,18 @@ def test_a_wrong_split_is_refused() -> None:
         CPUParameterServerStrategy(optimizer_split="rows")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{"num_servers": 0}, {"num_servers": 1.5}, {"bucket_cap_mb": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_servers": 0},
+        {"num_servers": 1.5},
+        {"bucket_cap_mb": 0},
+        {"servers": []},
+        {"servers": ["10.0.0.5"]},
+        {"servers": ["10.0.0.5:0"]},
+        {"servers": ["a:1", "a:1"]},
+    ],
+)
 def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):
         ParameterServerStrategy(**options)

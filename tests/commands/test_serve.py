@@ -1,0 +1,96 @@
+"""Parameter servers that are started by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lightning_multigpu import ParameterServerStrategy
+from lightning_multigpu.cli import main
+from lightning_multigpu.communication.job_secret import JOB_SECRET
+from tests import preforked
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
+from tests.world import World
+
+SECRET = "0123456789abcdef" * 4
+CASE = Case(optimizer="adamw", max_epochs=2, trainer={"gradient_clip_val": 0.3})
+
+
+@contextmanager
+def serving(secret: str = SECRET) -> Iterator[tuple[int, preforked.Process]]:
+    command = [sys.executable, "-m", "lightning_multigpu", "serve", "--port", "0", "--threads", "1"]
+    environment = {**os.environ, JOB_SECRET: secret}
+    with preforked.Process(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            words = process.stdout.readline().split()
+            assert words[:4] == ["Listening", "on", "127.0.0.1", "port"]
+            yield int(words[4].rstrip(",")), process
+        finally:
+            process.kill()
+
+
+def fit(addresses: list[str]) -> dict[str, Any]:
+    os.environ[JOB_SECRET] = SECRET
+    module = Classifier("adamw")
+    strategy: Any = "auto" if not addresses else ParameterServerStrategy(servers=addresses, join_timeout_s=20)
+    trainer = make_trainer(CASE, strategy, 2 if addresses else 1)
+    try:
+        trainer.fit(module, train_loader(CASE, trainer))
+    finally:
+        del os.environ[JOB_SECRET]
+    return {"weights": state(module)}
+
+
+@pytest.mark.launch
+def test_workers_train_on_servers_that_are_there(world2: World) -> None:
+    with serving() as (first_port, first), serving() as (second_port, second):
+        addresses = [f"127.0.0.1:{first_port}", f"127.0.0.1:{second_port}"]
+        reference = fit([])
+        for result in world2.run(fit, addresses):
+            assert_same_weights(result, reference)
+        for process in (first, second):
+            assert process.communicate(timeout=30)[0] == "The job has ended\n"
+            assert process.returncode == 0
+
+
+@pytest.mark.launch
+def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
+    with serving("f" * 64) as (port, process):
+        words = f"parameter server 0 of 1 .127.0.0.1 port {port}. is not there: .* is it a server of this job"
+        world2.run_raising(RuntimeError, words, fit, [f"127.0.0.1:{port}"])
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+@pytest.mark.parametrize(
+    ("secret", "arguments", "words"),
+    [
+        ("", [], f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32'"),
+        ("short", [], f"{JOB_SECRET} has 5 characters; it must have 32 or more"),
+        (SECRET, ["--port", "70000"], "--port 70000 is not between 0 and 65535"),
+        (SECRET, ["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 7000: "),
+        (SECRET, ["--prot", "1"], "--prot"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    secret: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(JOB_SECRET, secret)
+    assert main(["serve", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_named_servers_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB_SECRET, raising=False)
+    trainer = make_trainer(CASE, ParameterServerStrategy(servers=["127.0.0.1:7000"]), 1)
+    with pytest.raises(ValueError, match=f"{JOB_SECRET} is not set, by which servers and ranks know each other"):
+        trainer.fit(Classifier(), train_loader(CASE, 1))
