@@ -1,4 +1,4 @@
-"""Implementations, strategies and models with a fault each; ranks import this module."""
+"""Implementations with a fault each. Their ranks import this module, and without Lightning that takes no time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation, torch_collectives
 from lightning_multigpu.bench.collectives.operations import OPERATIONS, Buffers
@@ -85,63 +81,3 @@ def obey(settings: Any, seat: Seat, requests: Requests) -> None:
             return
         elif word == "hang":
             threading.Event().wait()
-
-
-class Tiny(LightningModule):
-    """One weight; ``example_batch`` where it is asked for."""
-
-    default_batch_size = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1, bias=False)
-
-    def example_batch(self, batch_size: int) -> Tensor:
-        return torch.ones(batch_size, 2)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class WithLoader(Tiny):
-    """Brings its own loader, whose epoch is shorter than a turn."""
-
-    example_batch = None  # type: ignore[assignment]
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(torch.ones(8, 2), batch_size=2)  # type: ignore[arg-type]
-
-
-class NoData(LightningModule):
-    """Brings nothing."""
-
-
-class OwnModel(Tiny):
-    """Brings no data, and takes an argument that a configuration file gives."""
-
-    example_batch = None  # type: ignore[assignment]
-
-    def __init__(self, width: int = 1) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, width, bias=False)
-
-
-class OwnData(LightningDataModule):
-    def __init__(self, num_samples: int = 8) -> None:
-        super().__init__()
-        self.num_samples = num_samples
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(torch.ones(self.num_samples, 2), batch_size=2)  # type: ignore[arg-type]
-
-
-class BreaksOnRankOne(DDPStrategy):
-    """Raises on rank 1 when training starts."""
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self.global_rank == 1:
-            raise RuntimeError("planted")

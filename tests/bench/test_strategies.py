@@ -21,7 +21,7 @@ from lightning_multigpu.bench.strategies.strategy_run import Result
 from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 from lightning_multigpu.cli import main
 from lightning_multigpu.communication.metering.meter import Meter
-from tests.bench.planted import NoData, Tiny, WithLoader
+from tests.bench.models import NoData, Tiny, WithLoader
 
 QUICK = ("--repetitions=3", "--steps=2", "--warm-up=1")
 
@@ -35,10 +35,10 @@ def bench(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
 
 
 def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["ddp", "ring_ddp:bucket_cap_mb=1", "tests.bench.planted.BreaksOnRankOne"]
-    document = bench(tmp_path, "--model=tests.bench.planted.Tiny", "--strategies", *names, status=1)
+    names = ["ddp", "ring_ddp:bucket_cap_mb=1", "tests.bench.models.BreaksOnRankOne"]
+    document = bench(tmp_path, "--model=tests.bench.models.Tiny", "--strategies", *names, status=1)
     assert document["settings"] == {
-        **{"model": "tests.bench.planted.Tiny", "parameters": 2, "batch_size": 3, "baseline": "ddp"},
+        **{"model": "tests.bench.models.Tiny", "parameters": 2, "batch_size": 3, "baseline": "ddp"},
         **{"repetitions": 3, "steps": 2, "warm_up": 1, "timeout_s": 120.0},
     }
     rows = {row["strategy"]: row for row in document["results"]}
@@ -66,7 +66,7 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_model_that_brings_its_own_loader(tmp_path: Path) -> None:
     """Its epochs of 2 batches a rank end within the turns."""
-    document = bench(tmp_path, "--model=tests.bench.planted.WithLoader", "--strategies=ring_ddp")
+    document = bench(tmp_path, "--model=tests.bench.models.WithLoader", "--strategies=ring_ddp")
     assert (document["settings"]["batch_size"], document["settings"]["baseline"]) == (0, "ring_ddp")
     assert [row["step_ms"]["count"] for row in document["results"]] == [6, 6]
 
@@ -185,7 +185,7 @@ class TestNames:
             ("ring_ddp:bucket_cap_mb", "'bucket_cap_mb' is no option=value; write ring_ddp:bucket_cap_mb=4"),
             ("ring_ddp_spawn", "pass the name without it, such as 'ring_ddp'"),
             ("lightning_multigpu.RingDPStrategy", "Did you mean 'RingDDPStrategy'?"),
-            ("tests.bench.planted.Tiny", "is no Strategy of Lightning"),
+            ("tests.bench.models.Tiny", "is no Strategy of Lightning"),
         ],
     )
     def test_wrong_ones_are_refused(self, text: str, message: str) -> None:
@@ -200,8 +200,8 @@ class TestNames:
 
 CONFIG = """
 trainer: {precision: 64-true, max_epochs: 3}
-model: {class_path: tests.bench.planted.OwnModel, init_args: {width: 3}}
-data: {class_path: tests.bench.planted.OwnData, init_args: {num_samples: 12}}
+model: {class_path: tests.bench.models.OwnModel, init_args: {width: 3}}
+data: {class_path: tests.bench.models.OwnData, init_args: {num_samples: 12}}
 """
 
 
@@ -218,7 +218,7 @@ def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys
     assert f"# written to {tmp_path / 'results.json'}" in captured.out
     assert f"# drawn into {picture}" in captured.out
     assert "\r" not in captured.err, "the bar is for terminals"
-    own = ["--model=tests.bench.planted.OwnModel", "--data=tests.bench.planted.OwnData", "--strategies", "ring_ddp"]
+    own = ["--model=tests.bench.models.OwnModel", "--data=tests.bench.models.OwnData", "--strategies", "ring_ddp"]
     assert bench(tmp_path, *own)["settings"]["parameters"] == 2
 
 
