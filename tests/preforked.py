@@ -10,6 +10,9 @@ they have the arguments, environment, directory and descriptors that they were a
     tests  -- command, environment, descriptors -->  server
       |                                                | forks a helper, which forks the process and exits
       +------------- waits for, signals -----------> process: its parent is now the tests' process
+
+A process that has no local rank may start ranks. It brings a server of its own, a fork of the first one, which answers
+its ``subprocess.Popen`` of a Python command and its spawning by ``multiprocessing``: the ranks are its children.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import multiprocessing.util
 import os
 import pickle
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +41,9 @@ from tests.leaks import OWN_PROCESSES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _MAX_MESSAGE_BYTES = 150_000  # what a local socket takes at once
-_MAX_DESCRIPTORS = 8
+_MAX_DESCRIPTORS = 32
 _START_TIMEOUT_S = 180.0
+_COMMAND_BYTES = 2048  # room in /proc/PID/cmdline
 _ENVIRONMENT_BYTES = 32768  # room in /proc/PID/environ
 _PADDING = "TESTS_ENVIRONMENT_PADDING"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -69,31 +75,37 @@ class Process(subprocess.Popen[Any]):
         self, command: Sequence[str], *, own_terminal: bool = False, namespace: str | None = None, **options: Any
     ) -> None:
         assert command[0] == sys.executable, command
-        self._own_terminal = own_terminal
-        self._namespace = namespace
-        self._new_session: bool = options.pop("start_new_session", False)
+        self._place = {"own_terminal": own_terminal, "namespace": namespace}
         super().__init__(command, **options)
 
-    def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
-        errread: int, errwrite: int, *rest: Any,
-    ) -> None:  # fmt: skip
-        assert preexec_fn is None, "the process is not forked from this one"
-        streams = [number if given == -1 else given for number, given in enumerate((p2cread, c2pwrite, errwrite))]
-        request = _Request(
-            command=[str(argument) for argument in args],
-            environment={**(os.environ if env is None else env)},
-            directory=str(cwd or Path.cwd()),
-            parent=os.getpid(),
-            new_session=self._new_session,
-            own_terminal=self._own_terminal,
-            namespace=self._namespace,
-            descriptors=(0, 1, 2, *pass_fds),
-        )
-        self.pid = _server().fork(request, [*streams, *pass_fds])
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+    def _execute_child(self, *given: Any) -> None:
+        _fork_instead(self, self._place, *given)
+
+
+def _fork_instead(
+    process: Any, place: Mapping[str, Any], args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
+    cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int,
+    c2pwrite: int, errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
+    start_new_session: bool, *rest: Any,
+) -> None:  # fmt: skip
+    """``Popen._execute_child`` by a fork."""
+    assert preexec_fn is None, "the process is not forked from this one"
+    streams = [number if given == -1 else given for number, given in enumerate((p2cread, c2pwrite, errwrite))]
+    process.pid = _fork(args, streams, pass_fds, env=env, cwd=cwd, new_session=start_new_session, **place)
+    process._child_created = True
+    process._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _fork(command: Any, streams: Sequence[int], others: Sequence[int], *, env: Any, cwd: Any, **place: Any) -> int:
+    request = _Request(
+        command=[os.fsdecode(argument) for argument in command],
+        environment={**(os.environ if env is None else env)},
+        directory=str(cwd or Path.cwd()),
+        parent=os.getpid(),
+        descriptors=(0, 1, 2, *others),
+        **place,
+    )
+    return _server().fork(request, [*streams, *others])
 
 
 def run(
@@ -111,22 +123,10 @@ def run(
 
 
 class _Server:
-    """The process that others are forked from; it ends with this one."""
+    """The process that others are forked from; it ends when the other end of its socket is closed."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", _PADDING: "x" * _ENVIRONMENT_BYTES}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                cwd=REPOSITORY,
-            )
-        OWN_PROCESSES.add(self._process.pid)
-        self._socket = ours
+    def __init__(self, channel: socket.socket) -> None:
+        self._socket = channel
         self._socket.settimeout(_START_TIMEOUT_S)
         self._lock = threading.Lock()
         self._set_subreaper = ctypes.CDLL(None, use_errno=True).prctl
@@ -143,6 +143,33 @@ class _Server:
 
     def close(self) -> None:
         self._socket.close()
+
+
+class _FirstServer(_Server):
+    """The server of the tests, a new interpreter that imports what all share."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", _PADDING: "x" * _ENVIRONMENT_BYTES}
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import {__name__} as p; p.run_main(p.served({theirs.fileno()}))",
+                    "x" * _COMMAND_BYTES,
+                ],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd=REPOSITORY,
+            )
+        OWN_PROCESSES.add(self._process.pid)
+        super().__init__(ours)
+
+    def close(self) -> None:
+        super().close()
         self._process.wait()
         OWN_PROCESSES.discard(self._process.pid)
 
@@ -154,7 +181,7 @@ _start = threading.Lock()
 def _server() -> _Server:
     with _start:
         if not _running:
-            _running.append(_Server())
+            _running.append(_FirstServer())
         return _running[0]
 
 
@@ -165,11 +192,11 @@ def close() -> None:
 
 
 def _serve(channel: socket.socket) -> tuple[_Request, list[int]]:
-    """Answers requests until the tests end. Returns in each forked process."""
+    """Answers requests until nobody can ask any more. Returns in each forked process."""
     while True:
         message, descriptors, *_ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
         if not message:
-            sys.exit()
+            os._exit(0)
         request: _Request = pickle.loads(message)
         helper = os.fork()
         if helper == 0:
@@ -177,6 +204,8 @@ def _serve(channel: socket.socket) -> tuple[_Request, list[int]]:
             if process:
                 os._exit(0)
             _await_parent(request.parent)
+            if request.new_session:
+                os.setsid()
             channel.send(str(os.getpid()).encode())
             channel.close()
             return request, descriptors
@@ -193,10 +222,53 @@ def _await_parent(parent: int) -> None:
         time.sleep(0.0002)
 
 
+def _with_own_server(request: _Request, descriptors: list[int]) -> tuple[_Request, list[int]]:
+    """Forks a server for the processes that this one will start. Returns in each of them, too."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _running.append(_Server(ours))
+        _fork_what_is_started(request.namespace)
+        return request, descriptors
+    ours.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those to the job's process group
+    request, descriptors = _serve(theirs)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    return request, descriptors
+
+
+def _fork_what_is_started(namespace: str | None) -> None:
+    """Has ``subprocess`` and ``multiprocessing`` fork in place of starting an interpreter, in this process only."""
+    own_pid, executes, spawns = os.getpid(), subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds
+    place = {"own_terminal": False, "namespace": namespace}
+
+    def is_forked(command: Any) -> bool:
+        is_python = not isinstance(command, str) and os.fsdecode(command[0]) == sys.executable and len(command) > 1
+        if not is_python or (command[1].startswith("-") and command[1] not in ("-m", "-c")):
+            return False
+        # Where the kernel is to refuse a fork (launch/without_memory.py), it must be asked.
+        own, next_child = (os.readlink(f"/proc/thread-self/ns/{name}") for name in ("pid", "pid_for_children"))
+        return os.getpid() == own_pid and own == next_child
+
+    def execute_child(process: Any, args: Any, executable: Any, preexec_fn: Any, *given: Any) -> None:
+        if preexec_fn is None and is_forked(args):
+            _fork_instead(process, place, args, executable, preexec_fn, *given)
+        else:
+            executes(process, args, executable, preexec_fn, *given)
+
+    def spawn(path: Any, args: Any, descriptors: Any) -> int:
+        if is_forked(args) and "spawn_main" in args[2]:
+            return _fork(args, (0, 1, 2), descriptors, env=None, cwd=None, new_session=False, **place)
+        return spawns(path, args, descriptors)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[method-assign]
+    multiprocessing.util.spawnv_passfds = spawn
+
+
 def _become(request: _Request, descriptors: list[int]) -> None:
     """Makes this fork what an interpreter is that has just been started with the request's command."""
-    if request.new_session:
-        os.setsid()
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 500) for descriptor in descriptors]
     for source, target in zip(moved, request.descriptors, strict=True):
         os.dup2(source, target)
@@ -215,16 +287,21 @@ def _become(request: _Request, descriptors: list[int]) -> None:
     own = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, own), *(path for path in sys.path[1:] if path not in inherited)]
     sys.orig_argv = list(request.command)
+    _show("\0".join(request.command).encode()[:_COMMAND_BYTES], 45)
     _reset_modules()
 
 
 def _set_environment(environment: dict[str, str]) -> None:
     """Also in the memory that the kernel shows as ``/proc/PID/environ``, which finds a job's processes by a mark."""
-    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     os.environ.clear()  # nobody reads the old strings any more
     os.environ.update(environment)
-    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
-    assert len(block) < end - start, f"an environment of {len(block)} bytes has no room"
+    _show(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()), 47)
+
+
+def _show(block: bytes, field: int) -> None:
+    """Writes what the kernel shows of the memory whose start and end are in /proc/self/stat from ``field`` on."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[field : field + 2])
+    assert len(block) < end - start, f"{len(block)} bytes have no room"
     ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
@@ -265,7 +342,7 @@ def _enter(namespace: str) -> None:
         call("mount", os.fsencode(hosts_file), b"/etc/hosts", b"", ctypes.c_ulong(bind), None)
 
 
-def _run_main(command: Sequence[str]) -> None:
+def run_main(command: Sequence[str]) -> None:
     """Runs the command as this process's ``__main__``."""
     _, *arguments = command
     # multiprocessing's name for it too, under which exceptions of spawned processes come back.
@@ -299,13 +376,20 @@ _SHARED = (
     "torch.utils.tensorboard",
 )
 
-if __name__ == "__main__":
-    channel = socket.socket(fileno=int(sys.argv[1]))
+
+def served(file_descriptor: int) -> list[str]:
+    """Is the server; returns in each process that is asked for, with its command."""
+    channel = socket.socket(fileno=file_descriptor)
     for name in _SHARED:
         importlib.import_module(name)
     assert threading.active_count() == 1
+    # When Python has ended, torch would take all its operators down, for 0.2 s: the process exits before that.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
     gc.collect()
     gc.freeze()  # what is imported now is not garbage, and is shared by all forks
     request, descriptors = _serve(channel)
+    if "LOCAL_RANK" not in request.environment:
+        request, descriptors = _with_own_server(request, descriptors)
     _become(request, descriptors)
-    _run_main(request.command)
+    return request.command

@@ -31,7 +31,8 @@ import psutil
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 if "LOCAL_RANK" not in os.environ:
-    print("ranks before the launch:", len(psutil.Process().children()))
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    print("ranks before the launch:", sum("-m lightning_multigpu fit" in command for command in commands))
 
 
 class Model(BoringModel):

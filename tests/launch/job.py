@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,17 +35,21 @@ def _carries(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def run(mark: str, *arguments: str, timeout_s: float = 240.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    mark: str, *arguments: str, timeout_s: float = 240.0, forked: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
 
     Args:
         mark: no other job has it.
         arguments: of the interpreter, ``-m MODULE ...`` for example.
         timeout_s: for the first process.
+        forked: from a process that has imported Lightning, and its ranks too.
         variables: of the environment, on top of this process's.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark, **variables}
-    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s)
+    run: Any = preforked.run if forked else partial(subprocess.run, capture_output=True, text=True)
+    finished: subprocess.CompletedProcess[str] = run([sys.executable, *arguments], env=environment, timeout=timeout_s)
     deadline = time.monotonic() + _END_TIMEOUT_S
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
