@@ -246,7 +246,7 @@ def _fork_what_is_started(namespace: str | None) -> None:
 
     def is_forked(command: Any) -> bool:
         is_python = not isinstance(command, str) and os.fsdecode(command[0]) == sys.executable and len(command) > 1
-        if not is_python or (command[1].startswith("-") and command[1] not in ("-m", "-c")):
+        if not is_python or (command[1].startswith("-") and command[1] not in ("-u", "-m", "-c")):
             return False
         # Where the kernel is to refuse a fork (launch/without_memory.py), it must be asked.
         own, next_child = (os.readlink(f"/proc/thread-self/ns/{name}") for name in ("pid", "pid_for_children"))
@@ -281,7 +281,7 @@ def _become(request: _Request, descriptors: list[int]) -> None:
     os.chdir(request.directory)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     _set_environment(request.environment)
-    unbuffered = "PYTHONUNBUFFERED" in request.environment
+    unbuffered = "PYTHONUNBUFFERED" in request.environment or request.command[1] == "-u"
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.reconfigure(line_buffering=unbuffered or number == 2 or os.isatty(number))
     own = request.environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -344,7 +344,7 @@ def _enter(namespace: str) -> None:
 
 def run_main(command: Sequence[str]) -> None:
     """Runs the command as this process's ``__main__``."""
-    _, *arguments = command
+    arguments = command[2:] if command[1] == "-u" else command[1:]
     # multiprocessing's name for it too, under which exceptions of spawned processes come back.
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
