@@ -11,8 +11,8 @@ they have the arguments, environment, directory and descriptors that they were a
       |                                                | forks a helper, which forks the process and exits
       +------------- waits for, signals -----------> process: its parent is now the tests' process
 
-A process that has no local rank may start ranks. It brings a server of its own, a fork of the first one, which answers
-its ``subprocess.Popen`` of a Python command and its spawning by ``multiprocessing``: the ranks are its children.
+Each process brings a server of its own, a fork of the first one, which answers its ``subprocess.Popen`` of a Python
+command and its spawning by ``multiprocessing``: ranks and parameter servers are its children.
 """
 
 from __future__ import annotations
@@ -224,19 +224,19 @@ def _await_parent(parent: int) -> None:
 
 def _with_own_server(request: _Request, descriptors: list[int]) -> tuple[_Request, list[int]]:
     """Forks a server for the processes that this one will start. Returns in each of them, too."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork():
-        theirs.close()
-        _running.append(_Server(ours))
-        _fork_what_is_started(request.namespace)
-        return request, descriptors
-    ours.close()
-    for descriptor in descriptors:
-        os.close(descriptor)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those to the job's process group
-    request, descriptors = _serve(theirs)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    return request, descriptors
+    while True:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            _running.append(_Server(ours))
+            _fork_what_is_started(request.namespace)
+            return request, descriptors
+        ours.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # those to the job's process group
+        request, descriptors = _serve(theirs)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
 def _fork_what_is_started(namespace: str | None) -> None:
@@ -388,8 +388,6 @@ def served(file_descriptor: int) -> list[str]:
     libc.on_exit(libc._exit, None)
     gc.collect()
     gc.freeze()  # what is imported now is not garbage, and is shared by all forks
-    request, descriptors = _serve(channel)
-    if "LOCAL_RANK" not in request.environment:
-        request, descriptors = _with_own_server(request, descriptors)
+    request, descriptors = _with_own_server(*_serve(channel))
     _become(request, descriptors)
     return request.command

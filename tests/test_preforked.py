@@ -53,7 +53,7 @@ def test_a_started_process_has_what_it_was_given(tmp_path: Path) -> None:
     assert found["environment"] == {"GIVEN": "1", "LOCAL_RANK": "1"}
     assert found["directory"] == str(tmp_path)
     assert {"0", "1", "2", writer} < {*found["descriptors"]}
-    assert len(found["descriptors"]) == 5, "one more lists them"
+    assert len(found["descriptors"]) == 6, "one lists them, and one is that of the process's own server"
     assert (found["written"], found["status"], found["spawned"]) == ("through the descriptor", 7, 8)
     assert int(found["blocked"], 16) == 0
 
