@@ -105,7 +105,7 @@ REGIMES: tuple[Regime, ...] = (
     Regime(
         name="sharded_ps",
         class_path="lightning_multigpu.ParameterServerStrategy",
-        options={"num_servers": None},
+        options={"num_servers": "nodes"},
         summary="sync_ps with a shard of the model on each of K servers, one a node and 2 at least",
         **_PARAMETER_SERVER,
     ),

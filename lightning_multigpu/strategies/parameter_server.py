@@ -303,8 +303,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     state in shards. Weights are those of one device at the same global batch.
 
     Args:
-        num_servers: the number of servers that the strategy starts, spread over the hosts; None for one on each host,
-            and 2 at least.
+        num_servers: the number of servers that the strategy starts, spread over the hosts; "nodes" for one on each
+            host, and 2 at least.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
         bucket_cap_mb: size of a bucket of gradients, in MiB: what is pushed, updated and pulled at once.
@@ -320,12 +320,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def __init__(
         self,
         *,
-        num_servers: int | None = 1,
+        num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
         bucket_cap_mb: float = 4.0,
         **options: Any,
     ) -> None:
-        if num_servers is not None:
+        if num_servers != "nodes":
             option_checks.check_positive("num_servers", num_servers, whole=True)
         self._addresses = None if servers == "auto" else _addresses(servers)
         option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
@@ -373,7 +373,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""
-        number = max(2, self.num_nodes) if self._num_servers is None else self._num_servers
+        number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         own = [k for k in range(number) if k % self.num_nodes == self.node_rank] if self.local_rank == 0 else []
         host = "127.0.0.1"
         if self.num_nodes > 1:
