@@ -16,6 +16,10 @@ from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_
 _PURPOSES: dict[tuple[str | None, str], str] = {
     ("all_reduce", "data"): "all-reduce of gradients",
     ("broadcast", "data"): "buffers",
+    ("push", "host"): "gradients to the host",
+    ("pull", "host"): "weights from the host",
+    ("push", "servers"): "gradients to the servers",
+    ("pull", "servers"): "weights from the servers",
     (None, "control"): "messages that keep ranks in step",
     (None, "pipeline"): "between stages",
     (None, "metrics"): "metrics",
@@ -40,6 +44,9 @@ def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
         "communication/sent_bytes": (float(step.sent_bytes), 1.0),
         "communication/memory_bytes": (float(step.memory_bytes), 1.0),
     }
+    for operation in ("push", "pull"):
+        if exchanges := [totals for totals in step.operations if totals.operation == operation]:
+            values[f"parameter_server/{operation}_ms"] = (1e3 * sum(totals.total_s for totals in exchanges), 1.0)
     gradients = [totals for totals in step.of("all_reduce", DATA_AXIS) if totals.group_size > 1]
     seconds = sum(totals.total_s for totals in gradients)
     if gradients:
@@ -76,6 +83,9 @@ class CommunicationMonitor(Monitor):
       `all_reduce_ms`.
     - `communication/busbw_gb_per_sec` (1e9 bytes/s): bus bandwidth, `algbw_gb_per_sec` times 2(n-1)/n for the n ranks
       of the data axis: comparable with the wire's speed whatever n is.
+    - `parameter_server/push_ms` (ms): time in which gradients were on their way to the host or to servers; over the
+      steps that had such a push.
+    - `parameter_server/pull_ms` (ms): time from the request of a step to the arrival of all new weights.
 
     Args:
         log: whether to log, or only to collect for a report.

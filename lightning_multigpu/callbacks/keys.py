@@ -25,6 +25,8 @@ KEYS: dict[str, Aggregation] = {
     "communication/memory_bytes": "mean",
     "communication/algbw_gb_per_sec": "mean",
     "communication/busbw_gb_per_sec": "mean",
+    "parameter_server/push_ms": "mean",
+    "parameter_server/pull_ms": "mean",
     "device/utilization_percent": "mean",
     "device/memory_used_bytes": "max",
     "device/power_watts": "sum",
@@ -37,4 +39,5 @@ KEYS: dict[str, Aggregation] = {
 
 def keys_of(group: Group) -> list[str]:
     """The keys of one callback, in the table's order."""
-    return [key for key in KEYS if key.startswith(f"{group}/")]
+    prefixes = ("communication/", "parameter_server/") if group == "communication" else (f"{group}/",)
+    return [key for key in KEYS if key.startswith(prefixes)]

@@ -192,7 +192,7 @@ def test_two_ranks_log_the_same_figures(world2: World, tmp_path: Path) -> None:
 
     (first, sent_first), (second, _) = world2.run(train)
     assert first == second
-    assert set(first) == set(keys_of("communication"))
+    assert set(first) == {key for key in keys_of("communication") if not key.startswith("parameter_server")}
     assert 0 < first["communication/exposed_ms"] <= first["communication/total_ms"]
     assert 0 < first["communication/all_reduce_ms"] <= first["communication/total_ms"]
     # One rank's share of the gradients (4 float32) and of what announces the next batch (3 float64 a rank).

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import Tensor, nn
 
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
+from lightning_multigpu.callbacks import CommunicationMonitor
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -141,11 +142,13 @@ def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
 
 def traffic(name: str) -> dict[str, Any]:
     module = Classifier("adamw")
-    trainer = fit(module, name)
+    trainer = fit(module, name, callbacks=[CommunicationMonitor()])
     strategy: Any = trainer.strategy
     strategy.meter.flush()
     operations = [{(t.operation, t.group): (t.size_bytes, t.sent_bytes, t.memory_bytes) for t in step.operations}
                   for step in strategy.meter.steps]  # fmt: skip
+    assert trainer.callback_metrics["parameter_server/push_ms"] > 0
+    assert trainer.callback_metrics["parameter_server/pull_ms"] > 0
     state_bytes = sum(v.nbytes for s in trainer.optimizers[0].state.values() for v in s.values())
     return {"operations": operations, "state_bytes": state_bytes}
 
