@@ -50,7 +50,8 @@ _SETTLE_S = 3.0
 _SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort", re.IGNORECASE
+    r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort|parameter server",
+    re.IGNORECASE,
 )
 
 

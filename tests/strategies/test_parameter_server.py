@@ -294,6 +294,19 @@ def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:
         ParameterServerStrategy(**options)
 
 
+class Fails(Classifier):
+    """Its second rank fails while the first one waits for the server."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and not self.trainer.strategy.is_global_zero:
+            raise ValueError("the second rank is spoilt")
+
+
+def test_the_rank_that_fails_is_named_and_not_the_server(world2: World) -> None:
+    for error in world2.run_raising(ValueError, "the second rank is spoilt", lambda: fit(Fails(), "sync_ps")):
+        assert "rank 1" in "".join(error.__notes__)
+
+
 class Interrupted(Classifier):
     """Its servers are killed in the middle of the first epoch."""
 

@@ -174,7 +174,7 @@ class ServerConnections:
         return found
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Waits; what arrives is looked at after :meth:`arrived`.
+        """Waits for what threads change within :meth:`arriving`.
 
         Raises:
             ServerError: a server has ended, or refuses what it was sent.
@@ -223,6 +223,8 @@ class ServerConnections:
                     on_sent()
         except ChannelError:
             return  # the thread that reads knows more
+        except Exception as error:  # a copy from a device has failed, for example
+            self._fails(f"a push to {connection.name} has failed: {type(error).__name__}: {error}")
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -242,8 +244,8 @@ class ServerConnections:
         except ChannelError as error:
             if not self._is_leaving:
                 self._fails(f"{connection.name} has ended: {error}")
-        except (WireError, KeyError) as error:
-            self._fails(f"{connection.name} sends what is no message: {error}")
+        except Exception as error:
+            self._fails(f"{connection.name} sends what is no message: {type(error).__name__}: {error}")
 
 
 class _Piece(NamedTuple):
