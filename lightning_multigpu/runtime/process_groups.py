@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -29,6 +30,9 @@ AXES = ("data", "pipeline", "tensor")
 
 _ABORT_S = 5.0
 
+KEPT: list[dist.ProcessGroup] = []
+"""Groups that cannot be destroyed: see ``settle_control``."""
+
 # Beside the world's group, which is the process's too: it outlives a run, and so do its connections.
 CONNECTIONS = Connections()
 
@@ -47,6 +51,10 @@ class ProcessGroups:
 
     Attributes:
         also_cut: what else ranks may wait in: called by :meth:`cut`, before anything of its own; must not raise.
+        settle_control: waits a moment for a transfer of :meth:`control` that nobody waits for; returns whether it has
+            ended. Where a connection is cut in the instant in which both ends begin to send, Gloo can lose a transfer:
+            it never ends, and whoever destroys the group waits for the group's timeout. So transfers get a moment
+            before connections are cut, and a group that has lost one stays.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class ProcessGroups:
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
         self.also_cut: list[Callable[[], None]] = []
+        self.settle_control: Callable[[], bool] = lambda: True
         self._before: dict[str, str | None] = {}
         self._is_stuck = False
         self._cutting = threading.Lock()
@@ -153,6 +162,7 @@ class ProcessGroups:
         group, whose abort must not come after. A device that does not answer is given up after a few seconds.
         """
         with self._cutting:
+            self.settle_control()
             for cut in self.also_cut:
                 cut()
             CONNECTIONS.cut(except_port=self._port)
@@ -175,6 +185,8 @@ class ProcessGroups:
         own, self.own = self.own, []
         if failed:
             with self._cutting:
+                if self._control is not None and not self.settle_control():
+                    _keep(self._control)
                 if self._is_stuck:
                     atexit.unregister(leave_world)
                 else:
@@ -278,6 +290,13 @@ def _abort_together(groups: list[dist.ProcessGroup]) -> bool:
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
+
+
+def _keep(group: dist.ProcessGroup) -> None:
+    """Keeps a group for the life of the process, also from the interpreter's end, which destroys what is left."""
+    log.debug("Gloo has lost a transfer of %s, which stays", group)
+    KEPT.append(group)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def leave_world() -> None:

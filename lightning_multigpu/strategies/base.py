@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs, full_batch_size
+from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.runtime.batch_feed import BatchFeed
@@ -274,7 +274,7 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         In training the result can go on in the middle of an epoch; outside, it repeats no sample.
         """
         assert self.lightning_module is not None
-        return self.feed.deal(
+        dealt = self.feed.deal(
             dataloader,
             self.lightning_module.trainer,
             rank=self.data_parallel_rank,
@@ -283,6 +283,9 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             control_group=self._control_group,
             ranks_a_batch=self._model_parallel_size,
         )
+        if isinstance(dealt, AgreedLoader) and self.groups is not None:
+            self.groups.settle_control = dealt.settle
+        return dealt
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

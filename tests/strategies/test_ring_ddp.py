@@ -17,6 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.data_parallel import bucket_size
+from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader
+from lightning_multigpu.runtime import process_groups
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 
@@ -248,6 +250,18 @@ def test_unused_parameters_are_explained(world2: World) -> None:
     finally:
         world2.kill()  # the process groups of that job are gone
     assert "RingDDPStrategy(find_unused_parameters=True)" in messages[0]
+
+
+def fails_with_a_lost_transfer() -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgreedLoader, "settle", lambda loader: False)  # as Gloo seldom leaves it
+        unused_without_saying_so()
+    return len(process_groups.KEPT)
+
+
+def test_a_group_that_has_lost_a_transfer_is_not_destroyed(world2: World) -> None:
+    """Whoever destroyed it would wait for half an hour, and a program that catches the failure with it."""
+    assert world2.run(fails_with_a_lost_transfer) == [1, 1]
 
 
 def groups_used() -> bool:

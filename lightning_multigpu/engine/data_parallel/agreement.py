@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
 
 _END = object()
+_SETTLE_S = 0.5
+_LOOK_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ class Announcer:
             flags=functools.reduce(operator.or_, (int(row[2]) for row in rows)),
         )
 
+    def settle(self) -> bool:
+        """Gives an announcement under way a moment to end; returns whether none is under way any more."""
+        pending, deadline_s = self._pending, time.monotonic() + _SETTLE_S
+        while pending is not None and not pending[0].is_completed():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
     def drop(self) -> None:
         """Forgets an announcement that is not used, because the epoch ended before its data."""
         if self._pending is not None:
@@ -168,6 +180,10 @@ class AgreedLoader:
         self._length = length
         self.announced: deque[Announcement] = deque()
         self.loader = loader
+
+    def settle(self) -> bool:
+        """See :meth:`Announcer.settle`."""
+        return self._announcer.settle()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "__setstate__"):
