@@ -39,7 +39,14 @@ def groups_of(monkeypatch: pytest.MonkeyPatch, *members: Any) -> ProcessGroups:
     groups = ProcessGroups.__new__(ProcessGroups)
     monkeypatch.setattr(ProcessGroups, "world", members[0])
     vars(groups).update(
-        own=list(members[1:]), also_cut=[], _port=1, _is_stuck=False, _cutting=threading.Lock(), _before={}
+        own=list(members[1:]),
+        also_cut=[],
+        settle_control=lambda: True,
+        _control=None,
+        _port=1,
+        _is_stuck=False,
+        _cutting=threading.Lock(),
+        _before={},
     )
     return groups
 
@@ -97,7 +104,14 @@ def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
     init_group()
     groups = ProcessGroups.__new__(ProcessGroups)
     vars(groups).update(
-        backend="gloo", own=[], also_cut=[], _control=None, _timeout=None, _before={}, _cutting=threading.Lock()
+        backend="gloo",
+        own=[],
+        also_cut=[],
+        settle_control=lambda: True,
+        _control=None,
+        _timeout=None,
+        _before={},
+        _cutting=threading.Lock(),
     )
     groups.mesh = groups._connect(None, None, None, shape)  # type: ignore[arg-type]  # the ranks have met
     assert groups.control() is groups.control()
