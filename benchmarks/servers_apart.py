@@ -25,7 +25,7 @@ from lightning_multigpu.engine.parameter_server.server import Server
 _WORKERS = 2
 _PORT = 7000
 _NETWORK = "10.77.0"  # of emulated hosts, which count from 1
-_IDLE_S = 60.0
+_IDLE_S = 30.0
 _SERVERS = "BENCHMARK_SERVERS"
 
 
