@@ -10,7 +10,8 @@ servers, and tensors a to d::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from torch import optim
@@ -113,33 +114,46 @@ def bucket_parts(
 ) -> list[list[list[Piece]]]:
     """What travels together: for each bucket, the pieces of each server, whose offsets begin at 0 in each part.
 
-    Buckets follow backward, which begins at the last tensor, so that the first ones can travel while it goes on. Each
-    server has a part of every bucket where tensors can be cut, and its own tensors of it otherwise.
+    Buckets follow backward, which begins at the last tensor, so that the first ones can travel while it goes on. Where
+    tensors can be cut, each server has a part of every bucket, and a tensor larger than a bucket fills several; each
+    server has its own tensors of a bucket otherwise.
 
     Args:
         numels: elements of each tensor.
         num_servers: how many there are.
         split: what may be cut.
-        full_numel: a bucket with so many elements takes no more tensors. Where the update may relate any two
-            parameters, one bucket takes all.
+        full_numel: a bucket with so many elements takes no more. Where the update may relate any two parameters, one
+            bucket takes all.
     """
-    buckets: list[list[int]] = [[]]
+    buckets: list[list[Piece]] = [[]]
     for number in reversed(range(len(numels))):
-        if split != "nothing" and sum(numels[n] for n in buckets[-1]) >= full_numel:
-            buckets.append([])
-        buckets[-1].append(number)
+        for piece in _cut(number, numels[number], full_numel if split == "elements" else math.inf):
+            if split != "nothing" and sum(p.stop - p.start for p in buckets[-1]) >= full_numel:
+                buckets.append([])
+            buckets[-1].append(piece)
     owners = _whole_tensors(numels, num_servers if split == "tensors" else 1)
     found = []
     for bucket in buckets:
         if split == "elements":
-            layout = Layout([numels[number] for number in bucket], num_servers, split)
-            parts = [[piece._replace(number=bucket[piece.number]) for piece in layout.pieces(server)]
-                     for server in range(num_servers)]  # fmt: skip
+            layout = Layout([piece.stop - piece.start for piece in bucket], num_servers, split)
+            parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(num_servers)]
         else:
-            parts = [[Piece(number, 0, numels[number], 0) for number in bucket if number in owned] for owned in owners]
+            parts = [[piece for piece in bucket if piece.number in owned] for owned in owners]
             parts += [[] for _ in range(num_servers - len(owners))]
         found.append([_from_0(part) for part in parts])
     return found
+
+
+def _cut(number: int, numel: int, full_numel: float) -> Iterator[Piece]:
+    """A tensor in pieces of ``full_numel`` elements, one of less at the end."""
+    step = max(1, numel if full_numel >= numel else math.ceil(full_numel))
+    for start in range(0, max(numel, 1), step):
+        yield Piece(number, start, min(start + step, numel), 0)
+
+
+def _within(outer: Piece, inner: Piece) -> Piece:
+    """A piece of a piece, as a piece of the tensor."""
+    return Piece(outer.number, outer.start + inner.start, outer.start + inner.stop, inner.offset)
 
 
 def _from_0(pieces: Sequence[Piece]) -> list[Piece]:

@@ -354,13 +354,12 @@ class RemoteOptimizer:
         self._class_path = class_path(optimizer)
         self._number = servers.new_number(self._receive)
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Parameter, int] = {}
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._plans = 0
         self._round = 0
         self._targets: dict[tuple[int, int], tuple[list[memoryview], int]] = {}
         self._kinds: dict[Parameter, int] = {}
-        self._sums: list[int] | None = None
+        self._sums: dict[Parameter, int] | None = None
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
         self._update = optimizer.step
@@ -390,7 +389,7 @@ class RemoteOptimizer:
             vars(self.optimizer).pop("step", None)
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._buckets, self._bucket_of, self._pieces = [], [], {}, {}
+        self._hooks, self._buckets, self._pieces = [], [], {}
         self._targets.clear()
 
     def average_gradients(self) -> None:
@@ -516,7 +515,7 @@ class RemoteOptimizer:
     def _place_new(self) -> None:
         """Tells the servers of parameters that have come to the optimizer since; a collective."""
         everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        new = [parameter for parameter in everything if parameter not in self._bucket_of]
+        new = [parameter for parameter in everything if parameter not in self._pieces]
         if not new and self._plans:
             return
         first = len(self._buckets)
@@ -547,14 +546,13 @@ class RemoteOptimizer:
             for part in parts:
                 for index, piece in enumerate(part.pieces):
                     self._pieces.setdefault(piece.parameter, []).append((part, index))
-                    if piece.parameter not in self._bucket_of:
-                        self._bucket_of[piece.parameter] = number
-                        bucket.parameters.append(piece.parameter)
+            bucket.parameters += dict.fromkeys(piece.parameter for part in parts for piece in part.pieces)
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 hook = functools.partial(self._gradient_is_ready, bucket)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._bucket_of.update((parameter, -1) for parameter in parameters if parameter not in self._bucket_of)
+        for parameter in parameters:
+            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
 
     def _configure(self, buckets: list[_Bucket]) -> None:
         servers, is_first = self._servers, self._servers.worker == 0
@@ -619,11 +617,14 @@ class RemoteOptimizer:
             if name != "params"
         }
 
-    def _checksums(self) -> list[int] | None:
-        """On worker 0 a number for each bucket's weights, by which a hook's change of them is seen."""
+    def _checksums(self) -> dict[Parameter, int] | None:
+        """On worker 0 a number for the weights of each parameter, by which a hook's change of them is seen."""
         if self._servers.worker != 0:
             return None
-        return [int(checksum(bucket.parameters).sum()) for bucket in self._buckets]
+        sums: dict[Parameter, int] = {}
+        for parameters in alike(self._pieces):
+            sums.update(zip(parameters, checksum(parameters).tolist(), strict=True))  # type: ignore[arg-type]
+        return sums
 
     def _send_changed_weights(self) -> None:
         """On worker 0: sends the weights that a hook has changed since they came."""
@@ -631,8 +632,9 @@ class RemoteOptimizer:
         if sums is None or sums == self._sums:
             return
         assert self._sums is not None
-        for bucket, now, before in zip(self._buckets, sums, self._sums, strict=True):
-            for part in bucket.parts if now != before else []:
+        changed = {parameter for parameter, sum_ in sums.items() if sum_ != self._sums[parameter]}
+        for bucket in self._buckets:
+            for part in bucket.parts if not changed.isdisjoint(bucket.parameters) else []:
                 if part.numel:
                     fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
                     self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
@@ -662,32 +664,28 @@ class RemoteOptimizer:
 
     def _push(self, bucket: _Bucket) -> None:
         bucket.pushed = bucket.gradients()
-        staged, event = self._staged(bucket)
         for part in bucket.parts:
             if not part.pieces:
                 continue
             kinds = [_kind_of(piece.parameter.grad) for piece in part.pieces]
-            pieces = [] if not any(kinds) else [(piece, staged.get(piece.parameter)) for piece in part.pieces]
-            self._post_push(part, kinds, pieces, event)
+            gradients, event = self._on_host(part) if any(kinds) else ([], None)
+            self._post_push(part, kinds, gradients, event)
 
     def _post_push(
-        self, part: _Part, kinds: list[int], pieces: list[tuple[_Piece, Tensor | None]], event: torch.cuda.Event | None
+        self, part: _Part, kinds: list[int], gradients: list[Tensor], event: torch.cuda.Event | None
     ) -> None:
         transfer = self._servers.meter.begin(
             "push",
             group="servers",
             group_size=self._servers.num_workers,
-            size_bytes=part.nbytes if pieces else 0,
+            size_bytes=part.nbytes if gradients else 0,
             awaited=False,
         )
 
         def payload() -> list[memoryview]:
             if event is not None:
                 event.synchronize()
-            return [
-                bytes_of(torch.zeros(p.stop - p.start, dtype=part.dtype) if gradient is None else p.of(gradient))
-                for p, gradient in pieces
-            ]
+            return [bytes_of(gradient) for gradient in gradients]
 
         fields = {
             "kind": "push",
@@ -698,31 +696,34 @@ class RemoteOptimizer:
         }
         self._servers.post(part.server, fields, payload, is_urgent=False, on_sent=transfer.finish)
 
-    def _staged(self, bucket: _Bucket) -> tuple[dict[Parameter, Tensor], torch.cuda.Event | None]:
-        """The bucket's gradients, dense and in host memory, and the event after which they are there."""
-        found: dict[Parameter, Tensor] = {}
-        is_on_gpu = bucket.parameters[0].is_cuda if bucket.parameters else False
-        for parameter in bucket.parameters:
-            if parameter.grad is None:
+    def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """The gradients of a part, dense and in host memory, and the event after which they are there.
+
+        Zeros where this worker has none. On a CPU they are the gradients themselves.
+        """
+        found = []
+        for piece in part.pieces:
+            gradient = piece.parameter.grad
+            if gradient is None:
+                found.append(torch.zeros(piece.stop - piece.start, dtype=part.dtype))
                 continue
-            gradient = parameter.grad.detach()
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            found[parameter] = gradient.to(parameter.dtype).contiguous()
-        if not is_on_gpu:
-            return {parameter: gradient.cpu() for parameter, gradient in found.items()}, None
-        device = bucket.parameters[0].device
+            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            found.append(piece.of(gradient.to(part.dtype).contiguous()))
+        device = part.pieces[0].parameter.device
+        if device.type != "cuda":
+            return [gradient.cpu() for gradient in found], None
         if self._copying is None:
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copying.wait_stream(torch.cuda.current_stream(device))
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        rooms = [torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True) for gradient in found]
         with torch.cuda.stream(self._copying):
-            for parameter, gradient in found.items():
-                room = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+            for room, gradient in zip(rooms, found, strict=True):
                 room.copy_(gradient, non_blocking=True)
-                gradient.record_stream(self._copying)
-                found[parameter] = room
+                if gradient.is_cuda:
+                    gradient.record_stream(self._copying)
             event.record(self._copying)
-        return found, event
+        return rooms, event
 
     # Ask, and pull
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_multigpu.engine.parameter_server.sharding import Layout, Split, split_of
+from lightning_multigpu.engine.parameter_server.sharding import Layout, Split, bucket_parts, split_of
 
 NUMELS = [5, 40, 1, 0, 17, 8]
 
@@ -59,3 +59,29 @@ def test_an_optimizer_of_another_class_is_not_divided() -> None:
     assert split_of(optim.Adam(parameters)) == "elements"
     assert split_of(optim.Adafactor(parameters)) == "tensors"
     assert split_of(Mine(parameters)) == "nothing"
+
+
+@pytest.mark.parametrize("split", ["elements", "tensors", "nothing"])
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_buckets_hold_every_element_once_and_begin_at_the_last_tensor(split: Split, num_servers: int) -> None:
+    numels = [4, 0, 25, 3, 10]
+    buckets = bucket_parts(numels, num_servers, split, full_numel=8)
+    seen: list[tuple[int, int]] = []
+    for parts in buckets:
+        assert len(parts) == num_servers
+        for part in parts:
+            offset = 0
+            for piece in part:
+                assert piece.offset == offset
+                offset = piece.end
+                seen += [(piece.number, element) for element in range(piece.start, piece.stop)]
+    assert sorted(seen) == [(n, element) for n, numel in enumerate(numels) for element in range(numel)]
+    first = [piece.number for part in buckets[0] for piece in part]
+    assert 4 in first
+    if split == "elements":
+        sizes = [sum(piece.stop - piece.start for part in parts for piece in part) for parts in buckets]
+        assert all(size < 16 for size in sizes), "a tensor of 25 fills several"
+        assert all(size >= 8 for size in sizes[:-1])
+    else:
+        assert len(seen) == len({*seen})
+        assert len(buckets) == (1 if split == "nothing" else 3)
