@@ -35,6 +35,7 @@ _PATIENCE_S = 10.0
 _MAX_STRANGERS = 64
 _BACKLOG = 256
 _PAUSE_S = 0.2
+_SEND_BUFFER_BYTES = 256 * 1024
 _LENGTHS = struct.Struct("!IQ")
 _MAX_FIELDS_BYTES = 64 * 2**20
 _MAX_PAYLOAD_BYTES = 2**40
@@ -56,6 +57,8 @@ class Channel:
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # What waits in the kernel cannot be overtaken by what is urgent: on a slow link that was 0.1 s of pushes.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._socket = sock
 
     def send(self, fields: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
