@@ -162,14 +162,15 @@ class ServerConnections:
         body = packed(value, tensors, what=what)
         self.post(server, {**fields, "body": body}, [bytes_of(tensor) for tensor in tensors])
 
-    def answers(self, kind: str) -> list[tuple[Fields, list[Tensor]]]:
-        """The next answer of every server: its fields, and its tensors.
+    def answers(self, kind: str, of: Sequence[int] | None = None) -> list[tuple[Fields, list[Tensor]]]:
+        """The next answer of every server, or of some: its fields, and its tensors.
 
         Raises:
             ServerError: a server has ended, or refuses what it was sent.
         """
-        self.wait_until(lambda: all(self._answers))
-        found = [answers.pop(0) for answers in self._answers]
+        waiting = [self._answers[server] for server in (range(self.num_servers) if of is None else of)]
+        self.wait_until(lambda: all(waiting))
+        found = [answers.pop(0) for answers in waiting]
         assert all(fields["kind"] == kind for fields, _ in found)
         return found
 
@@ -761,12 +762,14 @@ class RemoteOptimizer:
         start_s = servers.meter.now()
         with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
             message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            for server in range(servers.num_servers):
+            # A server without a part would not hold a worker back, and hear of the next round too early.
+            asked = sorted({part.server for bucket in self._buckets for part in bucket.parts if part.pieces})
+            for server in asked:
                 servers.post(server, message, is_urgent=is_urgent)
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and servers.worker == 0:
-                squares = [float(answer["squares"]) for answer, _ in servers.answers("squares")]
+                squares = [float(answer["squares"]) for answer, _ in servers.answers("squares", asked)]
                 norm = {"kind": "norm", "optimizer": self._number, "factor": clip_factor(squares, self.clip_norm)}
-                for server in range(servers.num_servers):
+                for server in asked:
                     servers.post(server, norm)
             servers.wait_until(lambda: not self._targets)
         servers.meter.waited(start_s, servers.meter.now())
