@@ -95,12 +95,12 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             model = self._layer_sync.apply(model)
         values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
         self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
-        self._connect()
         return model
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        self._connect()  # evaluation needs no server
         for number, optimizer in enumerate(self.optimizers):
             served = self._served[optimizer] = self._serve(optimizer)
             if served.imbalance > _NOTICED_IMBALANCE:

@@ -543,7 +543,9 @@ class Server:
                         assert self._job is not None
                         served = self._optimizers[number] = ServedOptimizer(*self._job, self._members, number)
                     served.configure(worker, int(fields["number"]), fields["plan"], value)
-                elif worker == 0:
+                elif worker != 0:
+                    raise WireError(f"worker {worker} sends a state, and not worker 0")
+                else:
                     self._optimizer(fields).load(value["values"], value["state"])
             member.post({"kind": "done"})
             return True

@@ -262,8 +262,15 @@ class _Piece(NamedTuple):
         return self.stop - self.start == self.parameter.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements of a contiguous tensor that has the parameter's shape."""
+        """The elements of a tensor that has the parameter's shape; of one that is not contiguous, a copy of them."""
         return tensor.detach().reshape(-1)[self.start : self.stop]
+
+    def fill(self, tensor: Tensor, elements: Tensor) -> None:
+        """Changes the elements of a tensor that has the parameter's shape."""
+        whole = tensor.detach().contiguous()  # itself, but for layouts such as channels_last
+        self.of(whole).copy_(elements)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
 
     def place(self, flat: Tensor) -> Tensor:
         """The elements of a server's part."""
@@ -408,7 +415,7 @@ class RemoteOptimizer:
             assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 parameter.grad = torch.zeros_like(parameter)
-            piece.of(parameter.grad).copy_(place)
+            piece.fill(parameter.grad, place)
         for parameter, kind in self._kinds.items():
             if kind == SPARSE and parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_sparse(1)
@@ -434,7 +441,7 @@ class RemoteOptimizer:
             clip_value=self.clip_value,
         )
         for piece, place in self._arrived(staged):
-            piece.of(piece.parameter).copy_(place, non_blocking=True)
+            piece.fill(piece.parameter, place)
         self._sums = self._checksums()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
         self.gradients_are_whole = False

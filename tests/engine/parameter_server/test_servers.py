@@ -268,6 +268,31 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(monk
         found.workers.run(work)
 
 
+def test_weights_and_gradients_of_other_layouts() -> None:
+    """Convolutions in channels_last, whose elements do not lie in the order of their indices."""
+    with job(2) as found:
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                generator = torch.Generator().manual_seed(0)
+                start = torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64)
+                given = [torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64) for _ in range(2)]
+                mean = (given[0] + given[1]) / 2
+                weight = nn.Parameter(start.to(memory_format=torch.channels_last))
+                optimizer = optim.SGD([weight], lr=1.0)
+                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                for number in (1, 2):
+                    weight.grad = given[worker].to(memory_format=torch.channels_last)
+                    if number == 2:
+                        remote.average_gradients()
+                        assert_equal(weight.grad, mean)
+                    optimizer.step()
+                    assert_equal(weight.detach(), start - number * mean)
+                assert weight.is_contiguous(memory_format=torch.channels_last)
+
+        found.workers.run(work)
+
+
 def test_buckets_are_pushed_while_backward_goes_on() -> None:
     with job() as found:
 
