@@ -85,6 +85,7 @@ class Member:
 class _Bucket:
     """This server's part of a bucket: pieces of parameters of one dtype, one after the other."""
 
+    number: int
     weights: Tensor
     pieces: list[Parameter]
     offsets: list[int]
@@ -93,7 +94,6 @@ class _Bucket:
     gradient: Tensor | None = None
     replacement: Tensor | None = None
     is_averaged: bool = False
-    is_sent: bool = False
 
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of a piece, in its shape."""
@@ -141,6 +141,9 @@ class ServedOptimizer:
         self._optimizer: Optimizer | None = None
         self._split = ""
         self._buckets: list[_Bucket] = []
+        self._filled: list[_Bucket] = []
+        self._averaged: list[_Bucket] = []
+        self._num_sent = 0
         self._group_pieces: list[list[tuple[int, int]]] = []
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._sent: list[Tensor | None] = []
@@ -173,7 +176,7 @@ class ServedOptimizer:
         for flat, described in zip(weights, buckets, strict=True):
             if flat.dtype != dtype_of(described["dtype"]):
                 raise WireError(f"weights of {flat.dtype} for a bucket of {described['dtype']}")
-            bucket, offset = _Bucket(flat, [], []), 0
+            bucket, offset = _Bucket(len(self._buckets) + len(new), flat, [], []), 0
             for shape in described["pieces"]:
                 numel = math.prod(shape)
                 piece = Parameter(flat[offset : offset + numel].view(shape), requires_grad=False)
@@ -185,6 +188,7 @@ class ServedOptimizer:
             new.append(bucket)
         first = len(self._buckets)
         self._buckets += new
+        self._filled = [bucket for bucket in self._buckets if bucket.pieces]
         self._plans.append(plan)
         self._split = plan["split"]
         self._group_pieces = [[(int(b), int(i)) for b, i in group] for group in plan["groups"]]
@@ -249,7 +253,7 @@ class ServedOptimizer:
         _, before = bucket.pushed.get(worker, ([], None))
         self._spares([before])
         bucket.pushed[worker] = (kinds, gradients)
-        self._go_on()
+        self._go_on([bucket])
 
     def request(self, worker: int, round_: int, request: _Request) -> None:
         """What a worker wants of this round; the values of worker 0's groups hold for all."""
@@ -267,43 +271,46 @@ class ServedOptimizer:
                 raise WireError("a step came with values of other groups")
             for group, values in zip(self._optimizer.param_groups, request.values, strict=True):
                 group.update({name: value for name, value in values.items() if name != "params"})
-        self._go_on()
+        if len(self._requests) == self._num_workers:
+            self._spares(self._sent)  # all workers have received them
+            self._sent.clear()
+            self._go_on(self._filled)
 
     def norm(self, factor: float) -> None:
         """The factor by which the gradients of all servers are clipped."""
         self._factor = factor
-        self._go_on()
+        self._go_on([])
 
-    def _go_on(self) -> None:
-        """Does what has become possible."""
+    def _go_on(self, pushed: Sequence[_Bucket]) -> None:
+        """Does what has become possible, ``pushed`` being the buckets that may have become complete."""
         if len(self._requests) < self._num_workers:
             return
         request = self._requests[0]
         pushing = {0} if request.given_by_one else set(range(self._num_workers))
-        self._spares(self._sent)  # all workers have received them
-        self._sent.clear()
-        filled = [bucket for bucket in self._buckets if bucket.pieces]
-        for bucket in filled:
+        for bucket in pushed:
             if not bucket.is_averaged and bucket.pushed.keys() >= pushing:
                 self._average(bucket, pushing)
-        ready = [bucket for bucket in filled if bucket.is_averaged and not bucket.is_sent]
+                self._averaged.append(bucket)
         if request.kind == "average":
-            self._send(ready, lambda bucket: bucket.gradient)
+            self._send(self._averaged, lambda bucket: bucket.gradient)
+            self._averaged = []
         else:
-            self._step(request, ready, is_complete=len(ready) == len(filled))
-        waits_for_norm = request.kind == "step" and request.clip_norm is not None and self._factor is None
-        if all(bucket.is_sent for bucket in filled) and not waits_for_norm:
-            for bucket in filled:
-                gradients = [flat for _, flat in bucket.pushed.values()]
-                if request.kind == "average":
-                    self._sent += gradients  # one of them holds the average
-                else:
-                    self._spares(gradients)
-                bucket.pushed.clear()
-                bucket.gradient, bucket.is_averaged, bucket.is_sent = None, False, False
-            self._requests.clear()
-            self._factor, self._has_sent_squares = None, False
-            self._round += 1
+            self._step(request)
+        if self._num_sent == len(self._filled):
+            self._end_round(request)
+
+    def _end_round(self, request: _Request) -> None:
+        for bucket in self._filled:
+            gradients = [flat for _, flat in bucket.pushed.values()]
+            if request.kind == "average":
+                self._sent += gradients  # one of them holds the average
+            else:
+                self._spares(gradients)
+            bucket.pushed.clear()
+            bucket.gradient, bucket.is_averaged = None, False
+        self._requests.clear()
+        self._factor, self._has_sent_squares, self._num_sent = None, False, 0
+        self._round += 1
 
     def _average(self, bucket: _Bucket, pushing: set[int]) -> None:
         of_worker = [bucket.pushed[worker] for worker in sorted(pushing)]
@@ -318,18 +325,19 @@ class ServedOptimizer:
             bucket.gradient = total
         bucket.is_averaged = True
 
-    def _step(self, request: _Request, buckets: Sequence[_Bucket], *, is_complete: bool) -> None:
+    def _step(self, request: _Request) -> None:
+        at_once = self._split == "nothing" or request.clip_norm is not None
+        buckets = self._averaged
+        if at_once and len(buckets) < len(self._filled):
+            return
+        if request.clip_norm is not None and not self._clip_norm(buckets, request.clip_norm):
+            return
+        self._averaged = []
         for bucket in buckets:
             if bucket.replacement is not None:
                 bucket.weights.copy_(bucket.replacement)
                 bucket.replacement = None
-        at_once = self._split == "nothing" or request.clip_norm is not None
-        if at_once and not is_complete:
-            return
-        if request.clip_norm is not None and not self._clip_norm(buckets, request.clip_norm):
-            return
-        if request.clip_value is not None:
-            for bucket in buckets:
+            if request.clip_value is not None:
                 for gradient in bucket.present():
                     gradient.clamp_(-request.clip_value, request.clip_value)
         for together in [buckets] if at_once else [[bucket] for bucket in buckets]:
@@ -390,11 +398,10 @@ class ServedOptimizer:
         """Sends to all workers, once a round. Nothing changes it until all have received it and have pushed again."""
         for bucket in buckets:
             flat = what(bucket) if bucket.gradient is not None else None
-            number = self._buckets.index(bucket)
-            fields = {"kind": "part", "optimizer": self._number, "bucket": number, "kinds": bucket.kinds}
+            fields = {"kind": "part", "optimizer": self._number, "bucket": bucket.number, "kinds": bucket.kinds}
             for member in self._members.values():
                 member.post(fields, [] if flat is None else [bytes_of(flat)])
-            bucket.is_sent = True
+        self._num_sent += len(buckets)
 
     def _bucket(self, number: Any) -> _Bucket:
         if type(number) is not int or not 0 <= number < len(self._buckets):
