@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel, connect
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server import Server
+from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.sharding import Split
-from lightning_multigpu.engine.parameter_server.worker import RemoteOptimizer, ServerConnections, ServerError
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,

@@ -1,0 +1,222 @@
+"""A worker's connections to the parameter servers of its job."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server.wire import (
+    bytes_of,
+    packed,
+    room_for,
+)
+
+_LEAVING_S = 5.0
+
+
+class ServerError(RuntimeError):
+    """A parameter server has ended, cannot be reached, or refuses what a worker sends."""
+
+
+Payload = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
+Fields = dict[str, Any]
+_Frame = tuple[Fields, Payload, Callable[[], None] | None]
+_URGENT, _NORMAL, _LAST = range(3)
+
+
+@dataclass
+class _Connection:
+    """One server: its channel, and what is to be sent to it: how urgent, a number in order, and the frame."""
+
+    number: int
+    name: str
+    channel: Channel
+    outbox: queue.PriorityQueue[tuple[int, int, _Frame | None]] = field(default_factory=queue.PriorityQueue)
+
+
+class ServerConnections:
+    """This worker's connections to all servers of a job.
+
+    Args:
+        addresses: host and port of each server; all workers have the same list.
+        secret: of the job.
+        worker: the number of this worker.
+        num_workers: of the job.
+        meter: told of every push and pull.
+        gather: collects an object of every worker, in their order; a collective.
+        timeout_s: how long to look for the servers.
+
+    Raises:
+        ServerError: a server cannot be reached, or does not belong to this job.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        secret: bytes,
+        *,
+        worker: int,
+        num_workers: int,
+        meter: Meter,
+        gather: Callable[[Any], list[Any]],
+        timeout_s: float,
+    ) -> None:
+        self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
+        self.meter, self.gather = meter, gather
+        self._arrived = threading.Condition()
+        self._problem: str | None = None
+        self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in addresses]
+        self._receivers: dict[int, Callable[[int, Fields, int, Channel], None]] = {}
+        self._is_leaving = False
+        self._threads: list[threading.Thread] = []
+        self._connections: list[_Connection] = []
+        self._optimizers = 0
+        self._order = count()
+        for number, (host, port) in enumerate(addresses):
+            name = f"parameter server {number} of {len(addresses)} ({host} port {port})"
+            try:
+                channel = connect(host, port, secret, timeout_s=timeout_s)
+            except ChannelError as error:
+                self.cut()
+                raise ServerError(f"{name} is not there: {error}") from error
+            self._connections.append(_Connection(number, name, channel))
+        for connection in self._connections:
+            for work in (self._write, self._read):
+                thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        hello = {"kind": "hello", "worker": worker, "num_workers": num_workers, "num_servers": self.num_servers}
+        for number in range(self.num_servers):
+            self.post(number, hello)
+        self.answers("welcome")
+
+    def new_number(self, receive: Callable[[int, Fields, int, Channel], None]) -> int:
+        """The number of one more optimizer; ``receive`` takes each part that a server sends for it."""
+        self._optimizers += 1
+        self._receivers[self._optimizers - 1] = receive
+        return self._optimizers - 1
+
+    def post(
+        self,
+        server: int,
+        fields: Fields,
+        payload: Payload = (),
+        *,
+        is_urgent: bool = True,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Sends a frame; urgent ones, in their order, overtake the others.
+
+        Args:
+            server: its number.
+            fields: of the frame.
+            payload: stays as it is until it is sent; a function is called when the frame's turn has come.
+            is_urgent: False for gradients.
+            on_sent: called when it is sent, on the thread that sends.
+        """
+        self._put(self._connections[server], (fields, payload, on_sent), _URGENT if is_urgent else _NORMAL)
+
+    def _put(self, connection: _Connection, frame: _Frame | None, urgency: int) -> None:
+        connection.outbox.put((urgency, next(self._order), frame))
+
+    def post_value(self, server: int, fields: Fields, value: Any, what: str) -> None:
+        """Sends a frame with a value that :func:`packed` takes."""
+        tensors: list[Tensor] = []
+        body = packed(value, tensors, what=what)
+        self.post(server, {**fields, "body": body}, [bytes_of(tensor) for tensor in tensors])
+
+    def answers(self, kind: str, of: Sequence[int] | None = None) -> list[tuple[Fields, list[Tensor]]]:
+        """The next answer of every server, or of some: its fields, and its tensors.
+
+        Raises:
+            ServerError: a server has ended, or refuses what it was sent.
+        """
+        waiting = [self._answers[server] for server in (range(self.num_servers) if of is None else of)]
+        self.wait_until(lambda: all(waiting))
+        found = [answers.pop(0) for answers in waiting]
+        assert all(fields["kind"] == kind for fields, _ in found)
+        return found
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Waits for what threads change within :meth:`arriving`.
+
+        Raises:
+            ServerError: a server has ended, or refuses what it was sent.
+        """
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._problem is not None or is_true())
+            if self._problem is not None:
+                raise ServerError(self._problem)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Within the block a thread changes what another waits for."""
+        with self._arrived:
+            yield
+            self._arrived.notify_all()
+
+    def cut(self) -> None:
+        """Ends all waiting, when a rank has failed."""
+        self._fails("the connections to the parameter servers were cut")
+        for connection in self._connections:
+            connection.channel.shut_down()
+
+    def close(self) -> None:
+        """Says goodbye; the servers end when all workers have."""
+        self._is_leaving = True
+        for connection in self._connections:
+            self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)
+            self._put(connection, None, _LAST)
+        deadline_s = time.monotonic() + _LEAVING_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        for connection in self._connections:
+            connection.channel.shut_down()
+            connection.channel.close()
+
+    def _fails(self, problem: str) -> None:
+        with self.arriving():
+            self._problem = self._problem or problem
+
+    def _write(self, connection: _Connection) -> None:
+        try:
+            while (frame := connection.outbox.get()[2]) is not None:
+                fields, payload, on_sent = frame
+                connection.channel.send(fields, payload() if callable(payload) else payload)
+                if on_sent is not None:
+                    on_sent()
+        except ChannelError:
+            return  # the thread that reads knows more
+        except Exception as error:  # a copy from a device has failed, for example
+            self._fails(f"a push to {connection.name} has failed: {type(error).__name__}: {error}")
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            while True:
+                fields, payload_bytes = connection.channel.receive()
+                if fields.get("kind") == "part":
+                    self._receivers[fields["optimizer"]](connection.number, fields, payload_bytes, connection.channel)
+                    continue
+                body = fields.get("body")
+                tensors = room_for(body, payload_bytes)
+                connection.channel.receive_into([bytes_of(tensor) for tensor in tensors])
+                if fields.get("kind") == "error":
+                    self._fails(f"{connection.name}: {fields.get('text')}")
+                    return
+                with self.arriving():
+                    self._answers[connection.number].append((fields, tensors))
+        except ChannelError as error:
+            if not self._is_leaving:
+                self._fails(f"{connection.name} has ended: {error}")
+        except Exception as error:
+            self._fails(f"{connection.name} sends what is no message: {type(error).__name__}: {error}")
