@@ -73,7 +73,7 @@ def recorded() -> list[Frame]:
         ({"kind": "step", **of_first, "round": 0, "values": packed(values, [], what="step"), "clip_norm": 1.0}, b""),
         ({**push, "bucket": 0}, bytes(24)),
         ({"kind": "average", **of_first, "round": 1, "clip_value": None}, b""),
-        ({"kind": "norm", **of_first, "factor": 0.5}, b""),
+        ({"kind": "norm", **of_first, "squares": 0.5}, b""),
         ({"kind": "state", **of_first}, b""),
         ({"kind": "goodbye"}, b""),
     ]

@@ -18,26 +18,24 @@ J. Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the update on the host in on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, Split, split_of
-
-_ABSENT, _DENSE, _SPARSE = 0, 1, 2
+from lightning_multigpu.engine.parameter_server.gradients import ABSENT, SPARSE, clip_norm, kind_of, sum_of_squares
+from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
+from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, Split
 
 
 @dataclass(frozen=True)
@@ -100,53 +98,24 @@ class _Flat:
         return flat[offset : offset + self.layout.numels[number]].view(self.parameters[number].shape)
 
 
-class HostOptimizer:
+class HostOptimizer(RedirectedOptimizer):
     """One optimizer of the user's, stepped in shards on the host by all ranks together.
 
     Making one, stepping, saving and loading are collectives of the ranks.
 
     Args:
-        optimizer: of a module that is the same on all ranks. Its ``step`` is replaced until :meth:`close`.
+        optimizer: of a module that is the same on all ranks.
         memory: that the ranks share.
         split: what may be divided; by default, what the class of the optimizer allows.
-
-    Attributes:
-        gradients_are_whole: each ``.grad`` is the average over the ranks already (:meth:`average_gradients`), and the
-            next step takes it as it is.
-        clip_norm: the next step clips the gradients to this global norm; None for no clipping.
-        clip_value: the next step clips each element of the gradients to this; None for no clipping.
-        pushes_early: on GPUs, each gradient is copied to the host as soon as backward has it, beside the rest of
-            backward. For a backward pass whose gradients are complete, and that no hook changes.
-
-    Raises:
-        ValueError: the optimizer evaluates the loss itself, several times a step.
     """
 
     def __init__(self, optimizer: Optimizer, memory: HostMemory, *, split: Split | None = None) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times within a step, on weights that only the host has: use SGD or "
-                "Adam, or train on one device"
-            )
-        self.optimizer = optimizer
-        self.gradients_are_whole = False
-        self.clip_norm: float | None = None
-        self.clip_value: float | None = None
-        self.pushes_early = False
+        super().__init__(optimizer, split)
         self._memory = memory
-        self._split = split or split_of(optimizer)
         self._flats: list[_Flat] = []
         self._shards: dict[Parameter, Parameter | None] = {}
         self._shard_state: Any = defaultdict(dict)
         self._copies = EarlyCopies()
-        self._update = optimizer.step
-        self._had_step = "step" in vars(optimizer)
-
-        @functools.wraps(self._update)  # schedulers look for their mark on it
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-            return self._step(closure, **options)
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     @property
     def imbalance(self) -> float:
@@ -161,10 +130,7 @@ class HostOptimizer:
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back, and this rank's state of its shard up."""
-        if self._had_step:
-            self.optimizer.step = self._update  # type: ignore[method-assign]
-        else:
-            vars(self.optimizer).pop("step", None)
+        super().close()
         self._flats, self._shards = [], {}
         self._shard_state.clear()
         self._copies.close()
@@ -179,10 +145,10 @@ class HostOptimizer:
             with self._metered("pull", flat):
                 for number, parameter in enumerate(flat.parameters):
                     kind = flat.present[number]
-                    if kind == _ABSENT:
+                    if kind == ABSENT:
                         continue
                     average = flat.gradient(number)
-                    if kind == _SPARSE:
+                    if kind == SPARSE:
                         parameter.grad = average.to(parameter.device, copy=True).to_sparse(1)
                     elif parameter.grad is None or parameter.grad.is_sparse:
                         parameter.grad = average.to(parameter.device, copy=True)
@@ -190,14 +156,8 @@ class HostOptimizer:
                         parameter.grad.copy_(average)
         self.gradients_are_whole = True
 
-    @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
-        """In place of ``optimizer.step``: push gradients, update this rank's shard, pull all weights."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._place_new()
+    def _step(self, **options: Any) -> None:
+        """Push gradients, update this rank's shard, pull all weights."""
         flats = self._present()
         for flat in flats:
             if self.gradients_are_whole:
@@ -215,9 +175,6 @@ class HostOptimizer:
                 self._memory.ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
                 for number, parameter in enumerate(flat.parameters):
                     parameter.copy_(flat.weight(number), non_blocking=True)
-        self.gradients_are_whole = False
-        self.clip_norm = self.clip_value = None
-        return loss
 
     # Checkpoints
 
@@ -247,32 +204,15 @@ class HostOptimizer:
                 found["state"][number] = whole
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state of a whole optimizer, of which this rank keeps that of its shard; a collective.
-
-        Args:
-            state_dict: as one device's optimizer returns it; the same on all ranks.
-
-        Raises:
-            ValueError: the groups are not those of this optimizer.
-        """
-        self._place_new()
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != [len(group["params"]) for group in saved_groups]:
-            raise ValueError(
-                f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved_groups]} "
-                f"parameters, and {type(self.optimizer).__name__} has {sizes}: was it saved with another model?"
-            )
+    def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
         saved = [number for group in saved_groups for number in group["params"]]
         places = dict(zip(saved, self._numbered(), strict=True))
         state = {}
-        for number, values in state_dict["state"].items():
+        for number, values in saved_state.items():
             parameter, pieces, shard = places[number]
             if shard is not None:
-                state[number] = {
-                    name: _part(value, parameter, pieces[self._memory.rank]) for name, value in values.items()
-                }
+                piece = pieces[self._memory.rank]
+                state[number] = {n: part_of(value, parameter, piece.start, piece.stop) for n, value in values.items()}
         groups = [
             {**group, "params": [number for number in group["params"] if places[number][2] is not None]}
             for group in saved_groups
@@ -287,9 +227,8 @@ class HostOptimizer:
             for rank in range(self._memory.num_ranks):
                 for piece in flat.layout.pieces(rank):
                     pieces.setdefault(flat.parameters[piece.number], {})[rank] = piece
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, pieces.get(parameter, {}), self._shards[parameter]
+        for parameter in self._parameters():
+            yield parameter, pieces.get(parameter, {}), self._shards[parameter]
 
     def _gathered(
         self, own: Tensor | None, like: _Shape, parameter: Parameter, pieces: Mapping[int, Piece], holders: list[int]
@@ -315,8 +254,7 @@ class HostOptimizer:
 
     def _place_new(self) -> None:
         """Finds room on the host for parameters that have come to the optimizer since; a collective."""
-        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        new = [parameter for parameter in everything if parameter not in self._shards]
+        new = [parameter for parameter in self._parameters() if parameter not in self._shards]
         for parameters in alike(new):
             numels = [parameter.numel() for parameter in parameters]
             layout = Layout(numels, self._memory.num_ranks, self._split)
@@ -331,7 +269,8 @@ class HostOptimizer:
                 self._shards[flat.parameters[piece.number]] = shard
                 state = self.optimizer.state.get(flat.parameters[piece.number], {})  # some optimizers begin with one
                 self._shard_state[shard] = {
-                    name: _part(v, parameters[piece.number], piece) for name, v in state.items()
+                    name: part_of(value, parameters[piece.number], piece.start, piece.stop)
+                    for name, value in state.items()
                 }
             for number, parameter in enumerate(flat.parameters):
                 self.optimizer.state.pop(parameter, None)
@@ -340,13 +279,9 @@ class HostOptimizer:
 
     def _present(self) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one."""
-        kinds = torch.zeros(len(self._shards), dtype=torch.int32)
-        parameters = [parameter for flat in self._flats for parameter in flat.parameters]
-        for number, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                kinds[number] = _SPARSE if parameter.grad.is_sparse else _DENSE
+        kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
         # Two bits of a sum tell of one rank's sparse gradient, and of one rank's gradient.
-        counts = torch.stack([(kinds > _ABSENT).to(torch.int32), (kinds == _SPARSE).to(torch.int32)])
+        counts = torch.stack([(kinds > ABSENT).to(torch.int32), (kinds == SPARSE).to(torch.int32)])
         if self._memory.num_ranks > 1:
             self._memory.ranks(counts)
         found = iter((counts > 0).sum(0).tolist())
@@ -387,16 +322,10 @@ class HostOptimizer:
             for gradient in own:
                 gradient.clamp_(-self.clip_value, self.clip_value)
         if self.clip_norm is not None:
-            # As torch.nn.utils.clip_grad_norm_ does, over the shards of all ranks.
-            squares = torch.zeros(1, dtype=torch.float64)
-            for gradient in own:
-                squares += torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient)).double() ** 2
+            squares = torch.tensor([sum_of_squares(own)], dtype=torch.float64)
             if self._memory.num_ranks > 1:
                 self._memory.ranks(squares)
-            factor = self.clip_norm / (math.sqrt(squares.item()) + 1e-6)
-            if not factor >= 1.0:  # nan too
-                for gradient in own:
-                    gradient.mul_(factor)
+            clip_norm(own, squares.item(), self.clip_norm)
 
     def _load_shard(self, flats: Sequence[_Flat]) -> None:
         """Gives this rank's shard the weights of now, which a hook may have changed, and its gradients."""
@@ -407,8 +336,8 @@ class HostOptimizer:
                 assert shard is not None
                 shard.copy_(flat.of_parameter(parameter, piece))
                 kind, gradient = flat.present[piece.number], flat.own(flat.gradients, piece)
-                is_sparse = kind == _SPARSE and self._split != "elements"
-                shard.grad = None if kind == _ABSENT else gradient.to_sparse(1) if is_sparse else gradient
+                is_sparse = kind == SPARSE and self._split != "elements"
+                shard.grad = None if kind == ABSENT else gradient.to_sparse(1) if is_sparse else gradient
 
     @contextmanager
     def _holding_shard(self) -> Iterator[None]:
@@ -495,16 +424,3 @@ class _Shape:
 
 def _told(value: Any) -> Any:
     return _Shape(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
-
-
-def _part(value: Any, parameter: Tensor, piece: Piece) -> Any:
-    """The part of a value of the whole state that belongs to a piece of the parameter."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == parameter.shape and piece.stop - piece.start < value.numel():
-        value = value.reshape(-1)[piece.start : piece.stop].clone()
-    return value.cpu()
-
-
-def _norm_dtype(gradient: Tensor) -> torch.dtype | None:
-    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None

@@ -19,19 +19,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.parameter_server.served_optimizer import ABSENT, DENSE, SPARSE, clip_factor
+from lightning_multigpu.engine.parameter_server.gradients import ABSENT, SPARSE, kind_of
+from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
 from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
-from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts, split_of
+from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
@@ -65,6 +65,10 @@ class _Piece(NamedTuple):
         self.of(whole).copy_(elements)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
+
+    def part_of(self, value: Any) -> Any:
+        """The part of a value of the parameter's state that belongs to the piece."""
+        return part_of(value, self.parameter, self.start, self.stop)
 
     def place(self, flat: Tensor) -> Tensor:
         """The elements of a server's part."""
@@ -109,27 +113,19 @@ class _Bucket:
         return any(a is not b or x != y for (a, x), (b, y) in zip(now, pushed, strict=True))
 
 
-class RemoteOptimizer:
+class RemoteOptimizer(RedirectedOptimizer):
     """One optimizer of the user's, whose updates are made by servers.
 
     Making one, stepping, saving and loading are collectives of the workers.
 
     Args:
-        optimizer: of a module that is the same on all workers. Its ``step`` is replaced until :meth:`close`.
+        optimizer: of a module that is the same on all workers.
         servers: the servers.
         split: what the servers may divide; by default, what the class of the optimizer allows.
         bucket_bytes: of gradients that travel together.
 
-    Attributes:
-        gradients_are_whole: each ``.grad`` is the average over the workers already (:meth:`average_gradients`), and
-            the next step takes it as it is.
-        clip_norm: the next step clips the gradients to this global norm; None for no clipping.
-        clip_value: the next step clips each element of the gradients to this; None for no clipping.
-        pushes_early: each bucket is pushed as soon as backward has its gradients. For a backward pass whose gradients
-            are complete, and that no hook changes.
-
     Raises:
-        ValueError: the optimizer evaluates the loss itself, several times a step, or cannot run on a server.
+        ValueError: the optimizer cannot run on a server.
     """
 
     def __init__(
@@ -140,20 +136,10 @@ class RemoteOptimizer:
         split: Split | None = None,
         bucket_bytes: int = 4 * 2**20,
     ) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS evaluates the loss several times within a step, on weights that only the servers have: use SGD "
-                "or Adam, or train on one device"
-            )
-        self.optimizer = optimizer
-        self.gradients_are_whole = False
-        self.clip_norm: float | None = None
-        self.clip_value: float | None = None
-        self.pushes_early = False
-        self._servers = servers
-        self._split = split or split_of(optimizer)
-        self._bucket_bytes = bucket_bytes
         self._class_path = class_path(optimizer)
+        super().__init__(optimizer, split)
+        self._servers = servers
+        self._bucket_bytes = bucket_bytes
         self._number = servers.new_number(self._receive)
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
@@ -164,14 +150,6 @@ class RemoteOptimizer:
         self._sums: dict[Parameter, int] | None = None
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
-        self._update = optimizer.step
-        self._had_step = "step" in vars(optimizer)
-
-        @functools.wraps(self._update)  # schedulers look for their mark on it
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self._step(closure)
-
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     @property
     def imbalance(self) -> float:
@@ -184,11 +162,8 @@ class RemoteOptimizer:
         return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
 
     def close(self) -> None:
-        """Gives the optimizer its own ``step`` back."""
-        if self._had_step:
-            self.optimizer.step = self._update  # type: ignore[method-assign]
-        else:
-            vars(self.optimizer).pop("step", None)
+        """Gives the optimizer its own ``step`` back, and pushes nothing from now on."""
+        super().close()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._buckets, self._pieces = [], [], {}
@@ -215,14 +190,8 @@ class RemoteOptimizer:
                 parameter.grad = parameter.grad.to_sparse(1)
         self.gradients_are_whole = True
 
-    @torch.no_grad()
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """In place of ``optimizer.step``: push gradients, have the servers step, pull all weights."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._place_new()
+    def _step(self) -> None:
+        """Push gradients, have the servers step, pull all weights."""
         self._send_changed_weights()
         is_urgent = self._push_rest()
         staged = self._expect(lambda parameter: parameter)
@@ -238,9 +207,6 @@ class RemoteOptimizer:
             piece.fill(piece.parameter, place)
         self._sums = self._checksums()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
-        self.gradients_are_whole = False
-        self.clip_norm = self.clip_value = None
-        return loss
 
     # Checkpoints
 
@@ -260,47 +226,27 @@ class RemoteOptimizer:
         for server, (fields, tensors) in enumerate(self._servers.answers("state")):
             for bucket, index, state in unpacked(fields["body"], tensors):
                 told[server, bucket, index] = state
-        number = 0
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                pieces = self._pieces.get(parameter, [])
-                states = [told.get((part.server, part.bucket, index)) for part, index in pieces]
-                if present := [state for state in states if state is not None]:
-                    found["state"][number] = {
-                        name: _joined([state[name] for state in present], parameter) for name in present[0]
-                    }
-                number += 1
+        for number, parameter in enumerate(self._parameters()):
+            pieces = self._pieces.get(parameter, [])
+            states = [told.get((part.server, part.bucket, index)) for part, index in pieces]
+            if present := [state for state in states if state is not None]:
+                found["state"][number] = {
+                    name: _joined([state[name] for state in present], parameter) for name in present[0]
+                }
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state of a whole optimizer, of which each server gets that of its shard; a collective.
-
-        Args:
-            state_dict: as one device's optimizer returns it; the same on all workers.
-
-        Raises:
-            ValueError: the groups are not those of this optimizer.
-        """
-        self._place_new()
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != [len(group["params"]) for group in saved_groups]:
-            raise ValueError(
-                f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved_groups]} "
-                f"parameters, and {type(self.optimizer).__name__} has {sizes}: was it saved with another model?"
-            )
+    def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
         self.optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
         if self._servers.worker != 0:
             return
         numbers = [number for group in saved_groups for number in group["params"]]
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        parameter_of = dict(zip(numbers, parameters, strict=True))
+        parameter_of = dict(zip(numbers, self._parameters(), strict=True))
         states: list[list[Any]] = [[] for _ in range(self._servers.num_servers)]
-        for number, state in state_dict["state"].items():
+        for number, state in saved_state.items():
             for part, index in self._pieces.get(parameter_of[number], []):
                 piece = part.pieces[index]
                 states[part.server].append(
-                    [part.bucket, index, {name: _part_of(value, piece) for name, value in state.items()}]
+                    [part.bucket, index, {name: piece.part_of(value) for name, value in state.items()}]
                 )
         values = [self._values(group) for group in self.optimizer.param_groups]
         for server in range(self._servers.num_servers):
@@ -316,8 +262,7 @@ class RemoteOptimizer:
 
     def _place_new(self) -> None:
         """Tells the servers of parameters that have come to the optimizer since; a collective."""
-        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        new = [parameter for parameter in everything if parameter not in self._pieces]
+        new = [parameter for parameter in self._parameters() if parameter not in self._pieces]
         if not new and self._plans:
             return
         first = len(self._buckets)
@@ -401,7 +346,7 @@ class RemoteOptimizer:
             "values": [self._values(group) for group in self.optimizer.param_groups],
             "weights": [self._joined_weights(part) for part in parts],
             "state": [
-                [number, index, {name: _part_of(value, piece) for name, value in state.items()}]
+                [number, index, {name: piece.part_of(value) for name, value in state.items()}]
                 for number, part in enumerate(parts)
                 for index, piece in enumerate(part.pieces)
                 if (state := self.optimizer.state.get(piece.parameter))
@@ -469,7 +414,7 @@ class RemoteOptimizer:
         for part in bucket.parts:
             if not part.pieces:
                 continue
-            kinds = [_kind_of(piece.parameter.grad) for piece in part.pieces]
+            kinds = [kind_of(piece.parameter.grad) for piece in part.pieces]
             gradients, event = self._on_host(part) if any(kinds) else ([], None)
             self._post_push(part, kinds, gradients, event)
 
@@ -568,8 +513,8 @@ class RemoteOptimizer:
             for server in asked:
                 servers.post(server, message, is_urgent=is_urgent)
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and servers.worker == 0:
-                squares = [float(answer["squares"]) for answer, _ in servers.answers("squares", asked)]
-                norm = {"kind": "norm", "optimizer": self._number, "factor": clip_factor(squares, self.clip_norm)}
+                squares = sum(float(answer["squares"]) for answer, _ in servers.answers("squares", asked))
+                norm = {"kind": "norm", "optimizer": self._number, "squares": squares}
                 for server in asked:
                     servers.post(server, norm)
             servers.wait_until(lambda: not self._targets)
@@ -593,20 +538,9 @@ class RemoteOptimizer:
             del self._targets[server, fields["bucket"]]
 
 
-def _kind_of(gradient: Tensor | None) -> int:
-    return ABSENT if gradient is None else SPARSE if gradient.is_sparse else DENSE
-
-
 def _is_in_reach(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether bytes can be received straight into the tensor."""
     return tensor.device.type == "cpu" and not tensor.is_sparse and tensor.is_contiguous() and tensor.dtype == dtype
-
-
-def _part_of(value: Any, piece: _Piece) -> Any:
-    """The part of a value of a parameter's state that belongs to a piece of the parameter."""
-    if isinstance(value, Tensor) and value.shape == piece.parameter.shape and not piece.is_whole:
-        return value.reshape(-1)[piece.start : piece.stop]
-    return value
 
 
 def _joined(values: Sequence[Any], parameter: Parameter) -> Any:

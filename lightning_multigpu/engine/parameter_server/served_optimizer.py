@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_multigpu.engine.parameter_server.gradients import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
@@ -22,8 +23,6 @@ from lightning_multigpu.engine.parameter_server.wire import (
     optimizer_class,
     unpacked,
 )
-
-ABSENT, DENSE, SPARSE = 0, 1, 2
 
 
 @dataclass(eq=False)
@@ -94,7 +93,7 @@ class ServedOptimizer:
         self._sent: list[Tensor | None] = []
         self._round = 0
         self._requests: dict[int, _Request] = {}
-        self._factor: float | None = None
+        self._squares: float | None = None
         self._has_sent_squares = False
 
     # Parameters
@@ -221,9 +220,9 @@ class ServedOptimizer:
             self._sent.clear()
             self._go_on(self._filled)
 
-    def norm(self, factor: float) -> None:
-        """The factor by which the gradients of all servers are clipped."""
-        self._factor = factor
+    def norm(self, squares: float) -> None:
+        """The sum of squares of the gradients of all servers."""
+        self._squares = squares
         self._go_on([])
 
     def _go_on(self, pushed: Sequence[_Bucket]) -> None:
@@ -254,7 +253,7 @@ class ServedOptimizer:
             bucket.pushed.clear()
             bucket.gradient, bucket.is_averaged = None, False
         self._requests.clear()
-        self._factor, self._has_sent_squares, self._num_sent = None, False, 0
+        self._squares, self._has_sent_squares, self._num_sent = None, False, 0
         self._round += 1
 
     def _average(self, bucket: _Bucket, pushing: set[int]) -> None:
@@ -290,24 +289,18 @@ class ServedOptimizer:
             self._send(together, lambda bucket: bucket.weights)
 
     def _clip_norm(self, buckets: Sequence[_Bucket], max_norm: float) -> bool:
-        """Clips by the norm over all servers, as ``torch.nn.utils.clip_grad_norm_`` does; False while it is unknown."""
+        """Clips by the norm over all servers; False while it is unknown."""
+        gradients = [gradient for bucket in buckets for gradient in bucket.present()]
         if not self._has_sent_squares:
-            squares = sum(
-                torch.linalg.vector_norm(g, dtype=_norm_dtype(g)).double().item() ** 2
-                for bucket in buckets
-                for g in bucket.present()
-            )
+            squares = sum_of_squares(gradients)
             self._has_sent_squares = True
             if self._num_servers == 1:
-                self._factor = clip_factor([squares], max_norm)
+                self._squares = squares
             else:
                 self._members[0].post({"kind": "squares", "squares": squares})
-        if self._factor is None:
+        if self._squares is None:
             return False
-        if not self._factor >= 1.0:  # nan too
-            for bucket in buckets:
-                for gradient in bucket.present():
-                    gradient.mul_(self._factor)
+        clip_norm(gradients, self._squares, max_norm)
         return True
 
     @torch.no_grad()
@@ -384,11 +377,6 @@ class ServedOptimizer:
         )
 
 
-def clip_factor(squares: Sequence[float], max_norm: float) -> float:
-    """What gradients are multiplied by whose squares sum up to these numbers, one of each server."""
-    return max_norm / (math.sqrt(sum(squares)) + 1e-6)
-
-
 def request_of(fields: Mapping[str, Any]) -> _Request:
     clips = [None if fields.get(name) is None else float(fields[name]) for name in ("clip_norm", "clip_value")]
     values = unpacked(fields.get("values", []), [])
@@ -397,7 +385,3 @@ def request_of(fields: Mapping[str, Any]) -> _Request:
 
 def _without_values(request: _Request) -> tuple[Any, ...]:
     return request.kind, request.given_by_one, request.clip_norm, request.clip_value
-
-
-def _norm_dtype(gradient: Tensor) -> torch.dtype | None:
-    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None

@@ -182,7 +182,7 @@ class Server:
             if kind in ("step", "average"):
                 served.request(worker, int(fields["round"]), request_of(fields))
             elif kind == "norm" and worker == 0:
-                served.norm(float(fields["factor"]))
+                served.norm(float(fields["squares"]))
             elif kind == "state":
                 member.post_value({"kind": "state"}, served.state(), "the state of an optimizer")
             else:

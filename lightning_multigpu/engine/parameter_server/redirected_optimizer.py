@@ -1,0 +1,116 @@
+"""The base of optimizers whose step is made elsewhere: in shards on the host, or by servers."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+
+from lightning_multigpu.engine.parameter_server.sharding import Split, split_of
+
+
+class RedirectedOptimizer(ABC):
+    """An optimizer of the user's whose ``step`` is replaced until :meth:`close`.
+
+    Args:
+        optimizer: of a module that is the same on all ranks.
+        split: what may be divided; by default, what the class of the optimizer allows.
+
+    Attributes:
+        gradients_are_whole: each ``.grad`` is the average over the ranks already, and the next step takes it as it is.
+        clip_norm: the next step clips the gradients to this global norm; None for no clipping.
+        clip_value: the next step clips each element of the gradients to this; None for no clipping.
+        pushes_early: gradients are pushed as soon as backward has them. For a backward pass whose gradients are
+            complete, and that no hook changes.
+
+    Raises:
+        ValueError: the optimizer evaluates the loss itself, several times a step.
+    """
+
+    def __init__(self, optimizer: Optimizer, split: Split | None) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates the loss several times within a step, and new weights are back only after it: use SGD "
+                "or Adam, or train on one device"
+            )
+        self.optimizer = optimizer
+        self.gradients_are_whole = False
+        self.clip_norm: float | None = None
+        self.clip_value: float | None = None
+        self.pushes_early = False
+        self._split = split or split_of(optimizer)
+        self._update = optimizer.step
+        self._had_step = "step" in vars(optimizer)
+
+        @functools.wraps(self._update)  # schedulers look for their mark on it
+        @torch.no_grad()
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._place_new()
+            self._step(**options)
+            self.gradients_are_whole = False
+            self.clip_norm = self.clip_value = None
+            return loss
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Gives the optimizer its own ``step`` back."""
+        if self._had_step:
+            self.optimizer.step = self._update  # type: ignore[method-assign]
+        else:
+            vars(self.optimizer).pop("step", None)
+
+    @abstractmethod
+    def _step(self, *arguments: Any, **options: Any) -> None:
+        """Does what replaces ``optimizer.step``; a collective."""
+
+    @abstractmethod
+    def _place_new(self) -> None:
+        """Finds a place for parameters that have come to the optimizer since; a collective."""
+
+    @abstractmethod
+    def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
+        """Loads what :meth:`load_state_dict` has checked."""
+
+    def _parameters(self) -> list[Parameter]:
+        """The parameters of all groups, in the order of a checkpoint."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the state of a whole optimizer, each part where its shard is; a collective.
+
+        Args:
+            state_dict: as one device's optimizer returns it; the same on all ranks.
+
+        Raises:
+            ValueError: the groups are not those of this optimizer.
+        """
+        self._place_new()
+        groups = state_dict["param_groups"]
+        saved, own = ([len(group["params"]) for group in of] for of in (groups, self.optimizer.param_groups))
+        if saved != own:
+            raise ValueError(
+                f"the checkpoint's optimizer has groups of {saved} parameters, and {type(self.optimizer).__name__} has "
+                f"{own}: was it saved with another model?"
+            )
+        self._load(groups, state_dict["state"])
+
+
+def part_of(value: Any, parameter: Tensor, start: int, stop: int) -> Any:
+    """The part of a value of a parameter's state that belongs to elements ``start`` to ``stop``, in host memory."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and stop - start < value.numel():
+        value = value.reshape(-1)[start:stop].clone()
+    return value.cpu()
