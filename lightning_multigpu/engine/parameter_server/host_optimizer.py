@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.parameter_server.gradients import ABSENT, SPARSE, clip_norm, kind_of, sum_of_squares
+from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, clip_norm, kind_of, sum_of_squares
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
 from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, Split
 

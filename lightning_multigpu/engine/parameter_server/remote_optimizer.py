@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.parameter_server.gradients import ABSENT, SPARSE, kind_of
+from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
 from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
 from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts

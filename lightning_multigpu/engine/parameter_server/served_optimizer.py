@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_multigpu.engine.parameter_server.gradients import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
+from lightning_multigpu.engine.parameter_server.clipping import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,

@@ -1,4 +1,4 @@
-"""Gradients whose shards are in several processes: their kinds, and clipping as torch.nn.utils clips whole ones."""
+"""Kinds of gradients, and clipping by a norm whose parts are in several processes, as torch.nn.utils does."""
 
 from __future__ import annotations
 
