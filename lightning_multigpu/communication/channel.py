@@ -32,6 +32,7 @@ from typing import Any
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HELLO_BYTES = _NONCE_BYTES + _PROOF_BYTES
 _PATIENCE_S = 10.0
+_TRY_S = 5.0
 _MAX_STRANGERS = 64
 _BACKLOG = 256
 _PAUSE_S = 0.2
@@ -128,8 +129,17 @@ class Channel:
         return received
 
 
-def connect(host: str, port: int, secret: bytes, *, timeout_s: float) -> Channel:
+def connect(
+    host: str, port: int, secret: bytes, *, timeout_s: float, before_retry: Callable[[], None] = lambda: None
+) -> Channel:
     """Connects to a :class:`Listener` of the job; one that does not listen yet is tried again.
+
+    Args:
+        host: where it listens.
+        port: at which it listens.
+        secret: of the job.
+        timeout_s: how long to try.
+        before_retry: called after each try but the last, every 5 s or more often; what it raises ends the search.
 
     Raises:
         ChannelError: nobody answers there in time, or somebody who does not know the secret.
@@ -137,14 +147,16 @@ def connect(host: str, port: int, secret: bytes, *, timeout_s: float) -> Channel
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            sock = socket.create_connection((host, port), timeout=timeout_s)
+            sock = socket.create_connection((host, port), timeout=min(_TRY_S, timeout_s))
             break
         except OSError as error:
             left_s = deadline_s - time.monotonic()
-            if not isinstance(error, ConnectionRefusedError) or left_s <= 0:
+            if not isinstance(error, ConnectionRefusedError | TimeoutError) or left_s <= 0:
                 raise ChannelError(f"no connection to {host} port {port}: {error.strerror or error}") from error
+            before_retry()
             time.sleep(min(_PAUSE_S, left_s))
     try:
+        sock.settimeout(_PATIENCE_S)
         theirs, ours = _take(sock, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
         sock.sendall(ours + _proof(secret, "connecting", theirs, ours))
         answer = _take(sock, _PROOF_BYTES)

@@ -368,9 +368,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             num_workers=self.world_size,
             meter=self.meter,
             gather=self.gather_objects,
-            timeout_s=self.join_timeout_s,
         )
         self.groups.also_cut.append(connections.cut)
+        limit = f"for {self.join_timeout_s:g} s at most (join_timeout_s)"
+        connections.open(
+            timeout_s=self.join_timeout_s,
+            on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
+        )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""

@@ -16,7 +16,7 @@ from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.cli import main
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
 from tests.world import World
 
 SECRET = "0123456789abcdef" * 4
@@ -44,6 +44,8 @@ def fit(addresses: list[str]) -> dict[str, Any]:
     trainer = make_trainer(CASE, strategy, 2 if addresses else 1)
     try:
         trainer.fit(module, train_loader(CASE, trainer))
+        trainer.validate(module, eval_loader(), verbose=False)  # the servers have ended with the fit
+        trainer.test(module, eval_loader(), verbose=False)
     finally:
         del os.environ[JOB_SECRET]
     return {"weights": state(module)}

@@ -22,6 +22,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 )
 
 _LEAVING_S = 5.0
+_LATE_S = 5.0
 
 
 class ServerError(RuntimeError):
@@ -45,7 +46,7 @@ class _Connection:
 
 
 class ServerConnections:
-    """This worker's connections to all servers of a job.
+    """This worker's connections to all servers of a job, which :meth:`open` makes.
 
     Args:
         addresses: host and port of each server; all workers have the same list.
@@ -54,10 +55,6 @@ class ServerConnections:
         num_workers: of the job.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
-        timeout_s: how long to look for the servers.
-
-    Raises:
-        ServerError: a server cannot be reached, or does not belong to this job.
     """
 
     def __init__(
@@ -69,10 +66,10 @@ class ServerConnections:
         num_workers: int,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
-        timeout_s: float,
     ) -> None:
         self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
         self.meter, self.gather = meter, gather
+        self._addresses, self._secret = addresses, secret
         self._arrived = threading.Condition()
         self._problem: str | None = None
         self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in addresses]
@@ -82,23 +79,52 @@ class ServerConnections:
         self._connections: list[_Connection] = []
         self._optimizers = 0
         self._order = count()
-        for number, (host, port) in enumerate(addresses):
-            name = f"parameter server {number} of {len(addresses)} ({host} port {port})"
-            try:
-                channel = connect(host, port, secret, timeout_s=timeout_s)
-            except ChannelError as error:
-                self.cut()
-                raise ServerError(f"{name} is not there: {error}") from error
-            self._connections.append(_Connection(number, name, channel))
-        for connection in self._connections:
-            for work in (self._write, self._read):
-                thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        hello = {"kind": "hello", "worker": worker, "num_workers": num_workers, "num_servers": self.num_servers}
-        for number in range(self.num_servers):
-            self.post(number, hello)
-        self.answers("welcome")
+
+    def open(self, *, timeout_s: float, on_late: Callable[[str], None] = lambda _: None) -> None:
+        """Connects to all servers; :meth:`cut` ends it.
+
+        Args:
+            timeout_s: how long to look for the servers.
+            on_late: told the name of each server that is not there after 5 s.
+
+        Raises:
+            ServerError: a server cannot be reached, or does not belong to this job.
+        """
+        try:
+            start_s = time.monotonic()
+            for number in range(self.num_servers):
+                self._connections.append(self._found(number, start_s, timeout_s, on_late))
+            for connection in self._connections:
+                for work in (self._write, self._read):
+                    thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+            hello = {"kind": "hello", "worker": self.worker, "num_workers": self.num_workers}
+            for number in range(self.num_servers):
+                self.post(number, {**hello, "num_servers": self.num_servers})
+            self.answers("welcome")
+        except BaseException:
+            self.cut()
+            self.close()
+            raise
+
+    def _found(self, number: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
+        """The connection to a server, when the server listens."""
+        host, port = self._addresses[number]
+        name = f"parameter server {number} of {self.num_servers} ({host} port {port})"
+        untold = [name]
+
+        def before_retry() -> None:
+            self.wait_until(lambda: True)  # raises after a cut
+            if time.monotonic() - start_s > _LATE_S and untold:
+                on_late(untold.pop())
+
+        left_s = max(0.1, start_s + timeout_s - time.monotonic())
+        try:
+            channel = connect(host, port, self._secret, timeout_s=left_s, before_retry=before_retry)
+        except ChannelError as error:
+            raise ServerError(f"{name} is not there: {error}") from error
+        return _Connection(number, name, channel)
 
     def new_number(self, receive: Callable[[int, Fields, int, Channel], None]) -> int:
         """The number of one more optimizer; ``receive`` takes each part that a server sends for it."""

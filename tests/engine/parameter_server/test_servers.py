@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel, connect
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server import server_connections
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
@@ -35,6 +36,7 @@ from tests.engine.parameter_server.test_host_optimizer import (
     on_one_device,
     weights,
 )
+from tests.world import free_port
 
 T = TypeVar("T")
 SECRET = bytes(range(32))
@@ -81,8 +83,8 @@ class Job:
             num_workers=self.workers.num,
             meter=meter or Meter(),
             gather=lambda value: self.workers.gather(worker, value),
-            timeout_s=10.0,
         )
+        found.open(timeout_s=10.0)
         try:
             yield found
         except BaseException:
@@ -305,17 +307,17 @@ def test_buckets_are_pushed_while_backward_goes_on() -> None:
                 for parameter in model.parameters():
                     parameter.data.copy_(torch.randn(8, 8, dtype=torch.float64, generator=generator))
                 optimizer = optim.SGD(model.parameters(), lr=0.1)
-                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=512)
+                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=1024)
                 remote.pushes_early = True
                 assert remote.imbalance == 1.0
                 x = torch.randn(5, 8, dtype=torch.float64, generator=generator)
-                for halved in (False, True):
+                for halved in (True, False):
                     before = [p.detach().clone() for p in model.parameters()]
                     for parameter in model.parameters():
                         parameter.grad = None
                     model(x * (worker + 1)).square().sum().backward()
                     pushed = [bucket.pushed is not None for bucket in remote._buckets]
-                    assert pushed == [True] * 4, "each bucket is one layer, and backward has all gradients"
+                    assert pushed == [True] * 2, "each bucket is two layers, and backward has all gradients"
                     own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
                     if halved:  # after it was pushed: it has to be pushed again
                         for parameter in model.parameters():
@@ -330,7 +332,7 @@ def test_buckets_are_pushed_while_backward_goes_on() -> None:
                 meter.flush()
                 [step] = meter.steps
                 sent = {t.operation: (t.count, t.size_bytes, t.sent_bytes) for t in step.operations}
-                assert sent == {"push": (12, 12 * 512, 12 * 512), "pull": (2, 8 * 512, 0)}
+                assert sent == {"push": (6, 6 * 1024, 6 * 1024), "pull": (2, 4 * 1024, 0)}
 
         found.workers.run(work)
 
@@ -361,6 +363,30 @@ def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
         remote = RemoteOptimizer(optimizer, connections)
         with pytest.raises(ValueError, match="an option of SGD is of type builtin_function_or_method"):
             _ = remote.imbalance
+
+
+def test_who_looks_for_servers_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank looked for servers that were not there for the whole of its time, 600 s, and another had failed."""
+    monkeypatch.setattr(server_connections, "_LATE_S", 0.0)
+    told = []
+    port = free_port()
+    connections = ServerConnections([("127.0.0.1", port)], SECRET, worker=0, num_workers=1, meter=Meter(), gather=list)
+
+    def on_late(server: str) -> None:
+        told.append(server)
+        connections.cut()
+
+    with pytest.raises(ServerError, match="the connections to the parameter servers were cut"):
+        connections.open(timeout_s=20.0, on_late=on_late)
+    assert told == [f"parameter server 0 of 1 (127.0.0.1 port {port})"]
+
+
+def test_a_worker_that_is_refused_leaves_no_thread_behind() -> None:
+    with job(num_workers=1) as found, found.connections(0):
+        before = set(threading.enumerate())
+        with pytest.raises(ServerError, match="there is a worker 0 already"), found.connections(0):
+            pass
+        assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("parameter")]
 
 
 def test_a_server_that_ends_is_named() -> None:
