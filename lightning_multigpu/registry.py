@@ -110,6 +110,14 @@ REGIMES: tuple[Regime, ...] = (
         **_PARAMETER_SERVER,
     ),
     Regime(
+        name="async_ps",
+        class_path="lightning_multigpu.ParameterServerStrategy",
+        options={"mode": "async"},
+        summary="asynchronous training with a parameter server: each rank at its own pace, each batch an update",
+        **{**_PARAMETER_SERVER, "compute": "all ranks, each at its own pace; the servers update with what comes"},
+        synchronous=False,
+    ),
+    Regime(
         name="model_parallel",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe", "num_micro_batches": 1},

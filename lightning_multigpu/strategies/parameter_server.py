@@ -20,14 +20,17 @@ from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.own_pace import OwnPace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,6 +54,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
     """
 
+    _is_asynchronous = False
     _state_is_elsewhere = False
     """True if the state of optimizers is in other processes even with one rank."""
 
@@ -100,8 +104,8 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
         self._connect()  # evaluation needs no server
+        super().setup_optimizers(trainer)
         for number, optimizer in enumerate(self.optimizers):
             served = self._served[optimizer] = self._serve(optimizer)
             if served.imbalance > _NOTICED_IMBALANCE:
@@ -113,7 +117,10 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         assert module is not None
         scaler = getattr(self.precision_plugin, "scaler", None)
         is_read = any(has_hook(hook, module) for hook in _READ_GRADIENTS)
-        if is_read or scaler is not None or not module.automatic_optimization:
+        is_changed = is_read or scaler is not None or not module.automatic_optimization
+        if self._is_asynchronous:  # a worker's gradients are its own, and complete
+            self._set_pushes_early(not is_changed and not trainer.gradient_clip_val)
+        elif is_changed:
             # The hooks of the step see averages on every device, at the cost of sending them there.
             self._replace("post_backward", self._averaged_before(self.precision_plugin.post_backward))
         else:
@@ -301,9 +308,23 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     Ranks are workers: they push gradients to the servers, while backward still runs, and pull new weights. The servers
     are further processes, which the strategy starts on the hosts of the run, and hold the weights and the optimizer's
-    state in shards. Weights are those of one device at the same global batch.
+    state in shards.
+
+    With ``mode="sync"`` an update takes the average of all workers' gradients, and weights are those of one device at
+    the same global batch. With ``mode="async"`` each worker's gradients are an update of their own as soon as they
+    come, and no worker waits for another: a batch goes to the worker that asks for it first, an epoch has each batch
+    once, and rank 0 validates, saves and decides when training ends. An epoch then has as many updates as one device
+    makes at the batch size of a rank, and schedulers go on with all updates.
 
     Args:
+        mode: "sync" or "async".
+        max_staleness: with "async", how many steps a worker may be ahead of the slowest one before it waits: 0 for the
+            arithmetic of "sync", None for no bound.
+        scale_lr_by_staleness: with "async", divide the learning rate of an update by its staleness: the number of
+            updates by others since the worker got its weights (Zhang et al., IJCAI 2016).
+        delay_compensation: with "async", lambda in ``g + lambda * g * g * (w - w_pulled)``, which stands for gradients
+            at the newest weights w (Zheng et al., ICML 2017); 0 for none. A server then keeps the weights that each
+            worker has.
         num_servers: the number of servers that the strategy starts, spread over the hosts; "nodes" for one on each
             host, and 2 at least.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
@@ -321,16 +342,42 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def __init__(
         self,
         *,
+        mode: Literal["sync", "async"] = "sync",
+        max_staleness: int | None = None,
+        scale_lr_by_staleness: bool = False,
+        delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
         bucket_cap_mb: float = 4.0,
         **options: Any,
     ) -> None:
+        option_checks.check_choice("mode", mode, ("sync", "async"))
+        asked = {
+            "max_staleness": max_staleness is not None,
+            "scale_lr_by_staleness": scale_lr_by_staleness,
+            "delay_compensation": delay_compensation != 0,
+        }
+        if mode == "sync" and any(asked.values()):
+            raise ValueError(
+                f"{' and '.join(name for name, is_set in asked.items() if is_set)}: with mode='sync' no gradients are "
+                "stale; leave that out, or use mode='async'"
+            )
+        if max_staleness not in (None, 0):
+            option_checks.check_positive("max_staleness", max_staleness, whole=True)
+        if delay_compensation != 0:
+            option_checks.check_positive("delay_compensation", delay_compensation)
         if num_servers != "nodes":
             option_checks.check_positive("num_servers", num_servers, whole=True)
         self._addresses = None if servers == "auto" else _addresses(servers)
         option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
+        self._mode = mode
+        self._is_asynchronous = mode == "async" and max_staleness != 0
+        self._consistency = Consistency()
+        if self._is_asynchronous:
+            self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
+        self._pace: OwnPace | None = None
+        self._resumed: dict[str, Any] = {}
         self._num_servers = num_servers
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
@@ -341,6 +388,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def options(self) -> dict[str, Any]:
         return {
             **super().options,
+            "mode": self._mode,
+            "max_staleness": self._consistency.max_staleness,
+            "scale_lr_by_staleness": self._consistency.scales_learning_rate,
+            "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
             "servers": self._addresses,
             "bucket_cap_mb": self._bucket_cap_mb,
@@ -366,6 +417,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             secret,
             worker=self.global_rank,
             num_workers=self.world_size,
+            consistency=self._consistency,
             meter=self.meter,
             gather=self.gather_objects,
         )
@@ -375,6 +427,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             timeout_s=self.join_timeout_s,
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
+        if self._is_asynchronous:
+            self._pace = OwnPace(connections, self.signals, getattr(self.failure_watch, "can_be_lost", print))
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""
@@ -404,6 +458,81 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         for process in self._processes:
             process.close()
         self._processes = []
+
+    # Workers at a pace of their own
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self._pace is None:
+            return
+        assert self._connections is not None
+        self._pace.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
+        self._pace.loaded(self._resumed)
+        self.barrier()
+        # With a process group Lightning and torchmetrics would have workers meet in every batch.
+        self._leave_groups()
+        leave_world()
+        self.failure_watch.joined(self._connections.cut, self.world_size)
+        self._pace.begin(trainer)
+
+    @override
+    def teardown(self) -> None:
+        pace, self._pace, self._resumed = self._pace, None, {}
+        if pace is not None and self.lightning_module is not None:
+            pace.end(self.lightning_module.trainer)
+        super().teardown()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self._pace is not None and trainer is not None and not trainer.training:
+            return {"num_replicas": 1, "rank": 0}  # rank 0 validates, with all batches
+        return super().distributed_sampler_kwargs
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if self._pace is None:
+            return super().process_dataloader(dataloader)
+        assert self.lightning_module is not None
+        return self._pace.deal(dataloader, self.lightning_module.trainer)
+
+    @property
+    @override
+    def replicas_differ(self) -> bool:
+        return self._pace is not None
+
+    @override
+    def _tell_global_batch(self) -> None:
+        if self._pace is None:
+            super()._tell_global_batch()
+        else:
+            rank_zero_info(f"{self.world_size} workers train, each at its own pace: each batch of theirs is an update")
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self._pace is not None and self.lightning_module is not None:
+            self._pace.after_step(self.lightning_module.trainer)
+        return output
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._pace is not None and self.lightning_module is not None and not self.failure_watch.failed:
+            self._pace.training_ends(self.lightning_module.trainer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._pace is not None:
+            checkpoint = self._pace.saved(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._resumed = super().load_checkpoint(checkpoint_path, weights_only)
+        return self._resumed
 
 
 def _addresses(servers: Any) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice, pairwise
 from typing import Any
 
@@ -151,8 +151,70 @@ class ShardedBatchSampler(DealtBatchSampler):
         return shares
 
 
+class OnDemandBatchSampler(DealtBatchSampler):
+    """Batches of the one global order, each taken by the first worker that asks for it.
+
+    Its length is that of the whole epoch, of which this worker yields a part.
+
+    Args:
+        order: indices in the one global order, the same on every rank.
+        batch_size: samples a batch.
+        drop_last: leave out a last batch that is not full.
+        take: takes the number of the next batch, out of so many; None if there is none.
+
+    Attributes:
+        numbers: of the batches yielded so far, as ``counts``.
+    """
+
+    def __init__(
+        self, order: Sampler[int], *, batch_size: int, drop_last: bool, take: Callable[[int], int | None]
+    ) -> None:
+        super().__init__([])
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.numbers: deque[int] = deque()
+        self._take = take
+        self._following: int | None = None
+        self._is_exhausted = False
+
+    @property
+    def sampler(self) -> Any:
+        return self.order
+
+    def __len__(self) -> int:
+        assert isinstance(self.order, Sized)
+        full, rest = divmod(len(self.order), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def has_next(self) -> bool:
+        """Whether a further batch is this worker's; takes it if it has none."""
+        if self.numbers or self._following is not None:
+            return True
+        if not self._is_exhausted:
+            self._following = self._take(len(self))
+            self._is_exhausted = self._following is None
+        return not self._is_exhausted
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.counts.clear()
+        self.numbers.clear()
+        self._following, self._is_exhausted = None, False
+        order = list(self.order)
+        while not self._is_exhausted:
+            number, self._following = self._following, None
+            number = self._take(len(self)) if number is None else number
+            if number is None:
+                self._is_exhausted = True
+                return
+            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
+            self.counts.append(len(batch))
+            self.numbers.append(number)
+            yield batch
+
+
 def distribute_batches(
-    loader: Any, *, num_replicas: int, rank: int, even: bool
+    loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[int], int | None] | None = None
 ) -> tuple[Any, DealtBatchSampler | None]:
     """A copy of ``loader`` whose batches are counted and, where the loader allows it, dealt out by global batches.
 
@@ -165,6 +227,7 @@ def distribute_batches(
         num_replicas: data ranks.
         rank: this data rank.
         even: as in :class:`ShardedBatchSampler`.
+        take: as in :class:`OnDemandBatchSampler`; None for a part of each global batch.
 
     Returns:
         The loader to use and its batch sampler, or None where it has none of ours.
@@ -177,7 +240,7 @@ def distribute_batches(
     ):
         return loader, None
     batches, sampler = loader.batch_sampler, loader.sampler
-    dealt: DealtBatchSampler
+    dealt: DealtBatchSampler = DealtBatchSampler(batches)
     if (
         type(batches) is BatchSampler
         and isinstance(sampler, DistributedSampler)
@@ -191,8 +254,10 @@ def distribute_batches(
             drop_last=batches.drop_last,
             even=even,
         )
-    else:
-        dealt = DealtBatchSampler(batches)
+        if take is not None:
+            dealt = OnDemandBatchSampler(
+                dealt.order, batch_size=batches.batch_size, drop_last=batches.drop_last, take=take
+            )
     clone = copy.copy(loader)
     # DataLoader forbids to set these after it was made, because its iterators would not notice; the copy has none yet.
     object.__setattr__(clone, "batch_sampler", dealt)

@@ -124,6 +124,9 @@ class RemoteOptimizer(RedirectedOptimizer):
         split: what the servers may divide; by default, what the class of the optimizer allows.
         bucket_bytes: of gradients that travel together.
 
+    Attributes:
+        version: of the weights that this worker of its own pace has: the updates that all workers have made.
+
     Raises:
         ValueError: the optimizer cannot run on a server.
     """
@@ -138,6 +141,7 @@ class RemoteOptimizer(RedirectedOptimizer):
     ) -> None:
         self._class_path = class_path(optimizer)
         super().__init__(optimizer, split)
+        self.version = 0
         self._servers = servers
         self._bucket_bytes = bucket_bytes
         self._number = servers.new_number(self._receive)
@@ -208,6 +212,21 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._sums = self._checksums()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Gets the newest weights, for a worker of its own pace."""
+        staged = self._expect(lambda parameter: parameter)
+        for server in self._asked():
+            self._servers.post(server, {"kind": "pull", "optimizer": self._number})
+        self._servers.wait_until(lambda: not self._targets)
+        for piece, place in staged:
+            piece.fill(piece.parameter, place)
+        self._sums = self._checksums()
+
+    def _asked(self) -> list[int]:
+        """The servers with a part; one without would not hold a worker back, and hear of the next round too early."""
+        return sorted({part.server for bucket in self._buckets for part in bucket.parts if part.pieces})
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,6 +291,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         for parameter in new:
             self.optimizer.state.pop(parameter, None)
         self._plans += 1
+        if not self._servers.consistency.is_synchronous:
+            self.pull()
         self._sums = self._checksums()
 
     def _make_buckets(self, parameters: list[Parameter]) -> None:
@@ -303,7 +324,8 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     def _configure(self, buckets: list[_Bucket]) -> None:
         servers, is_first = self._servers, self._servers.worker == 0
-        if not is_first:
+        together = servers.consistency.is_synchronous
+        if together and not is_first:
             servers.gather(None)  # worker 0's plan comes first
         for server in range(servers.num_servers):
             parts = [bucket.parts[server] for bucket in buckets]
@@ -316,7 +338,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             content = self._content(parts) if is_first else None
             servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
         servers.answers("done")
-        if is_first:
+        if together and is_first:
             servers.gather(None)
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
@@ -379,6 +401,11 @@ class RemoteOptimizer(RedirectedOptimizer):
         if sums is None or sums == self._sums:
             return
         assert self._sums is not None
+        if not self._servers.consistency.is_synchronous:
+            raise ValueError(
+                "a hook has changed weights, over which other workers have made updates meanwhile that would be lost; "
+                "change them with strategy='sync_ps', or not in place"
+            )
         changed = {parameter for parameter, sum_ in sums.items() if sum_ != self._sums[parameter]}
         for bucket in self._buckets:
             for part in bucket.parts if not changed.isdisjoint(bucket.parameters) else []:
@@ -508,8 +535,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         start_s = servers.meter.now()
         with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
             message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            # A server without a part would not hold a worker back, and hear of the next round too early.
-            asked = sorted({part.server for bucket in self._buckets for part in bucket.parts if part.pieces})
+            asked = self._asked()
             for server in asked:
                 servers.post(server, message, is_urgent=is_urgent)
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and servers.worker == 0:
@@ -534,6 +560,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             channel.receive_into(views)
         with self._servers.arriving():
             pieces = self._buckets[fields["bucket"]].parts[server].pieces
+            self.version = max(self.version, fields.get("version", 0))
             self._kinds.update(zip((piece.parameter for piece in pieces), kinds, strict=True))
             del self._targets[server, fields["bucket"]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
+from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
@@ -27,29 +28,65 @@ from lightning_multigpu.engine.parameter_server.wire import (
 
 @dataclass(eq=False)
 class _Bucket:
-    """This server's part of a bucket: pieces of parameters of one dtype, one after the other."""
+    """This server's part of a bucket: pieces of parameters of one dtype, one after the other.
+
+    ``version`` counts the rounds that it has been through; ``pulled`` has the version that a worker of its own pace
+    holds, with the weights themselves where they are needed again.
+    """
 
     number: int
     weights: Tensor
     pieces: list[Parameter]
     offsets: list[int]
-    pushed: dict[int, tuple[list[int], Tensor | None]] = field(default_factory=dict)
-    kinds: list[int] = field(default_factory=list)
-    gradient: Tensor | None = None
     replacement: Tensor | None = None
-    is_averaged: bool = False
+    version: int = 0
+    pulled: dict[int, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of a piece, in its shape."""
         piece = self.pieces[index]
         return flat[self.offsets[index] : self.offsets[index] + piece.numel()].view(piece.shape)
 
+
+@dataclass(eq=False)
+class _Pushes:
+    """What workers have pushed of a bucket in a round, and the average that it becomes."""
+
+    bucket: _Bucket
+    of_worker: dict[int, tuple[list[int], Tensor | None]] = field(default_factory=dict)
+    kinds: list[int] = field(default_factory=list)
+    gradient: Tensor | None = None
+    is_averaged: bool = False
+
     def present(self) -> Iterator[Tensor]:
         """The averaged gradients of the pieces that have one."""
         if self.gradient is not None:
             for index, kind in enumerate(self.kinds):
                 if kind != ABSENT:
-                    yield self.part(self.gradient, index)
+                    yield self.bucket.part(self.gradient, index)
+
+
+@dataclass(eq=False)
+class _Round:
+    """From the pushes of its workers until all of them have what they asked for."""
+
+    workers: Sequence[int]
+    number: int = 0
+    requests: dict[int, _Request] = field(default_factory=dict)
+    pushes: dict[int, _Pushes] = field(default_factory=dict)
+    averaged: list[_Pushes] = field(default_factory=list)
+    num_sent: int = 0
+    squares: float | None = None
+    has_sent_squares: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers and servers of a job know of it."""
+
+    num_workers: int
+    num_servers: int
+    consistency: Consistency
 
 
 @dataclass(frozen=True)
@@ -66,37 +103,47 @@ class _Request:
 class ServedOptimizer:
     """The shard of one optimizer: its pieces of parameters, and the rounds in which they are updated.
 
-    A round begins with the pushes of the workers and ends when all of them have what they asked for: the averages of
-    the gradients, or the weights after a step.
+    A round begins with the pushes of its workers and ends when all of them have what they asked for: the averages of
+    the gradients, or the weights after a step. All workers go through the same rounds, or, where training is
+    asynchronous, each worker goes through rounds of its own.
 
     Args:
-        num_workers: that push in each round.
-        num_servers: of the job; their squares make up the norm by which they clip.
+        job: the numbers of workers and servers, and their consistency.
         members: the workers that are there.
         number: of this optimizer, as the workers count.
+
+    Attributes:
+        staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
+            others had made since the worker got the weights.
     """
 
-    def __init__(self, num_workers: int, num_servers: int, members: Mapping[int, Member], number: int) -> None:
+    def __init__(self, job: Job, members: Mapping[int, Member], number: int) -> None:
         self._number = number
-        self._num_workers = num_workers
-        self._num_servers = num_servers
+        self._num_servers = job.num_servers
+        self._consistency = job.consistency
         self._members = members
+        workers = range(job.num_workers)
+        self._rounds: dict[int, _Round] = {}
+        self._common = _Round(workers) if job.consistency.is_synchronous else None
+        self._clocks = Clocks(workers, job.consistency.max_staleness)
+        self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self._held: dict[int, list[tuple[_Bucket, int]]] = defaultdict(list)
         self._plans: list[Any] = []
         self._optimizer: Optimizer | None = None
         self._split = ""
         self._buckets: list[_Bucket] = []
         self._filled: list[_Bucket] = []
-        self._averaged: list[_Bucket] = []
-        self._num_sent = 0
+        self._num_known: dict[int, int] = {}
+        self._ends: list[int] = []
         self._group_pieces: list[list[tuple[int, int]]] = []
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._sent: list[Tensor | None] = []
-        self._round = 0
-        self._requests: dict[int, _Request] = {}
-        self._squares: float | None = None
-        self._has_sent_squares = False
 
     # Parameters
+
+    def knows(self, number: int) -> bool:
+        """Whether worker 0 has told of parameters so often."""
+        return number < len(self._plans)
 
     def configure(self, worker: int, number: int, plan: Mapping[str, Any], body: Mapping[str, Any] | None) -> None:
         """Takes the plan of parameters that are new; from worker 0 with their weights, from others to compare.
@@ -110,6 +157,7 @@ class ServedOptimizer:
                     f"worker {worker} has other parameters, or another optimizer, than worker 0: build the model alike "
                     "on all workers"
                 )
+            self._num_known[worker] = self._ends[number]
             return
         if body is None or number != len(self._plans):
             raise WireError("a plan came out of turn, or without weights")
@@ -133,6 +181,8 @@ class ServedOptimizer:
         first = len(self._buckets)
         self._buckets += new
         self._filled = [bucket for bucket in self._buckets if bucket.pieces]
+        self._num_known[0] = len(self._filled)
+        self._ends.append(len(self._filled))
         self._plans.append(plan)
         self._split = plan["split"]
         self._group_pieces = [[(int(b), int(i)) for b, i in group] for group in plan["groups"]]
@@ -189,76 +239,89 @@ class ServedOptimizer:
         spare = self._spare[bucket.weights.numel(), bucket.weights.dtype]
         return spare.pop() if spare else torch.empty_like(bucket.weights)
 
+    def _round_of(self, worker: int) -> _Round:
+        if self._common is not None:
+            return self._common
+        if worker not in self._rounds:
+            self._rounds[worker] = _Round((worker,))
+        return self._rounds[worker]
+
     def push(self, worker: int, number: int, round_: int, kinds: list[int], gradients: Tensor | None) -> None:
         """The gradients of a worker for a bucket; those of an earlier push in the round are forgotten."""
-        if round_ != self._round:
-            raise WireError(f"worker {worker} pushes in round {round_}, and this is round {self._round}")
-        bucket = self._bucket(number)
-        _, before = bucket.pushed.get(worker, ([], None))
+        round_now = self._round_of(worker)
+        if round_ != round_now.number:
+            raise WireError(f"worker {worker} pushes in round {round_}, and this is round {round_now.number}")
+        pushes = round_now.pushes.setdefault(number, _Pushes(self._bucket(number)))
+        _, before = pushes.of_worker.get(worker, ([], None))
         self._spares([before])
-        bucket.pushed[worker] = (kinds, gradients)
-        self._go_on([bucket])
+        pushes.of_worker[worker] = (kinds, gradients)
+        self._go_on(round_now, [pushes])
 
     def request(self, worker: int, round_: int, request: _Request) -> None:
         """What a worker wants of this round; the values of worker 0's groups hold for all."""
-        if round_ != self._round or worker in self._requests:
-            raise WireError(f"worker {worker} asks for round {round_}, and this is round {self._round}")
-        others = [other for other in self._requests.values() if _without_values(other) != _without_values(request)]
+        round_now = self._round_of(worker)
+        if round_ != round_now.number or worker in round_now.requests:
+            raise WireError(f"worker {worker} asks for round {round_}, and this is round {round_now.number}")
+        others = [o for o in round_now.requests.values() if _without_values(o) != _without_values(request)]
         if others:
             raise WireError(
                 f"workers ask for different steps: {_without_values(others[0])}, {_without_values(request)}"
             )
-        self._requests[worker] = request
+        round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":
             assert self._optimizer is not None
             if len(request.values) != len(self._optimizer.param_groups):
                 raise WireError("a step came with values of other groups")
             for group, values in zip(self._optimizer.param_groups, request.values, strict=True):
                 group.update({name: value for name, value in values.items() if name != "params"})
-        if len(self._requests) == self._num_workers:
+        if len(round_now.requests) == len(round_now.workers):
             self._spares(self._sent)  # all workers have received them
             self._sent.clear()
-            self._go_on(self._filled)
+            self._go_on(round_now, list(round_now.pushes.values()))
 
-    def norm(self, squares: float) -> None:
+    def norm(self, worker: int, squares: float) -> None:
         """The sum of squares of the gradients of all servers."""
-        self._squares = squares
-        self._go_on([])
+        round_now = self._round_of(worker)
+        round_now.squares = squares
+        self._go_on(round_now, [])
 
-    def _go_on(self, pushed: Sequence[_Bucket]) -> None:
+    def _go_on(self, round_now: _Round, pushed: Sequence[_Pushes]) -> None:
         """Does what has become possible, ``pushed`` being the buckets that may have become complete."""
-        if len(self._requests) < self._num_workers:
+        if len(round_now.requests) < len(round_now.workers):
             return
-        request = self._requests[0]
-        pushing = {0} if request.given_by_one else set(range(self._num_workers))
-        for bucket in pushed:
-            if not bucket.is_averaged and bucket.pushed.keys() >= pushing:
-                self._average(bucket, pushing)
-                self._averaged.append(bucket)
+        request = round_now.requests[round_now.workers[0]]
+        pushing = {round_now.workers[0]} if request.given_by_one else set(round_now.workers)
+        for pushes in pushed:
+            if not pushes.is_averaged and pushes.of_worker.keys() >= pushing:
+                self._average(pushes, pushing)
+                round_now.averaged.append(pushes)
         if request.kind == "average":
-            self._send(self._averaged, lambda bucket: bucket.gradient)
-            self._averaged = []
+            self._send(round_now, round_now.averaged, lambda pushes: pushes.gradient)
+            round_now.averaged = []
         else:
-            self._step(request)
-        if self._num_sent == len(self._filled):
-            self._end_round(request)
+            self._step(round_now, request)
+        if round_now.num_sent == self._num_known[round_now.workers[0]]:
+            self._end_round(round_now, request)
 
-    def _end_round(self, request: _Request) -> None:
-        for bucket in self._filled:
-            gradients = [flat for _, flat in bucket.pushed.values()]
+    def _end_round(self, round_now: _Round, request: _Request) -> None:
+        for pushes in round_now.pushes.values():
+            gradients = [flat for _, flat in pushes.of_worker.values()]
             if request.kind == "average":
                 self._sent += gradients  # one of them holds the average
             else:
                 self._spares(gradients)
-            bucket.pushed.clear()
-            bucket.gradient, bucket.is_averaged = None, False
-        self._requests.clear()
-        self._squares, self._has_sent_squares, self._num_sent = None, False, 0
-        self._round += 1
+        following = _Round(round_now.workers, round_now.number + 1)
+        if self._common is not None:
+            self._common = following
+            return
+        (worker,) = round_now.workers
+        self._rounds[worker] = following
+        self._clocks.completes(worker)
+        self._release()
 
-    def _average(self, bucket: _Bucket, pushing: set[int]) -> None:
-        of_worker = [bucket.pushed[worker] for worker in sorted(pushing)]
-        bucket.kinds = [max(kinds) for kinds in zip(*(kinds for kinds, _ in of_worker), strict=True)]
+    def _average(self, pushes: _Pushes, pushing: set[int]) -> None:
+        of_worker = [pushes.of_worker[worker] for worker in sorted(pushing)]
+        pushes.kinds = [max(kinds) for kinds in zip(*(kinds for kinds, _ in of_worker), strict=True)]
         present = [gradients for _, gradients in of_worker if gradients is not None]
         if present:
             total, *others = present
@@ -266,60 +329,130 @@ class ServedOptimizer:
                 total += gradients
             if len(pushing) > 1:
                 total /= len(pushing)
-            bucket.gradient = total
-        bucket.is_averaged = True
+            pushes.gradient = total
+        pushes.is_averaged = True
 
-    def _step(self, request: _Request) -> None:
+    def _step(self, round_now: _Round, request: _Request) -> None:
         at_once = self._split == "nothing" or request.clip_norm is not None
-        buckets = self._averaged
-        if at_once and len(buckets) < len(self._filled):
+        complete = round_now.averaged
+        if at_once and len(complete) < self._num_known[round_now.workers[0]]:
             return
-        if request.clip_norm is not None and not self._clip_norm(buckets, request.clip_norm):
+        if request.clip_norm is not None and not self._clip_norm(round_now, complete, request.clip_norm):
             return
-        self._averaged = []
-        for bucket in buckets:
+        round_now.averaged = []
+        for pushes in complete:
+            bucket = pushes.bucket
             if bucket.replacement is not None:
                 bucket.weights.copy_(bucket.replacement)
                 bucket.replacement = None
             if request.clip_value is not None:
-                for gradient in bucket.present():
+                for gradient in pushes.present():
                     gradient.clamp_(-request.clip_value, request.clip_value)
-        for together in [buckets] if at_once else [[bucket] for bucket in buckets]:
-            self._update(together)
-            self._send(together, lambda bucket: bucket.weights)
+        for together in [complete] if at_once else [[pushes] for pushes in complete]:
+            if self._common is not None:
+                self._update(together)
+                self._send(round_now, together, lambda pushes: pushes.bucket.weights)
+            elif together:
+                self._update_alone(round_now, together)
 
-    def _clip_norm(self, buckets: Sequence[_Bucket], max_norm: float) -> bool:
+    def _clip_norm(self, round_now: _Round, complete: Sequence[_Pushes], max_norm: float) -> bool:
         """Clips by the norm over all servers; False while it is unknown."""
-        gradients = [gradient for bucket in buckets for gradient in bucket.present()]
-        if not self._has_sent_squares:
+        gradients = [gradient for pushes in complete for gradient in pushes.present()]
+        if not round_now.has_sent_squares:
             squares = sum_of_squares(gradients)
-            self._has_sent_squares = True
+            round_now.has_sent_squares = True
             if self._num_servers == 1:
-                self._squares = squares
+                round_now.squares = squares
             else:
-                self._members[0].post({"kind": "squares", "squares": squares})
-        if self._squares is None:
+                self._members[round_now.workers[0]].post({"kind": "squares", "squares": squares})
+        if round_now.squares is None:
             return False
-        clip_norm(gradients, self._squares, max_norm)
+        clip_norm(gradients, round_now.squares, max_norm)
         return True
 
+    # Workers at a pace of their own
+
+    def _update_alone(self, round_now: _Round, together: Sequence[_Pushes]) -> None:
+        """Updates with the gradients of one worker, which may belong to weights that are no longer the newest."""
+        (worker,), rules = round_now.workers, self._consistency
+        staleness = 0
+        for pushes in together:
+            bucket = pushes.bucket
+            version, pulled = bucket.pulled[worker]
+            staleness = max(staleness, bucket.version - version)
+            if rules.compensation and pulled is not None and pushes.gradient is not None:
+                gradient = pushes.gradient
+                gradient.addcmul_(gradient.square(), bucket.weights - pulled, value=rules.compensation)
+            bucket.version += 1
+        self.staleness[worker][staleness] += 1
+        self._update(together, divide_rate_by=max(1, staleness) if rules.scales_learning_rate else 1)
+        round_now.num_sent += len(together)
+        for pushes in together:
+            if self._clocks.may_go_on(worker, completing=True):
+                self._send_weights(worker, pushes.bucket, staleness)
+            else:
+                self._held[worker].append((pushes.bucket, staleness))
+
+    def _release(self) -> None:
+        """Sends what was held back from workers that were too far ahead of the slowest."""
+        for worker in [w for w in self._held if self._clocks.may_go_on(w, completing=False)]:
+            for bucket, staleness in self._held.pop(worker):
+                self._send_weights(worker, bucket, staleness)
+
+    def _send_weights(self, worker: int, bucket: _Bucket, staleness: int) -> None:
+        """Sends the weights of now, copied, since others update them while they are sent."""
+        member = self._members.get(worker)
+        if member is None:
+            return
+        weights = bucket.weights.clone()
+        bucket.pulled[worker] = bucket.version, weights if self._consistency.compensation else None
+        fields = {
+            "kind": "part",
+            "optimizer": self._number,
+            "bucket": bucket.number,
+            "kinds": [DENSE] * len(bucket.pieces),
+            "version": bucket.version,
+            "staleness": staleness,
+        }
+        member.post(fields, [bytes_of(weights)])
+
+    def pull(self, worker: int) -> None:
+        """Sends all weights to a worker."""
+        for bucket in self._filled[: self._num_known[worker]]:
+            self._send_weights(worker, bucket, 0)
+
+    def pauses(self, worker: int) -> None:
+        """Has nobody wait for a worker until it pushes again: it validates, for example."""
+        self._clocks.leaves(worker)
+        self._release()
+
+    def loses(self, worker: int) -> None:
+        """Forgets a worker that is gone, and what it has pushed for a step that it did not complete."""
+        self._rounds.pop(worker, None)
+        self._held.pop(worker, None)
+        for bucket in self._buckets:
+            bucket.pulled.pop(worker, None)
+        self.pauses(worker)
+
     @torch.no_grad()
-    def _update(self, buckets: Sequence[_Bucket]) -> None:
+    def _update(self, together: Sequence[_Pushes], *, divide_rate_by: int = 1) -> None:
         optimizer = self._optimizer
         assert optimizer is not None
         chosen: set[Parameter] = set()
-        for bucket in buckets:
-            if bucket.gradient is None:
+        for pushes in together:
+            if pushes.gradient is None:
                 continue
-            for index, (piece, kind) in enumerate(zip(bucket.pieces, bucket.kinds, strict=True)):
+            for index, (piece, kind) in enumerate(zip(pushes.bucket.pieces, pushes.kinds, strict=True)):
                 if kind != ABSENT:
-                    gradient = bucket.part(bucket.gradient, index)
+                    gradient = pushes.bucket.part(pushes.gradient, index)
                     is_sparse = kind == SPARSE and self._split != "elements"
                     piece.grad = gradient.to_sparse(1) if is_sparse else gradient
                     chosen.add(piece)
-        held = [group["params"] for group in optimizer.param_groups]
+        held = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [piece for piece in group["params"] if piece in chosen]
+            if divide_rate_by > 1 and "lr" in group:
+                group["lr"] = group["lr"] / divide_rate_by
         try:
             if chosen:
                 optimizer.step()
@@ -327,19 +460,21 @@ class ServedOptimizer:
             text = "".join(traceback.format_exception(error))
             raise WireError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
         finally:
-            for group, pieces in zip(optimizer.param_groups, held, strict=True):
+            for group, (pieces, rate) in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = pieces
+                if divide_rate_by > 1 and rate is not None:
+                    group["lr"] = rate
             for piece in chosen:
                 piece.grad = None
 
-    def _send(self, buckets: Sequence[_Bucket], what: Callable[[_Bucket], Tensor | None]) -> None:
+    def _send(self, round_now: _Round, complete: Sequence[_Pushes], what: Callable[[_Pushes], Tensor | None]) -> None:
         """Sends to all workers, once a round. Nothing changes it until all have received it and have pushed again."""
-        for bucket in buckets:
-            flat = what(bucket) if bucket.gradient is not None else None
-            fields = {"kind": "part", "optimizer": self._number, "bucket": bucket.number, "kinds": bucket.kinds}
+        for pushes in complete:
+            flat = what(pushes) if pushes.gradient is not None else None
+            fields = {"kind": "part", "optimizer": self._number, "bucket": pushes.bucket.number, "kinds": pushes.kinds}
             for member in self._members.values():
                 member.post(fields, [] if flat is None else [bytes_of(flat)])
-        self._num_sent += len(buckets)
+        round_now.num_sent += len(complete)
 
     def _bucket(self, number: Any) -> _Bucket:
         if type(number) is not int or not 0 <= number < len(self._buckets):
@@ -354,10 +489,10 @@ class ServedOptimizer:
     # Checkpoints
 
     def state(self) -> list[list[Any]]:
-        """The optimizer's state of each piece: bucket, index in it, and values by name."""
+        """The optimizer's state of each piece, copied: bucket, index in it, and values by name."""
         assert self._optimizer is not None
         return [
-            [number, index, dict(state)]
+            [number, index, {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}]
             for number, bucket in enumerate(self._buckets)
             for index, piece in enumerate(bucket.pieces)
             if (state := self._optimizer.state.get(piece))

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -27,8 +28,10 @@ from typing import Any
 import torch
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, Listener
+from lightning_multigpu.engine.parameter_server.batch_dealer import BatchDealer
+from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
-from lightning_multigpu.engine.parameter_server.served_optimizer import ServedOptimizer, request_of
+from lightning_multigpu.engine.parameter_server.served_optimizer import Job, ServedOptimizer, request_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
@@ -53,11 +56,17 @@ class Server:
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
         self._members: dict[int, Member] = {}
-        self._job: tuple[int, int] | None = None
+        self._job: Job | None = None
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
+        self._dealer = BatchDealer()
+        self._has_started = False
+        self._await_start: list[Member] = []
+        self._awaited_epoch: int | None = None
+        self._last_word: Any = None
+        self._await_last_word: list[Member] = []
         self._problem = ""
         self._is_over = threading.Event()
         self._listener = Listener(host, port, secret, self._welcome)
@@ -87,6 +96,8 @@ class Server:
         if not self._is_over.is_set():
             self._problem = problem
             self._is_over.set()
+            with self._changing:
+                self._changing.notify_all()
 
     def _welcome(self, channel: Channel) -> None:
         member: Member | None = None
@@ -99,7 +110,7 @@ class Server:
             member.outbox.put(None)
         except ChannelError as error:
             if member is not None:
-                self.end(f"worker {member.worker} is gone: {error}")
+                self._is_gone(member, str(error))
         except WireError as error:
             if member is not None:
                 self.end(str(error))
@@ -116,43 +127,82 @@ class Server:
         fields, payload_bytes = channel.receive()
         numbers = [fields.get(name) for name in ("worker", "num_workers", "num_servers")]
         worker, workers, servers = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
-        if fields.get("kind") != "hello" or payload_bytes or not 0 <= worker < workers or servers < 1:
+        rules = fields.get("consistency")
+        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1) < 0:
             raise WireError("not the greeting of a worker")
+        job = Job(workers, servers, Consistency(**rules) if isinstance(rules, dict) else Consistency())
         with self._changing:
-            if self._job not in (None, (workers, servers)):
-                raise WireError(f"this server belongs to a job of {self._job} workers and servers")
+            if worker >= workers and job.consistency.is_synchronous:
+                raise WireError("not the greeting of a worker")
+            if self._job not in (None, job):
+                raise WireError(f"this server belongs to another job: {self._job}, and not {job}")
             if worker in self._members:
                 raise WireError(f"there is a worker {worker} already")
-            self._job = (workers, servers)
+            self._job = job
             member = self._members[worker] = Member(worker, channel)
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid()})
         return member
 
+    @property
+    def _may_lose_workers(self) -> bool:
+        return self._job is not None and not self._job.consistency.is_synchronous
+
     def _leaves(self, member: Member) -> None:
         with self._changing:
             self._departed.add(member.worker)
             assert self._job is not None
-            if len(self._departed) == self._job[0]:
+            if self._may_lose_workers:
+                self._forget(member)
+            elif len(self._departed) == self._job.num_workers:
                 self.end("")
+
+    def _is_gone(self, member: Member, why: str) -> None:
+        """A worker's connection has broken: the others go on without it where they may."""
+        with self._changing:
+            if not self._may_lose_workers or member.worker == 0:
+                self.end(f"worker {member.worker} is gone: {why}")
+            elif not self._is_over.is_set():
+                member.outbox.put(None)
+                self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        worker = member.worker
+        del self._members[worker]
+        batches = self._dealer.lose(worker)
+        for served in self._optimizers.values():
+            served.loses(worker)
+        first = self._members.get(0)
+        if first is not None and worker not in self._departed:
+            first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
+        self._tell_of_epoch()
+        if 0 in self._departed and not self._members:
+            self.end("")
 
     def _handle(self, member: Member, fields: dict[str, Any], payload_bytes: int) -> bool:
         """Does what a worker asks; False if it has said goodbye."""
         kind, worker, channel = fields.get("kind"), member.worker, member.channel
-        if kind in ("configure", "load"):
+        if kind in ("configure", "load", "over"):
             body = fields.get("body")
             tensors = room_for(body, payload_bytes)
             channel.receive_into([bytes_of(tensor) for tensor in tensors])
             value = unpacked(body, tensors)
             with self._changing:
                 if kind == "configure":
-                    served = self._optimizers.get(number := _optimizer_number(fields))
+                    served = self._optimizers.get(optimizer := _optimizer_number(fields))
                     if served is None:
                         assert self._job is not None
-                        served = self._optimizers[number] = ServedOptimizer(*self._job, self._members, number)
-                    served.configure(worker, int(fields["number"]), fields["plan"], value)
+                        served = self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer)
+                    plan, knows = int(fields["number"]), served.knows
+                    if self._may_lose_workers and worker != 0:  # it may have come first
+                        self._changing.wait_for(lambda: knows(plan) or self._is_over.is_set())
+                    served.configure(worker, plan, fields["plan"], value)
+                    self._changing.notify_all()
                 elif worker != 0:
-                    raise WireError(f"worker {worker} sends a state, and not worker 0")
+                    raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
+                elif kind == "over":
+                    self._is_told_the_end(value)
+                    return True
                 else:
                     self._optimizer(fields).load(value["values"], value["state"])
             member.post({"kind": "done"})
@@ -178,16 +228,86 @@ class Server:
         if kind == "goodbye":
             return False
         with self._changing:
+            if self._may_lose_workers and self._handle_at_own_pace(member, fields):
+                return True
             served = self._optimizer(fields)
             if kind in ("step", "average"):
                 served.request(worker, int(fields["round"]), request_of(fields))
-            elif kind == "norm" and worker == 0:
-                served.norm(float(fields["squares"]))
+            elif kind == "norm":
+                served.norm(worker, float(fields["squares"]))
             elif kind == "state":
                 member.post_value({"kind": "state"}, served.state(), "the state of an optimizer")
             else:
                 raise WireError(f"a worker sends {str(kind)[:40]!r}")
         return True
+
+    # Workers at a pace of their own
+
+    def _handle_at_own_pace(self, member: Member, fields: dict[str, Any]) -> bool:
+        """Does what only asynchronous workers ask; False if it is something else."""
+        kind, worker = fields.get("kind"), member.worker
+        if kind == "next":
+            number = None
+            if self._last_word is None:
+                if fields.get("limit") is not None:
+                    self._dealer.limit(int(fields["limit"]))
+                epoch, first, number_of = (int(fields[name]) for name in ("epoch", "first", "num_batches"))
+                number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
+            is_over = self._last_word is not None or (number is None and self._dealer.is_used_up)
+            member.post({"kind": "batch", "number": number, "is_over": is_over})
+        elif kind in ("start", "await start"):
+            self._has_started = self._has_started or (kind == "start" and worker == 0)
+            self._await_start += [member] if kind == "await start" else []
+            for waiting in self._await_start if self._has_started else []:
+                waiting.post({"kind": "start"})
+            self._await_start = [] if self._has_started else self._await_start
+        elif kind == "trained":
+            self._dealer.trained(worker, int(fields["epoch"]), int(fields["number"]))
+            self._tell_of_epoch()
+        elif kind == "give back":
+            self._dealer.give_back(worker, int(fields["epoch"]))
+            self._tell_of_epoch()
+        elif kind == "await epoch" and worker == 0:
+            self._awaited_epoch = int(fields["epoch"])
+            self._tell_of_epoch()
+        elif kind == "await over":
+            if self._last_word is None:
+                self._await_last_word.append(member)
+            else:
+                member.post_value({"kind": "over"}, self._last_word, "the end of training")
+        elif kind == "staleness":
+            counts: dict[int, Counter[int]] = {}
+            for served in self._optimizers.values():
+                for of, found in served.staleness.items():
+                    counts.setdefault(of, Counter()).update(found)
+            told = [[of, sorted(found.items())] for of, found in sorted(counts.items())]
+            member.post({"kind": "staleness", "of": told})
+        elif kind == "pull":
+            self._optimizer(fields).pull(worker)
+        elif kind == "pause":
+            for served in self._optimizers.values():
+                served.pauses(worker)
+        else:
+            return False
+        return True
+
+    def parent_has_ended(self) -> None:
+        """Ends :meth:`serve`, unless the worker that started this server is one that the job can do without."""
+        with self._changing:
+            if not (self._may_lose_workers and 0 in self._members):
+                self.end("the process that started it has ended")
+
+    def _is_told_the_end(self, value: Any) -> None:
+        self._last_word = value
+        for member in self._await_last_word:
+            member.post_value({"kind": "over"}, value, "the end of training")
+
+    def _tell_of_epoch(self) -> None:
+        """Tells worker 0, if it waits, that all batches of an epoch have been trained on."""
+        first = self._members.get(0)
+        if self._awaited_epoch is not None and first is not None and self._dealer.is_trained(self._awaited_epoch):
+            self._awaited_epoch = None
+            first.post({"kind": "epoch is trained"})
 
     def _optimizer(self, fields: Mapping[str, Any]) -> ServedOptimizer:
         served = self._optimizers.get(_optimizer_number(fields))
@@ -232,7 +352,7 @@ def main() -> None:
 
     def await_end() -> None:
         sys.stdin.read()
-        server.end("the process that started it has ended")
+        server.parent_has_ended()
 
     threading.Thread(target=await_end, name="parent", daemon=True).start()
     problem = server.serve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.wire import (
     bytes_of,
     packed,
@@ -53,8 +55,13 @@ class ServerConnections:
         secret: of the job.
         worker: the number of this worker.
         num_workers: of the job.
+        consistency: the rules of the job, the same on all workers.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
+
+    Attributes:
+        lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
+            are left.
     """
 
     def __init__(
@@ -64,12 +71,15 @@ class ServerConnections:
         *,
         worker: int,
         num_workers: int,
+        consistency: Consistency | None = None,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
     ) -> None:
         self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
+        self.consistency = consistency or Consistency()
+        self.lost: list[Fields] = []
         self._arrived = threading.Condition()
         self._problem: str | None = None
         self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in addresses]
@@ -99,7 +109,8 @@ class ServerConnections:
                     thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
                     thread.start()
                     self._threads.append(thread)
-            hello = {"kind": "hello", "worker": self.worker, "num_workers": self.num_workers}
+            hello: Fields = {"kind": "hello", "worker": self.worker, "num_workers": self.num_workers}
+            hello["consistency"] = dataclasses.asdict(self.consistency)
             for number in range(self.num_servers):
                 self.post(number, {**hello, "num_servers": self.num_servers})
             self.answers("welcome")
@@ -232,6 +243,10 @@ class ServerConnections:
                 fields, payload_bytes = connection.channel.receive()
                 if fields.get("kind") == "part":
                     self._receivers[fields["optimizer"]](connection.number, fields, payload_bytes, connection.channel)
+                    continue
+                if fields.get("kind") == "lost":
+                    if connection.number == 0:  # all servers see it
+                        self.lost.append(fields)
                     continue
                 body = fields.get("body")
                 tensors = room_for(body, payload_bytes)

@@ -202,7 +202,7 @@ def test_unusual_steps() -> None:
                 parameters = weights()
                 train(connections, parameters, NormedSGD(groups_of(parameters), lr=0.1), range(STEPS)).close()
                 assert_equal([p.detach() for p in parameters], [p.detach() for p in normed])
-                assert found.servers[1]._optimizers[0]._round == 0, "it has no part, and holds nobody back"
+                assert found.servers[1]._optimizers[0]._common.number == 0, "it has no part, and holds nobody back"
 
                 parameters = weights()
                 optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)

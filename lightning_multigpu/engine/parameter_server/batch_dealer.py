@@ -1,0 +1,93 @@
+"""Deals the batches of an epoch to workers that ask for the next one, so that fast workers take more of them.
+
+Each batch goes to one worker. What a worker had been dealt and had not trained on when it was lost goes to others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+_MAX_BATCHES = 2**40
+
+
+@dataclass(eq=False)
+class _Epoch:
+    """Batches of an epoch: those not dealt yet begin at ``following``; those of lost workers come first."""
+
+    following: int = 0
+    returned: deque[int] = field(default_factory=deque)
+    in_hand: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+
+class BatchDealer:
+    """The batches of all epochs of a run. Worker 0 gets one of each epoch at least: it validates after its last.
+
+    Args:
+        limit: batches of the whole run; None for any number.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._epochs: dict[int, _Epoch] = defaultdict(_Epoch)
+        self._left = limit
+
+    def limit(self, batches: int) -> None:
+        """The run takes so many batches, counted from the first call."""
+        if self._left is None:
+            self._left = batches
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the run has taken all of its batches."""
+        return self._left == 0
+
+    def next(self, worker: int, epoch: int, *, first: int, num_batches: int) -> int | None:
+        """The number of the next batch for a worker; None if the epoch, or the run, has no more.
+
+        Args:
+            worker: who asks.
+            epoch: its number.
+            first: the first batch to deal, if the epoch was begun by an earlier run.
+            num_batches: of the epoch.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
+            raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
+        dealt = self._epochs[epoch]
+        dealt.following = max(dealt.following, first)
+        if dealt.returned:
+            number = dealt.returned.popleft()
+        elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand) and self._left != 0:
+            number = dealt.following
+            dealt.following += 1
+            if self._left is not None:
+                self._left -= 1
+        else:
+            return None
+        dealt.in_hand[worker].add(number)
+        return number
+
+    def trained(self, worker: int, epoch: int, number: int) -> None:
+        """A worker has trained on a batch."""
+        self._epochs[epoch].in_hand[worker].discard(number)
+
+    def give_back(self, worker: int, epoch: int) -> None:
+        """A worker ends an epoch early, and others may have what it had of it."""
+        dealt = self._epochs[epoch]
+        dealt.returned.extend(sorted(dealt.in_hand[worker]))
+        dealt.in_hand[worker].clear()
+
+    def is_trained(self, epoch: int) -> bool:
+        """Whether nobody has a batch of the epoch, or of one before, that it has yet to train on."""
+        return not any(number <= epoch and any(dealt.in_hand.values()) for number, dealt in self._epochs.items())
+
+    def lose(self, worker: int) -> int:
+        """Takes the batches back that a lost worker had; returns how many."""
+        number = 0
+        for dealt in self._epochs.values():
+            numbers = sorted(dealt.in_hand.pop(worker, ()))
+            dealt.returned.extend(numbers)
+            number += len(numbers)
+        return number

@@ -1,0 +1,70 @@
+"""How far the workers of a parameter server may be apart.
+
+Sources:
+
+- the bound: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013
+- the learning rate: W. Zhang et al., "Staleness-aware async-SGD for distributed deep learning", IJCAI 2016
+- the compensation: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """The rules by which servers update weights; all workers of a job name the same.
+
+    Args:
+        is_synchronous: an update takes the average of all workers' gradients. Otherwise each worker's gradients are an
+            update of their own.
+        max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
+        scales_learning_rate: divide the learning rate of an update by the staleness of its gradients.
+        compensation: lambda of delay compensation; 0 for none.
+    """
+
+    is_synchronous: bool = True
+    max_staleness: int | None = None
+    scales_learning_rate: bool = False
+    compensation: float = 0.0
+
+
+class Clocks:
+    """The steps of each worker, by which workers that are too far ahead wait.
+
+    Args:
+        workers: that are there from the beginning.
+        max_staleness: as in :class:`Consistency`.
+    """
+
+    def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
+        self._steps = dict.fromkeys(workers, 0)
+        self._max_staleness = max_staleness
+
+    def enters(self, worker: int) -> None:
+        """From now on others wait for the worker, which begins beside the slowest of them."""
+        self._steps[worker] = max(self._steps.get(worker, 0), min(self._steps.values(), default=0))
+
+    def leaves(self, worker: int) -> None:
+        """From now on nobody waits for the worker."""
+        self._steps.pop(worker, None)
+
+    def completes(self, worker: int) -> None:
+        """The worker has completed a step."""
+        if worker not in self._steps:
+            self.enters(worker)
+        self._steps[worker] += 1
+
+    def may_go_on(self, worker: int, *, completing: bool) -> bool:
+        """Whether the worker may begin its next step.
+
+        Args:
+            worker: its number.
+            completing: count its present step as done.
+        """
+        if self._max_staleness is None or worker not in self._steps or len(self._steps) == 1:
+            return True
+        slowest = min(steps for other, steps in self._steps.items() if other != worker)
+        return self._steps[worker] + completing - slowest <= self._max_staleness

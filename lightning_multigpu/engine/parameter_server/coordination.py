@@ -1,0 +1,84 @@
+"""What asynchronous workers ask of the first server beside weights: batches, and the beginning and end of training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
+from lightning_multigpu.engine.parameter_server.wire import unpacked
+
+_FIRST = (0,)
+
+
+class Coordination:
+    """This worker's side of the first server's :class:`~.batch_dealer.BatchDealer`.
+
+    Args:
+        servers: the connections of this worker.
+
+    Attributes:
+        is_over: True once worker 0 has ended training, or the run has taken all of its batches.
+    """
+
+    def __init__(self, servers: ServerConnections) -> None:
+        self._servers = servers
+        self.is_over = False
+
+    def start(self) -> None:
+        """Waits until worker 0 begins to train, which has loaded its checkpoint then."""
+        if self._servers.worker == 0:
+            self._servers.post(0, {"kind": "start"})
+        else:
+            self._servers.post(0, {"kind": "await start"})
+            self._servers.answers("start", _FIRST)
+
+    def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
+        """The number of the next batch for this worker; None at the end of the epoch.
+
+        Args:
+            epoch: its number.
+            first: the first batch that is left of the epoch.
+            num_batches: of the epoch.
+            limit: batches that the run may take; None for any number.
+        """
+        self._servers.post(
+            0, {"kind": "next", "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
+        )
+        ((fields, _),) = self._servers.answers("batch", _FIRST)
+        self.is_over = self.is_over or bool(fields["is_over"])
+        number = fields["number"]
+        return None if number is None else int(number)
+
+    def trained(self, epoch: int, number: int) -> None:
+        """This worker's gradients of a batch are in the weights."""
+        self._servers.post(0, {"kind": "trained", "epoch": epoch, "number": number})
+
+    def give_back(self, epoch: int) -> None:
+        """This worker trains on nothing more of the epoch."""
+        self._servers.post(0, {"kind": "give back", "epoch": epoch})
+
+    def await_epoch(self, epoch: int) -> None:
+        """On worker 0: waits until all workers have trained on what they had of the epoch."""
+        self._servers.post(0, {"kind": "await epoch", "epoch": epoch})
+        self._servers.answers("epoch is trained", _FIRST)
+
+    def pause(self) -> None:
+        """Has no worker wait for this one until its next step."""
+        for server in range(self._servers.num_servers):
+            self._servers.post(server, {"kind": "pause"})
+
+    def end(self, word: Any) -> Any:
+        """Ends training: worker 0 tells all others a value of numbers, texts and tensors, and they wait for it."""
+        if self._servers.worker == 0:
+            self._servers.post_value(0, {"kind": "over"}, word, "what worker 0 says at the end of training")
+            return word
+        self._servers.post(0, {"kind": "await over"})
+        ((fields, tensors),) = self._servers.answers("over", _FIRST)
+        return unpacked(fields["body"], tensors)
+
+    def staleness(self) -> dict[int, Counter[int]]:
+        """How often updates of each worker had which staleness, so far, at the first server."""
+        self._servers.post(0, {"kind": "staleness"})
+        ((fields, _),) = self._servers.answers("staleness", _FIRST)
+        return {worker: Counter(dict(found)) for worker, found in fields["of"]}

@@ -1,0 +1,260 @@
+"""Training in which each worker has its own pace: what Lightning's loops do at the moments when ranks would meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
+from lightning_multigpu.engine.parameter_server.coordination import Coordination
+from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
+from lightning_multigpu.runtime.run_signals import RunSignals
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+SAVED_AS = "parameter_server"
+
+
+class OwnPace(Callback):
+    """One worker of an asynchronous fit.
+
+    Within an epoch no worker waits for another, but for the bound of staleness. Worker 0 decides: it validates when all
+    batches of the epoch are in the weights, saves, and ends training. The others train meanwhile, and validate, save
+    and stop nothing.
+
+    Args:
+        connections: to the servers.
+        served: the optimizers; filled by the strategy.
+        signals: on which this worker acts between two batches.
+        can_be_lost: called when training begins, on workers without which it goes on.
+    """
+
+    def __init__(self, connections: ServerConnections, signals: RunSignals, can_be_lost: Callable[[], object]) -> None:
+        self.served: Sequence[RemoteOptimizer] = ()
+        self._connections = connections
+        self._coordination = Coordination(connections)
+        self._signals = signals
+        self._can_be_lost = can_be_lost
+        self._is_first = connections.worker == 0
+        self._first_batch = 0
+        self._resumed_version = 0
+        self._batches: OnDemandBatchSampler | None = None
+        self._number: int | None = None
+        self._epoch = 0
+        self._num_told = 0
+        self._stepped: dict[int, int] = {}
+        self._kept: list[tuple[int, Callback]] = []
+        self._limit_val_batches: int | float | None = None
+
+    @property
+    def version(self) -> int:
+        """The updates in this worker's weights, by all workers, since the first fit."""
+        return self._resumed_version + max((served.version for served in self.served), default=0)
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Takes its place before the other callbacks, and those away that are worker 0's."""
+        if not self._is_first:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._kept = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Checkpoint | EarlyStopping)]
+            for _, callback in self._kept:
+                callbacks.remove(callback)
+            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
+            configs = trainer.strategy.lr_scheduler_configs
+            trainer.strategy.lr_scheduler_configs = [config for config in configs if not config.reduce_on_plateau]
+        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Puts back what :meth:`begin` has changed."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if self in callbacks:
+            callbacks.remove(self)
+        for index, callback in self._kept:
+            callbacks.insert(index, callback)
+        if self._limit_val_batches is not None:
+            trainer.limit_val_batches = self._limit_val_batches
+        self._kept, self._limit_val_batches = [], None
+
+    # Batches
+
+    def deal(self, loader: Any, trainer: pl.Trainer) -> Any:
+        """The loader of this worker: in training it takes the batches that are dealt to it, else all batches."""
+        kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if not trainer.training:
+            return distribute_batches(loader, **kwargs, even=True)[0]
+
+        def take(num_batches: int) -> int | None:
+            return self._take(trainer, num_batches)
+
+        dealt, batches = distribute_batches(loader, **kwargs, even=False, take=take)
+        self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
+        if self._batches is None and isinstance(dealt, DataLoader):
+            rank_zero_warn(
+                "each worker trains on all batches of its loader: batches are dealt out to workers where Lightning can "
+                "put its own sampler into the DataLoader (use_distributed_sampler=True and no batch_sampler of yours)"
+            )
+        return dealt
+
+    def _take(self, trainer: pl.Trainer, num_batches: int) -> int | None:
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        resumes = trainer.fit_loop.restarting and progress.current.processed > 0
+        limit = None
+        if trainer.max_steps > 0:
+            limit = max(0, trainer.max_steps - self._resumed_version) * trainer.accumulate_grad_batches
+        number = self._coordination.next_batch(
+            trainer.current_epoch,
+            first=min(self._first_batch, num_batches) if resumes else 0,
+            num_batches=num_batches,
+            limit=limit,
+        )
+        if number is None and self._coordination.is_over:
+            trainer.should_stop = True
+        return number
+
+    # The moments of a fit
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.val_check_interval, float):
+            # Lightning counts this worker's batches of an epoch, of which it knows the number only at its end.
+            share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
+            trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
+        self._stepped = {id(config.scheduler): self.version // config.frequency for config in _by_step(trainer)}
+        self._coordination.start()
+        if not self._is_first:
+            self._can_be_lost()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._signals.agree(self._signals.received, may_act=batch_idx % trainer.accumulate_grad_batches == 0)
+        self._number, self._epoch = None, trainer.current_epoch
+        if self._batches is not None and self._batches.numbers:
+            self._number = self._batches.numbers.popleft()
+            self._batches.counts.popleft()
+        if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
+            self._look_ahead(trainer)  # the step of the last batch has to be known before it
+
+    def after_step(self, trainer: pl.Trainer) -> None:
+        """Looks as late as it can for another batch: what this worker has taken, nobody else trains on."""
+        if trainer.accumulate_grad_batches == 1 and trainer.lightning_module.automatic_optimization:
+            self._look_ahead(trainer)
+
+    def _look_ahead(self, trainer: pl.Trainer) -> None:
+        if self._batches is not None and not self._batches.has_next():
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._number is not None:
+            self._coordination.trained(trainer.current_epoch, self._number)
+        self._step_schedulers(trainer, batch_idx)
+        self._tell_of_lost()
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self._is_first:
+            self._complete(trainer.current_epoch)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_first:
+            self._complete(self._epoch)
+
+    def _complete(self, epoch: int) -> None:
+        """On worker 0: has the weights of an epoch, with all updates that workers still make in it."""
+        self._coordination.pause()
+        self._coordination.give_back(epoch)
+        self._coordination.await_epoch(epoch)
+        self._pull()
+
+    def _pull(self) -> None:
+        for served in self.served:
+            served.pull()
+
+    def _step_schedulers(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Steps schedulers for the updates of other workers too; Lightning has, for this worker's own."""
+        module = trainer.lightning_module
+        if not module.automatic_optimization:
+            return
+        accumulates = (batch_idx + 1) % trainer.accumulate_grad_batches != 0
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        for config in _by_step(trainer):
+            done = self._stepped.get(id(config.scheduler), 0)
+            if (is_last or not accumulates) and (batch_idx + 1) % config.frequency == 0:
+                done += 1
+            for _ in range(done, self.version // config.frequency):
+                module.lr_scheduler_step(config.scheduler, None)
+                done += 1
+            self._stepped[id(config.scheduler)] = done
+
+    def _tell_of_lost(self) -> None:
+        for lost in self._connections.lost[self._num_told :]:
+            batches = f"; its {lost['batches']} batches go to others" if lost["batches"] else ""
+            rank_zero_warn(
+                f"worker {lost['worker']} is gone, and training goes on with {lost['left']} workers{batches}"
+            )
+            self._num_told += 1
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._coordination.pause()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._batches is not None:
+            self._coordination.give_back(trainer.current_epoch)
+
+    def training_ends(self, trainer: pl.Trainer) -> None:
+        """Has all workers end with the same weights, and with what worker 0's callbacks and metrics say."""
+        self._coordination.pause()
+        word: dict[str, Any] = {}
+        if self._is_first:
+            self._tell_of_lost()
+            deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping)]  # type: ignore[attr-defined]
+            word["callbacks"] = [callback.state_dict() for callback in deciding]
+            word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
+            self._report()
+        word = self._coordination.end(word)
+        if not self._is_first:
+            self._pull()
+            for (_, callback), state in zip(self._kept, word["callbacks"], strict=True):
+                callback.load_state_dict(state)
+            trainer.callback_metrics.update(word["metrics"])
+
+    def _report(self) -> None:
+        lines = []
+        for worker, counts in sorted(self._coordination.staleness().items()):
+            values = torch.tensor(sorted(counts.elements()), dtype=torch.float64)
+            median, p95 = (int(values.quantile(q, interpolation="nearest")) for q in (0.5, 0.95))
+            lines.append(f"worker {worker}: {len(values)} updates, staleness {median}, {p95}, {int(values.max())}")
+        rank_zero_info("Updates of each worker, with their staleness (median, 95th percentile, largest):")
+        for line in lines:
+            rank_zero_info(f"  {line}")
+
+    # Checkpoints
+
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint, with where in the epoch the workers are, and how many updates the weights have."""
+        following = 0 if self._number is None else self._number + 1
+        return {**checkpoint, SAVED_AS: {"version": self.version, "first_batch": following}}
+
+    def loaded(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on from a checkpoint, which may be another strategy's."""
+        saved = checkpoint.get(SAVED_AS, {})
+        progress = checkpoint.get("global_step", 0)
+        self._resumed_version = int(saved.get("version", progress))
+        self._first_batch = int(saved.get("first_batch", 0))
+
+
+def _by_step(trainer: pl.Trainer) -> list[Any]:
+    """The configurations of schedulers that go on with each step."""
+    return [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
