@@ -57,6 +57,7 @@ class GuardianClient:
         failure: the failure that ``on_failure`` was called with, or None.
         waited: the collectives in which the ranks of this host waited when the job failed, a line a rank; complete
             before ``on_failure`` is called, and a moment after :meth:`failed`.
+        lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
 
     Raises:
@@ -69,6 +70,7 @@ class GuardianClient:
         self.rank = rank
         self.failure: Failure | None = None
         self.waited: list[str] = []
+        self.lost: list[int] = []
         self._temporary: str | None = None
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
@@ -130,6 +132,19 @@ class GuardianClient:
         self._send("failed", failure=failure.to_message())
         if threading.current_thread() is not self._thread:
             self._seen.wait(_SEEN_S)
+
+    def can_be_lost(self) -> None:
+        """Declares that the job goes on without this rank, however its process ends before its :meth:`goodbye`.
+
+        The guardian then prints a line and lets the other ranks of this host know (:attr:`lost`). That this rank, or a
+        worker process of it, is stopped is no failure either. No other rank may wait for this one from now on.
+
+        Raises:
+            ValueError: this is rank 0, whose end always is the end of the job.
+        """
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot be lost: the results are there; let only the other ranks declare it")
+        self._send("can be lost")
 
     def announced(self) -> None:
         """Tells that this rank shows the failure in the terminal itself: the guardian then does not."""
@@ -261,6 +276,8 @@ class GuardianClient:
                     self._met.set()
                 elif message["kind"] == "seen":
                     self._seen.set()
+                elif message["kind"] == "lost":
+                    self.lost.append(int(message["rank"]))
                 elif message["kind"] == "all at end":
                     self._all_at_end.set()
                 elif message["kind"] == "end now" and not self._leaving.is_set():

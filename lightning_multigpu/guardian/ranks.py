@@ -30,6 +30,9 @@ class WatchedRank:
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         temporary: a directory that its workers use too, and that it cannot remove if it is killed.
         told_exit_code: the exit status that the process which started the rank has told.
+        can_be_lost: the rank has said that the job goes on without it.
+        lost_since_s: the time at which the job has lost the rank and has gone on; None while it has not.
+        said_goodbye: True once the rank has said goodbye.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
@@ -42,6 +45,8 @@ class WatchedRank:
         self.joining_until_s: float | None = None
         self.temporary: str | None = None
         self.told_exit_code: int | None = None
+        self.can_be_lost = self.said_goodbye = False
+        self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
 
@@ -98,7 +103,8 @@ class Ranks:
                     "give each process a rank of its own"
                 )
             known.introduced |= introduced
-            known.finished = known.at_end = False
+            known.finished = known.at_end = known.can_be_lost = known.said_goodbye = False
+            known.lost_since_s = None
             return known
         if len(self._ranks) >= self.num_ranks:
             raise ValueError(
@@ -116,6 +122,11 @@ class Ranks:
     def at_work(self) -> list[WatchedRank]:
         """The ranks that have not finished."""
         return [rank for rank in self._ranks.values() if not rank.finished]
+
+    @property
+    def lost(self) -> list[WatchedRank]:
+        """The ranks that the job has lost, and goes on without."""
+        return [rank for rank in self._ranks.values() if rank.lost_since_s is not None]
 
     @property
     def all_at_end(self) -> bool:
@@ -174,7 +185,7 @@ class Ranks:
     def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
         for rank in stopped:
             since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
-            if now_s - since_s > self._stopped_limit_s:
+            if now_s - since_s > self._stopped_limit_s and not rank.can_be_lost:
                 what = (
                     f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
                 )

@@ -17,7 +17,7 @@ from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 from lightning_multigpu.guardian.workers import remove_temporary
 
 # Of failure_timeout_s, what ranks have to end by themselves; the rest is for the kernel and for the message.
-_OWN_TIME = 0.9
+OWN_TIME = 0.9
 _HURRY_S = 1.0
 _WRITE_LIMIT_S = 5
 _TIDY_LIMIT_S = 3.0
@@ -39,8 +39,8 @@ class Shutdown:
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
         self.failure = failure
         self.since_s = since_s
-        self._kill_at_s = since_s + _OWN_TIME * timeout_s
-        self._own_time_s = _OWN_TIME * timeout_s
+        self._kill_at_s = since_s + OWN_TIME * timeout_s
+        self._own_time_s = OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
         self._announced: WatchedRank | None = None
         self.waits: list[str] = []

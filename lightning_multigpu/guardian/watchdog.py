@@ -15,10 +15,10 @@ from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
-from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports
+from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports, show
 from lightning_multigpu.guardian.hang.stacks import StackSignal
 from lightning_multigpu.guardian.hang.waits import HangWatch, in_message, last_waits
-from lightning_multigpu.guardian.interrupts import Interrupts
+from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, Interrupts
 from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import (
     Connection,
@@ -32,7 +32,7 @@ from lightning_multigpu.guardian.link.protocol import (
 )
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
-from lightning_multigpu.guardian.shutdown import Shutdown
+from lightning_multigpu.guardian.shutdown import OWN_TIME, Shutdown
 from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
 _MAX_STRANGERS = 64  # and as many as there are ranks
@@ -121,9 +121,9 @@ class Watchdog:
 
     def _is_over(self) -> bool:
         if self._shutdown is not None:
-            ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended()
-            return ended and not self._awaits_late_ranks(self._shutdown)
-        if self._ranks.at_work:
+            ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended(self._ranks.at_work)
+            return ended and self._lost_have_ended() and not self._awaits_late_ranks(self._shutdown)
+        if not self._lost_have_ended() or self._ranks.at_work:
             return False
         for connection in list(self._connections):  # what a rank said before it ended may not have been read so far
             self._read(connection)
@@ -163,7 +163,7 @@ class Watchdog:
 
     def _observe_workers(self, rank: WatchedRank) -> None:
         """Finds a stopped worker: its rank waits for data, and all others wait for the rank."""
-        if self._shutdown is not None or rank.process.state() == STOPPED:
+        if self._shutdown is not None or rank.can_be_lost or rank.process.state() == STOPPED:
             self._workers.forgive()
             return
         found = self._workers.stopped(rank.process.pid, self._now_s)
@@ -194,13 +194,22 @@ class Watchdog:
             for connection in self._connections:
                 connection.send("end now")
 
-    def _workers_have_ended(self) -> bool:
+    def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = self._pids()
-        left = [rank for rank in self._ranks.at_work if not self._workers.end(rank.process.pid, pids)]
-        for rank in self._ranks.at_work:
+        left = [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
+        for rank in ranks:
             if rank.temporary is not None and not left:
                 remove_temporary(rank.temporary)
         return not left
+
+    def _lost_have_ended(self) -> bool:
+        """Kills lost ranks whose time is over, and ends what they leave; one that said goodbye ends by itself."""
+        ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
+        left = [rank for rank in self._ranks.lost if rank not in ended and not rank.said_goodbye]
+        for rank in left:
+            if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
+                rank.process.kill()
+        return self._workers_have_ended(ended) and not left
 
     def _pids(self) -> set[int]:
         return {rank.process.pid for rank in self._ranks}
@@ -238,6 +247,9 @@ class Watchdog:
         failed = self._ranks.get(failure.rank)
         if failed is not None and failure.step is None:
             failure = failure._replace(step=self._step(failed))
+        if failed is not None and failed.can_be_lost and failure.what != WAS_INTERRUPTED:  # Ctrl-C ends the job
+            self._lose(failed, failure)
+            return
         # Before anybody is told: who is told stops waiting.
         waits = in_message(
             last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
@@ -250,6 +262,15 @@ class Watchdog:
             # The one that failed knows; if it is stopped, it hears of it should it ever go on.
             if rank is not failed or rank.process.state() == STOPPED:
                 connection.send("failure", failure=failure.to_message(), waited=waits)
+
+    def _lose(self, lost: WatchedRank, failure: Failure) -> None:
+        """Goes on without a rank: it counts as finished, and the other ranks of this host are told."""
+        lost.finished = lost.at_end = True
+        lost.lost_since_s = self._now_s
+        for connection, rank in self._connections.items():
+            if rank is not lost:
+                connection.send("lost", rank=lost.rank)
+        show(f"The job goes on without a rank: {failure.summary()}\n")
 
     def _hear(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
@@ -358,13 +379,15 @@ class Watchdog:
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
         if kind == "goodbye":
-            rank.finished = rank.at_end = True
+            rank.finished = rank.at_end = rank.said_goodbye = True
         elif kind == "at end":
             rank.at_end = True
         elif kind == "joining":
             rank.joining_until_s = self._now_s + float(message["limit_s"])
         elif kind == "joined":
             rank.joining_until_s = None
+        elif kind == "can be lost":
+            rank.can_be_lost = True
         elif kind == "temporary":
             rank.temporary = str(message["directory"])
         elif kind == "directory":

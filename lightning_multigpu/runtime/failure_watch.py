@@ -68,6 +68,8 @@ class FailureWatch:
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed: the state that they had
             trained has gone with them.
+        is_lost: whether this rank has failed and the job goes on without it.
+        on_can_be_lost: called by :meth:`can_be_lost`, for the process that has spawned this rank.
         earlier_children: processes that an earlier run in this one has started, by their ranks: this run needs them.
     """
 
@@ -77,17 +79,19 @@ class FailureWatch:
         self.failed = False
         self.failure: Failure | None = None
         self.ranks_have_ended = False
+        self.is_lost = False
+        self.on_can_be_lost: Callable[[], object] | None = None
         self.earlier_children: dict[int, subprocess.Popen[bytes]] = {}
         self._signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
         self._hooks_follow = False
-        self._cannot_join = False
+        self._cannot_join = self._can_be_lost = False
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
         give_sigterm_back()
-        self.failed = False
+        self.failed = self.is_lost = self._can_be_lost = False
         self.failure = None
         self._cut, self._world_size = cut, 0
 
@@ -111,6 +115,23 @@ class FailureWatch:
                     f"rank {rank} (pid {child.pid}), which an earlier run of this program has started, "
                     f"{ended_text(code)}; a rank that fails ends its program: start the job anew"
                 )
+
+    def can_be_lost(self) -> None:
+        """Declares that the job goes on without this rank if it fails in this run; not for rank 0.
+
+        To be called once the rank is in no process group with other ranks any more. Needs the guardian: elsewhere than
+        on Linux it has no effect.
+        """
+        if self.client is not None:
+            if self.on_can_be_lost is not None:  # first: it ends all ranks where the guardian alone knows
+                self.on_can_be_lost()
+            self.client.can_be_lost()
+            self._can_be_lost = True
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks of this host that the job has lost so far; guardians do not tell of other hosts' ranks."""
+        return [] if self.client is None else self.client.lost
 
     @property
     def flight_recorder(self) -> FlightRecorder | None:
@@ -161,7 +182,8 @@ class FailureWatch:
         except BaseException as error:
             if isinstance(error, SIGTERMException):
                 error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have done its work
-            if self._signals.agreed_on(error) or isinstance(error, EndOfRun):
+            # A rank that can be lost has no groups in which to agree on a signal, and acts on its own.
+            if (self._signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
                 self._hooks_follow = False  # all ranks end together, and nothing that follows is a failure
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
@@ -198,9 +220,11 @@ class FailureWatch:
         checkpoint = None
         # torchrun and SLURM end the first rank as soon as another one has failed, before it can say anything.
         advises = is_first or (in_full and not isinstance(run.environment, LightningEnvironment))
-        if advises and has_trained(trainer):
+        if advises and not self.is_lost and has_trained(trainer):
             checkpoint = partial(last_checkpoint_of, trainer)
-        return FailureMessage(failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0)
+        return FailureMessage(
+            failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0, goes_on=self.is_lost
+        )
 
     def _tell_of_the_end(self, failure: Failure | None) -> None:
         """Prints what is known of the end of a run by a signal, or by an exit of the user's program."""
@@ -242,6 +266,7 @@ class FailureWatch:
                 self.client.failed(own if ended_by is None else own._replace(what=ended_by, traceback=""))
         other = None if self._cannot_join else self.failure  # the guardian may have known of another one
         self.failure = other or own
+        self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
         self._abort()
         return other
 

@@ -75,7 +75,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except Exception as error:
             show_if_uncaught(error, watch.message(self._run, trainer))
             watch.announce()
-            if children is not None:
+            if children is not None and not watch.is_lost:
                 children.end_all(_PATIENCE * self._run.failure_timeout_s)
             raise
 

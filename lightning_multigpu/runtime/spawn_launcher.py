@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -49,6 +51,7 @@ _TUNED_IN_VAIN = (
     "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
     "start_method='popen', under 'ring_ddp' for example"
 )
+_CAN_BE_LOST = "can be lost"  # what a rank sends before its answer if the job goes on without it
 _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
@@ -244,6 +247,7 @@ class _Task:
                 args, kwargs = disable_module_memory_sharing((args, kwargs))
         set_num_threads_if_needed(num_processes=run.ranks_per_host)
         os.environ["LOCAL_RANK"] = str(local_rank)
+        watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
         try:
             joining.begin(run, variables=self.variables)
             returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
@@ -266,7 +270,11 @@ class _Task:
                 watch.settle(error, run, None)
             watch.failure = watch.failure or Failure.of(error, rank=run.rank, step=None)
             is_own = watch.failure.rank == run.rank
-            message = replace(watch.message(run, None), checkpoint=self._checkpoint())
+            message = watch.message(run, None)
+            if watch.is_lost:  # the process that has started the ranks goes on
+                sys.stderr.write(message.text(error))
+                raise SystemExit(1) from None
+            message = replace(message, checkpoint=self._checkpoint())
             answers.send_bytes(pickle.dumps(_Failed(message, _pickled(error) if is_own else None)))
             watch.announce()
             raise SystemExit(1) from None
@@ -295,6 +303,7 @@ class _Ranks:
         self._first_rank = run.node_rank * run.ranks_per_host
         self._pipes: list[Connection] = []
         self._answers: dict[int, Any] = {}
+        self._can_be_lost: set[int] = set()
         self._bad: list[int] = []
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
@@ -342,6 +351,8 @@ class _Ranks:
     def result(self) -> _Result:
         """The answer of the first rank; raises if a rank has failed."""
         codes = [process.exitcode for process in self.processes]
+        if not self._bad and 0 not in self._answers:  # the first rank of another host than rank 0's has been lost
+            self._bad.append(0)
         failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
         if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
             raise SystemExit(SIGTERM_STATUS)
@@ -394,14 +405,18 @@ class _Ranks:
     def _read(self, index: int) -> None:
         pipe = self._pipes[index]
         try:
-            if not pipe.closed and pipe.poll():
-                self._answers[index] = pickle.loads(pipe.recv_bytes())
+            while not pipe.closed and pipe.poll():
+                answer = pickle.loads(pipe.recv_bytes())
+                if answer == _CAN_BE_LOST:
+                    self._can_be_lost.add(index)
+                else:
+                    self._answers[index] = answer
         except (EOFError, OSError):
             pipe.close()
 
     def _note_end(self, index: int, exit_code: int) -> None:
         self._pipes[index].close()
-        if exit_code != 0 or index not in self._answers:
+        if index not in self._can_be_lost and (exit_code != 0 or index not in self._answers):
             self._bad.append(index)
         if self._guardian is not None:
             self._guardian.ended(self._first_rank + index, exit_code)

@@ -41,6 +41,7 @@ class FailureMessage:
         waited: the collectives in which ranks waited meanwhile, a line a rank.
         checkpoint: the file to resume from, a function that finds it when the message is printed, or None.
         is_first_host: whether this is node 0. Others print one line, unless the failed rank is theirs.
+        goes_on: whether the job goes on without the failed rank.
     """
 
     failure: Failure
@@ -48,6 +49,7 @@ class FailureMessage:
     waited: list[str]
     checkpoint: str | Callable[[], str | None] | None = None
     is_first_host: bool = True
+    goes_on: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # The message goes with its exception, which a program may catch and send to another process.
@@ -60,7 +62,8 @@ class FailureMessage:
 
     @property
     def _headline(self) -> str:
-        return f"The job failed: {self.failure.sentence()}"
+        what = "The job goes on without a rank" if self.goes_on else "The job failed"
+        return f"{what}: {self.failure.sentence()}"
 
     def text(self, error: BaseException) -> str:
         """The lines for ``error``: the failure's exception, or one that was raised from it."""

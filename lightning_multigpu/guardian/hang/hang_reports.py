@@ -147,7 +147,7 @@ class HangReports:
         if path is not None:
             entry = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}\n"
             done_within(_WRITE_S, lambda: _append(path, entry))
-        done_within(_WRITE_S, lambda: _print(text))
+        show(text)
 
 
 def _append(path: str, entry: str) -> None:
@@ -157,6 +157,11 @@ def _append(path: str, entry: str) -> None:
             file.write(entry)
     except (OSError, ValueError) as error:
         _print(f"The report about a hang could not be written to {path}: {error}\n")
+
+
+def show(text: str) -> None:
+    """Prints on standard error, but does not wait for a pipe that nobody reads."""
+    done_within(_WRITE_S, lambda: _print(text))
 
 
 def _print(text: str) -> None:

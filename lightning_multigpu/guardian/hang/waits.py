@@ -107,13 +107,16 @@ class HangWatch:
         return waits
 
     def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
-        """Takes the views of all ranks (or of some), and hands them over when they have answered or cannot.
+        """Takes the views of all ranks but the lost ones (or of some), and hands them over when they have answered or
+        cannot.
 
         Whoever asks again meanwhile gets them once.
         """
         if any(seen == waiting for _, waiting in self._wanted):
             return
-        self._wanted.append((list(self._ranks) if ranks is None else ranks, seen))
+        self._wanted.append(
+            ([rank for rank in self._ranks if rank.lost_since_s is None] if ranks is None else ranks, seen)
+        )
         self._go_on()
 
     @property
