@@ -366,9 +366,16 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             option_checks.check_positive("max_staleness", max_staleness, whole=True)
         if delay_compensation != 0:
             option_checks.check_positive("delay_compensation", delay_compensation)
-        if num_servers != "nodes":
+        if isinstance(num_servers, str):
+            option_checks.check_choice("num_servers", num_servers, ("nodes",))
+        else:
             option_checks.check_positive("num_servers", num_servers, whole=True)
         self._addresses = None if servers == "auto" else _addresses(servers)
+        if self._addresses is not None and num_servers not in (1, len(self._addresses)):
+            raise ValueError(
+                f"num_servers={num_servers!r} is for servers that the strategy starts, and servers={servers!r} names "
+                f"{len(self._addresses)}: leave one of the two out"
+            )
         option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
         self._mode = mode
@@ -402,7 +409,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         super().check_before_launch(trainer)
         if self._addresses is not None and job_secret(os.environ) is None:
             raise ValueError(
-                f"servers={self._addresses}: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
+                f"servers=[...]: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
                 "one with 'openssl rand -hex 32', and set it for both"
             )
 

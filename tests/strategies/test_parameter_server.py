@@ -282,6 +282,8 @@ def test_a_wrong_split_is_refused() -> None:
     [
         {"num_servers": 0},
         {"num_servers": 1.5},
+        {"num_servers": "node"},
+        {"num_servers": 3, "servers": ["a:1", "a:2"]},
         {"bucket_cap_mb": 0},
         {"servers": []},
         {"servers": ["10.0.0.5"]},
