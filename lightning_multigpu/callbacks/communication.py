@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +13,8 @@ from lightning_multigpu.callbacks.keys import Group
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
+from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics, summary
+from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {
     ("all_reduce", "data"): "all-reduce of gradients",
@@ -86,6 +89,14 @@ class CommunicationMonitor(Monitor):
     - `parameter_server/push_ms` (ms): time in which gradients were on their way to the host or to servers; over the
       steps that had such a push.
     - `parameter_server/pull_ms` (ms): time from the request of a step to the arrival of all new weights.
+    - `parameter_server/queue_ms` (ms): time that what a rank sends in a step waited at a server, which was busy with
+      other ranks; mean since the last log, on the server where it is longest. Where it is a large part of `pull_ms`,
+      the server's processor is the bottleneck: use more servers, or larger batches.
+    - `parameter_server/bytes_in/0` and `parameter_server/bytes_out/0` (bytes): received and sent by server 0 since the
+      last log, from and to all ranks; `/1` for server 1, and so on. On rank 0 alone, as it is the one that asks.
+    - `parameter_server/staleness_median`, `parameter_server/staleness_p95` and `parameter_server/staleness_max`
+      (updates), under `async_ps`: staleness of the updates of all ranks since the last log. Staleness is the number of
+      updates that other ranks made between a rank's pull of the weights and its update.
 
     Args:
         log: whether to log, or only to collect for a report.
@@ -106,6 +117,8 @@ class CommunicationMonitor(Monitor):
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter = _meter_of(trainer)
+        self._strategy = trainer.strategy
+        self._counted = self._server_statistics()
         self._next_step = 0 if self._meter is None else self._meter.steps_ended
         self._steps_read = 0
         self._seconds = {}
@@ -130,12 +143,30 @@ class CommunicationMonitor(Monitor):
         # them. Only the first interval must not be empty: callbacks that monitor a key want to find it.
         if not self.series:
             self.finish()
+        self._observe_servers()
 
     @override
     def finish(self) -> None:
         if self._meter is not None:
             self._meter.flush()
             self._read(self._meter)
+
+    def _server_statistics(self) -> ServerStatistics | None:
+        strategy = self._strategy
+        return strategy.server_statistics() if self._log and isinstance(strategy, ObservedStrategy) else None
+
+    def _observe_servers(self) -> None:
+        """Takes over what the servers have counted since the last time."""
+        counted = self._server_statistics()
+        if counted is None or self._counted is None:
+            return
+        fresh, self._counted = counted.since(self._counted), counted
+        self.observe("parameter_server/queue_ms", max(fresh.queue_ms()))
+        if updates := sum(fresh.staleness.values(), Counter()):
+            for name, value in summary(updates).items():
+                self.observe(f"parameter_server/staleness_{name}", value)
+        for name, of_servers in (("bytes_in", fresh.bytes_in), ("bytes_out", fresh.bytes_out)):
+            self._of_rank_0.update({f"parameter_server/{name}/{k}": value for k, value in enumerate(of_servers)})
 
     def _read(self, meter: Meter) -> None:
         """Takes over the steps that the meter has finished since the last time."""

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import writes_logs_after_this_batch
 from lightning_multigpu.callbacks.keys import KEYS, Group, keys_of
 from lightning_multigpu.report.statistics import Series, Statistics, aggregate
+from lightning_multigpu.strategies.observed import ObservedStrategy
 
 
 class Monitor(Callback):
@@ -25,6 +26,7 @@ class Monitor(Callback):
     keys are in ``trainer.callback_metrics`` when ``ModelCheckpoint`` or ``EarlyStopping`` asks for them. The mean of
     the interval is then formed on each rank and aggregated over the ranks: one collective, of one float64 a key and
     rank. All ranks get the same values, in ``trainer.callback_metrics``, ``trainer.logged_metrics`` and every logger.
+    Where ranks train without collectives, rank 0 gets the newest means of all ranks, and the others get their own.
 
     They are logged as the module's own metrics are, by ``self.log``, so that they stand in the row of their step in a
     CSV file; those of an interval that a validation or an epoch ends stand in its row. As with all that ``self.log``
@@ -41,6 +43,7 @@ class Monitor(Callback):
         self.series: dict[str, Series] = {}
         self._log = log
         self._interval: dict[str, tuple[float, float]] = {}
+        self._of_rank_0: dict[str, float] = {}
         self._interval_start_step = 0
 
     def statistics(self) -> dict[str, Statistics]:
@@ -55,7 +58,7 @@ class Monitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interval = {}
+        self._interval, self._of_rank_0 = {}, {}
         self._interval_start_step = trainer.global_step
         self.begin(trainer, pl_module)
 
@@ -132,7 +135,7 @@ class Monitor(Callback):
         self.settle()
         local = {key: total / weight for key, (total, weight) in self._interval.items()}
         self._interval = {}
-        for key, figure in self._over_ranks(trainer, local).items():
+        for key, figure in {**self._over_ranks(trainer, local), **self._of_rank_0}.items():
             # In float64, as bytes do not fit float32. An epoch's tensors would bring advice to reduce them over the
             # ranks, which has been done; an epoch's metrics do not.
             value = torch.tensor(figure, dtype=torch.float64)
@@ -145,12 +148,16 @@ class Monitor(Callback):
         # Not every rank has every key; a collective has one shape on all ranks, so NaN stands for "none" on the way.
         mine = torch.tensor([local.get(key, math.nan) for key in keys], dtype=torch.float64)
         everyone = mine.unsqueeze(0)
-        if trainer.world_size > 1:
+        strategy = trainer.strategy
+        alone = strategy.newest_of_ranks(self.group, mine.tolist()) if isinstance(strategy, ObservedStrategy) else None
+        if alone is not None:
+            everyone = torch.tensor(alone, dtype=torch.float64)
+        elif trainer.world_size > 1:
             # A sum in which every rank fills a row of its own: the one collective that all strategies have in common.
-            device = trainer.strategy.root_device
+            device = strategy.root_device
             everyone = torch.zeros(trainer.world_size, len(keys), dtype=torch.float64, device=device)
             everyone[trainer.global_rank] = mine.to(device)
-            everyone = trainer.strategy.reduce(everyone, group=dist.group.WORLD, reduce_op="sum")
+            everyone = strategy.reduce(everyone, group=dist.group.WORLD, reduce_op="sum")
         run: dict[str, float] = {}
         for key, column in zip(keys, everyone.T.tolist(), strict=True):
             values = [value for value in column if not math.isnan(value)]

@@ -6,6 +6,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -87,12 +88,14 @@ class RunReport(Callback):
         schedule_picture.check_picture(Path(f"{schedule_picture.FILE_STEM}.{picture_format}"), "picture_format")
         self._picture_suffix = f".{picture_format}"
         self.report: dict[str, Any] | None = None
-        """The newest report, as a dictionary, on every rank; None before the first."""
+        """The newest report, as a dictionary, on every rank (under `async_ps` on rank 0); None before the first."""
         self.path: Path | None = None
         """The path of the newest report, on rank 0."""
         self.picture_path: Path | None = None
         """The path of its picture of a pipeline's schedule, on rank 0; None without a pipeline."""
         self._stages: StageRecord | None = None
+        self._servers: dict[str, Any] | None = None
+        self._gathered: list[Any] | None = None
         self._print_table = print_table
         self._write_file = write_file
         self._count_activations = count_activations
@@ -112,14 +115,19 @@ class RunReport(Callback):
             self._monitor(trainer, DeviceUtilizationMonitor),
         )
         self._own = [monitor for monitor in self._monitors if monitor not in _callbacks(trainer)]
-        self._stages = None
+        self._stages, self._servers, self._gathered = None, None, None
         self._one_device = OneDevice(trainer) if self._compare else None
         if isinstance(trainer.strategy, ObservedStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
         for monitor in self._own:
             monitor.on_fit_start(trainer, pl_module)
 
-    on_train_start = _of_monitors("on_train_start")
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, ObservedStrategy):
+            self._gathered = trainer.strategy.gather_at_end(lambda: (asdict(self._record(trainer)), self._told()))
+        for monitor in self._own:
+            monitor.on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -152,28 +160,23 @@ class RunReport(Callback):
             monitor.on_train_end(trainer, pl_module)
         if isinstance(trainer.strategy, ObservedStrategy):
             self._stages = trainer.strategy.stage_record()
+            counted = trainer.strategy.server_statistics()
+            self._servers = None if counted is None else counted.section()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        record = document.RankRecord(
-            rank=trainer.global_rank,
-            node=trainer.node_rank,
-            host=socket.gethostname(),
-            steps=self._throughput.steps,
-            metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
-            step_samples=self._throughput.step_samples,
-            communication_ms=self._communication.purposes_ms(),
-            stages=self._stages,
-        )
+        if self._gathered is None:
+            gathered = _gather(trainer, (self._record(trainer), self._told()))
+        elif not trainer.is_global_zero:
+            return
+        else:
+            gathered = [(document.RankRecord(**record), told) for record, told in self._gathered]
+        records, (about, servers, _) = [record for record, _ in gathered], gathered[0][1]
         name, options = identify(trainer.strategy)
-        self._about["wall_s"] = time.perf_counter() - self._start_s
-        median_step_s = None if self._one_device is None else self._one_device.median_step_s()
-        gathered = _gather(trainer, (record, self._about, median_step_s))
-        records, about = [record for record, _, _ in gathered], gathered[0][1]
         one_device = None
         if self._one_device is not None:
             num_batches = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
-            one_device = self._one_device.comparison([median for _, _, median in gathered], num_batches)
+            one_device = self._one_device.comparison([told[2] for _, told in gathered], num_batches)
         pipeline = PipelineReport(records)
         self.report = document.build(
             records,
@@ -184,6 +187,7 @@ class RunReport(Callback):
             aggregations=KEYS,
             pipeline=pipeline.section(),
             one_device=one_device,
+            parameter_servers=servers,
         )
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         if not trainer.is_global_zero:
@@ -192,6 +196,23 @@ class RunReport(Callback):
             run_table.show(self.report)
         if self._write_file and not _is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture(self._picture_suffix))
+
+    def _record(self, trainer: Trainer) -> document.RankRecord:
+        return document.RankRecord(
+            rank=trainer.global_rank,
+            node=trainer.node_rank,
+            host=socket.gethostname(),
+            steps=self._throughput.steps,
+            metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
+            step_samples=self._throughput.step_samples,
+            communication_ms=self._communication.purposes_ms(),
+            stages=self._stages,
+        )
+
+    def _told(self) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
+        """What runs, the section of the servers, and the median step for the comparison with one device."""
+        self._about["wall_s"] = time.perf_counter() - self._start_s
+        return self._about, self._servers, None if self._one_device is None else self._one_device.median_step_s()
 
     def results(self) -> dict[str, Any]:
         """The attributes that a spawned rank 0 hands to the process that has started it."""

@@ -52,6 +52,10 @@ class Channel:
 
     Args:
         sock: connected; the proofs have been exchanged.
+
+    Attributes:
+        bytes_in: received, in frames.
+        bytes_out: sent, in frames.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -61,6 +65,7 @@ class Channel:
             # What waits in the kernel cannot be overtaken by what is urgent: on a slow link that was 0.1 s of pushes.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._socket = sock
+        self.bytes_in = self.bytes_out = 0
 
     def send(self, fields: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Sends one frame; returns when the kernel has all of it, so that the payload may change.
@@ -75,7 +80,7 @@ class Channel:
         text = json.dumps(fields, separators=(",", ":")).encode()
         lengths = _LENGTHS.pack(len(text), sum(part.nbytes for part in payload))
         try:
-            _send_all(self._socket, [memoryview(lengths + text), *payload])
+            self.bytes_out += _send_all(self._socket, [memoryview(lengths + text), *payload])
         except OSError as error:
             raise ChannelError(error.strerror or str(error)) from error
 
@@ -106,7 +111,7 @@ class Channel:
             ChannelError: the other end is gone.
         """
         try:
-            _receive_all(self._socket, buffers)
+            self.bytes_in += _receive_all(self._socket, buffers)
         except OSError as error:
             raise ChannelError(error.strerror or str(error)) from error
 
@@ -264,20 +269,24 @@ def _take(sock: socket.socket, number: int) -> bytes:
     return taken
 
 
-def _send_all(sock: socket.socket, buffers: Iterable[memoryview]) -> None:
+def _send_all(sock: socket.socket, buffers: Iterable[memoryview]) -> int:
     left = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
+    total = sum(part.nbytes for part in left)
     while left:
         number = sock.sendmsg([left[i] for i in range(min(len(left), _BUFFERS_AT_ONCE))])
         _advance(left, number)
+    return total
 
 
-def _receive_all(sock: socket.socket, buffers: Iterable[memoryview]) -> None:
+def _receive_all(sock: socket.socket, buffers: Iterable[memoryview]) -> int:
     left = deque(buffer.cast("B") for buffer in buffers if buffer.nbytes)
+    total = sum(part.nbytes for part in left)
     while left:
         number = sock.recvmsg_into([left[i] for i in range(min(len(left), _BUFFERS_AT_ONCE))], 0, socket.MSG_WAITALL)[0]
         if number == 0:
             raise ChannelError("the other end has closed the connection")
         _advance(left, number)
+    return total
 
 
 def _advance(left: deque[memoryview], number: int) -> None:

@@ -53,14 +53,15 @@ def build(
         versions: of the software, by name.
         about: ``date``, ``wall_s``, ``model``, ``precision`` and ``hardware`` of the run.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        sections: ``pipeline`` and ``one_device``; None leaves one out.
+        sections: ``pipeline``, ``parameter_servers`` and ``one_device``; None leaves one out.
 
     Raises:
-        ValueError: there is no record, or two have the same rank.
+        ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
     """
     in_order = sorted(records, key=lambda record: record.rank)
     ranks = [record.rank for record in in_order]
-    if ranks != list(range(len(records))) or not ranks:
+    is_asynchronous = bool((sections.get("parameter_servers") or {}).get("workers"))  # then ranks may be lost
+    if not ranks or ranks != (sorted({*ranks}) if is_asynchronous else list(range(len(ranks)))):
         raise ValueError(f"ranks={ranks}: a report needs one record of each rank from 0 on")
     hosts: dict[int, str] = {}
     for record in in_order:
@@ -71,7 +72,7 @@ def build(
         "world": {"size": len(ranks), "nodes": len(hosts), "hosts": [hosts[node] for node in sorted(hosts)]},
         **about,
         "versions": dict(versions),
-        "steps": max(record.steps for record in in_order),
+        "steps": (sum if is_asynchronous else max)(record.steps for record in in_order),
         "ranks": [
             {
                 "rank": record.rank,
@@ -83,7 +84,7 @@ def build(
         "aggregate": {"metrics": aggregate_ranks([record.metrics for record in in_order], aggregations)},
     }
     samples = [record.step_samples for record in in_order]
-    if all(samples_of_rank is not None for samples_of_rank in samples):
+    if not is_asynchronous and all(samples_of_rank is not None for samples_of_rank in samples):
         report["global_batch"] = sum(filter(None, samples))
     purposes = dict.fromkeys(purpose for record in in_order for purpose in record.communication_ms)
     if purposes:

@@ -19,10 +19,13 @@ Version 2::
       "aggregate": {"metrics": METRICS},
       "communication_ms": {purpose: number},                      only where a meter measured communication
       "one_device": ONE_DEVICE,                                   only with RunReport(compare_with_one_device=True)
+      "parameter_servers": SERVERS,                               only where servers made the updates
       "pipeline": PIPELINE                                        only where the model was split into stages
     }
     ONE_DEVICE = {"ratio": number, "step_ms": number, "run_step_ms": number, "threads": int} or {"reason": str}
     METRICS = {KEY: {"median": number, "p95": number, "mean": number, "last": number}}
+    SERVERS = {"servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": number}],
+               "workers": [{"rank": int, "updates": int, "staleness": {"median": int, "p95": int, "max": int}}]}
     PIPELINE = {"schedule": str, "stages_per_rank": int, "pipelines": [{**STEP, "ranks": [RANK]}]}
     STEP = {"num_micro_batches": int, "wall_s": number, "bubble": number, "theoretical_bubble": number}
     RANK = {"rank": int, "stages": [int], **PASSES, **TIMES, **MEMORY}
@@ -31,17 +34,24 @@ Version 2 has all that version 1 had, with the same meanings, and ``date``, ``wa
 ``global_batch``, ``hardware``, ``communication_ms`` and ``one_device``. Programs that read version 1 can read version 2
 once they accept the number.
 
-``global_batch`` is of steps with full batches, and absent where the samples of a batch are not known. ``gpus`` has the
-host's GPUs under ``cuda``. ``communication_ms`` has the parts of ``communication/total_ms`` by purpose, means over the
-steps but the first and over the ranks; parts that overlap in time add up to more than the total. In ``one_device``,
-``ratio`` is the samples that the run trains in a given time over those of one device: ``step_ms`` are the milliseconds
-of one device for an optimizer step on the batches of one data rank, measured before the first step with ``threads``
-intra-op threads (on CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; loading of data is in
-neither. ``reason`` says why there is no figure.
+``global_batch`` is of steps with full batches, and absent where the samples of a batch are not known, and under
+``async_ps``, where each rank makes steps of its own and ``steps`` is their sum. ``gpus`` has the host's GPUs under
+``cuda``. ``communication_ms`` has the parts of ``communication/total_ms`` by purpose, means over the steps but the
+first and over the ranks; parts that overlap in time add up to more than the total. In ``one_device``, ``ratio`` is the
+samples that the run trains in a given time over those of one device: ``step_ms`` are the milliseconds of one device for
+an optimizer step on the batches of one data rank, measured before the first step with ``threads`` intra-op threads (on
+CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; loading of data is in neither. ``reason``
+says why there is no figure.
 
-A KEY is ``group/figure_unit`` with the groups ``throughput``, ``communication`` and ``device``. A figure that has no
-meaning in a run is absent; numbers are finite. In ``aggregate`` each statistic is the sum, maximum or mean, as the
-table of keys says, of the ranks that have the figure.
+``parameter_servers`` counts from the start of the servers to the end of training: the bytes of each server from and to
+all ranks, and ``queue_ms``, the time that what a rank sends in a step waited at the server, which was busy with other
+ranks, on average. ``workers`` is empty but under ``async_ps``: the updates of each rank, with their staleness, the
+number of updates that others made between the rank's pull of the weights and its update. A rank that was lost is in
+``workers`` and not in ``ranks``.
+
+A KEY is ``group/figure_unit`` with the groups ``throughput``, ``communication``, ``parameter_server`` and ``device``. A
+figure that has no meaning in a run is absent; numbers are finite. In ``aggregate`` each statistic is the sum, maximum
+or mean, as the table of keys says, of the ranks that have the figure.
 
 ``median``, ``p95`` and ``mean`` are over all optimizer steps of the fit but the first, which pays for allocations and
 kernel tuning (over the first if there is no other), for ``device/`` keys over all samples. The mean of a rate is total

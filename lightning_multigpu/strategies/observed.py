@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
+    from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
     from lightning_multigpu.planning.timeline import StageRecord
 
 
@@ -48,6 +50,32 @@ class ObservedStrategy:
         They are listed by the ``id`` of the tensor in their place. Elsewhere the dictionary is empty. A collective.
         """
         return {}
+
+    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
+        """The values of ranks that train without collectives, each at its own pace; None where there are collectives.
+
+        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
+        alone.
+
+        Args:
+            name: the same for all values that belong together.
+            value: what JSON can express.
+        """
+        return None
+
+    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
+        """A list that gets the values of all ranks when training ends; None where there are collectives after it.
+
+        Rank 0 gets those of all ranks, in their order; another rank its own alone. All ranks call it alike.
+
+        Args:
+            value: makes this rank's, of what JSON can express, after the ``on_train_end`` of all callbacks.
+        """
+        return None
+
+    def server_statistics(self) -> ServerStatistics | None:
+        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers."""
+        return None
 
     def record_stages(self, *, count_activations: bool = True) -> None:
         """Record the passes and the memory of this rank's stages of a pipeline in every following fit.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
@@ -15,6 +14,7 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandB
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
+from lightning_multigpu.engine.parameter_server.statistics import summary
 from lightning_multigpu.runtime.run_signals import RunSignals
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class OwnPace(Callback):
         self._num_told = 0
         self._stepped: dict[int, int] = {}
         self._kept: list[tuple[int, Callback]] = []
+        self._at_end: list[tuple[Callable[[], Any], list[Any]]] = []
         self._limit_val_batches: int | float | None = None
 
     @property
@@ -229,16 +230,25 @@ class OwnPace(Callback):
             for (_, callback), state in zip(self._kept, word["callbacks"], strict=True):
                 callback.load_state_dict(state)
             trainer.callback_metrics.update(word["metrics"])
+        for number, (value, found) in enumerate(self._at_end):
+            found += self._coordination.newest(f"at the end {number}", value(), of_all=True)
+        self._at_end.clear()
 
     def _report(self) -> None:
-        lines = []
-        for worker, counts in sorted(self._coordination.staleness().items()):
-            values = torch.tensor(sorted(counts.elements()), dtype=torch.float64)
-            median, p95 = (int(values.quantile(q, interpolation="nearest")) for q in (0.5, 0.95))
-            lines.append(f"worker {worker}: {len(values)} updates, staleness {median}, {p95}, {int(values.max())}")
         rank_zero_info("Updates of each worker, with their staleness (median, 95th percentile, largest):")
-        for line in lines:
-            rank_zero_info(f"  {line}")
+        for worker, counts in self._connections.statistics().staleness.items():
+            found = ", ".join(map(str, summary(counts).values()))
+            rank_zero_info(f"  worker {worker}: {counts.total()} updates, staleness {found}")
+
+    def newest(self, name: str, value: Any) -> list[Any]:
+        """See :meth:`.ObservedStrategy.newest_of_ranks`."""
+        return self._coordination.newest(name, value, of_all=False)
+
+    def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
+        """See :meth:`.ObservedStrategy.gather_at_end`."""
+        found: list[Any] = []
+        self._at_end.append((value, found))
+        return found
 
     # Checkpoints
 

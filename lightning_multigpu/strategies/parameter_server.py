@@ -25,6 +25,7 @@ from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
@@ -466,7 +467,19 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             process.close()
         self._processes = []
 
+    @override
+    def server_statistics(self) -> ServerStatistics | None:
+        return None if self._connections is None or self.global_rank else self._connections.statistics()
+
     # Workers at a pace of their own
+
+    @override
+    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
+        return None if self._pace is None else self._pace.newest(name, value)
+
+    @override
+    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
+        return None if self._pace is None else self._pace.gather_at_end(value)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

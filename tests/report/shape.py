@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 FIGURE = {"median": float, "p95": float, "mean": float, "last": float}
-KEY = r"(throughput|communication|device)/[a-z0-9_]+"
+KEY = r"(throughput|communication|parameter_server|device)/[a-z0-9_]+"
 STEP = {"num_micro_batches": int, "wall_s": float, "bubble": float, "theoretical_bubble": float}
 TIMES = {
     **{f"{kind}_passes": int for kind in ("forward", "backward", "weight")},
@@ -30,7 +30,14 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
         },
         "ranks": [{"rank": int, "host": str, "metrics": dict}], "aggregate": {"metrics": dict},
     }  # fmt: skip
-    sometimes = {"pipeline": dict, "communication_ms": dict, "global_batch": int, "one_device": dict}
+    staleness = {"median": int, "p95": int, "max": int}
+    sometimes = {
+        "pipeline": dict, "communication_ms": dict, "global_batch": int, "one_device": dict,
+        "parameter_servers": {
+            "servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": float}],
+            "workers": [{"rank": int, "updates": int, "staleness": staleness}],
+        },
+    }  # fmt: skip
     check(report, {**always, **{name: shape for name, shape in sometimes.items() if name in report}})
     for ms in report.get("communication_ms", {}).values():
         check(ms, float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,19 @@ def test_a_figure_that_no_rank_has_is_absent() -> None:
 def test_every_rank_has_one_record(ranks: list[int]) -> None:
     with pytest.raises(ValueError, match="one record of each rank from 0 on"):
         build([record(rank) for rank in ranks], strategy="s", options={}, versions={}, about={}, aggregations={})
+
+
+def test_a_lost_rank_of_an_asynchronous_run_has_no_record() -> None:
+    """Its updates count for the figures of the servers; each other rank has made steps of its own."""
+    workers = [{"rank": k, "updates": 3, "staleness": {"median": 1, "p95": 1, "max": 2}} for k in range(3)]
+    records = [replace(record(rank, steps=10 + rank), step_samples=8) for rank in (0, 2)]
+    report = build(
+        records, strategy="s", options={}, versions={}, about={}, aggregations={},
+        parameter_servers={"servers": [], "workers": workers},
+    )  # fmt: skip
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 2]
+    assert report["steps"] == 22
+    assert "global_batch" not in report
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import Tensor, nn
 
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
-from lightning_multigpu.callbacks import CommunicationMonitor
+from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
+from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -168,6 +170,42 @@ def test_gradients_and_weights_travel_once_a_step_to_servers_and_back(world2: Wo
             assert operations.pop(("push", "servers")) == (PARAMETER_BYTES, PARAMETER_BYTES, 0)
             assert operations.pop(("pull", "servers")) == (PARAMETER_BYTES, 0, 0)
             assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
+
+
+def told_of_servers(name: str, directory: str) -> dict[str, Any]:
+    report = RunReport()
+    callbacks: list[Callback] = [ThroughputMonitor(), CommunicationMonitor(), report]
+    trainer = fit(Classifier("adamw"), name, callbacks=callbacks, log_every_n_steps=2, default_root_dir=directory)
+    return {"report": report.report, "logged": {key: float(value) for key, value in trainer.callback_metrics.items()}}
+
+
+@pytest.mark.parametrize("name", ["sharded_ps", "async_ps"])
+def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path: Path, name: str) -> None:
+    """Under async_ps rank 1 failed at the end of a fit with a RunReport, and rank 0 reported itself alone."""
+    first, second = world2.run(told_of_servers, name, str(tmp_path))
+    report, logged = first["report"], first["logged"]
+    assert_follows_schema(report)
+    assert json.loads((tmp_path / "multigpu_report.json").read_text()) == report
+    servers, workers = report["parameter_servers"]["servers"], report["parameter_servers"]["workers"]
+    shard_bytes = PARAMETER_BYTES // len(servers)
+    for server in servers:
+        for way in ("bytes_in", "bytes_out"):
+            assert server[way] >= report["steps"] * shard_bytes
+            assert 0 < logged[f"parameter_server/{way}/{server['server']}"] < server[way]
+    assert logged["parameter_server/queue_ms"] >= 0
+    parts = [rank["metrics"]["throughput/samples_per_sec"]["mean"] for rank in report["ranks"]]
+    assert report["aggregate"]["metrics"]["throughput/samples_per_sec"]["mean"] == pytest.approx(sum(parts))
+    if name == "async_ps":
+        assert len(servers) == 1
+        assert [worker["rank"] for worker in workers] == [0, 1]
+        assert sum(worker["updates"] for worker in workers) == report["steps"]
+        assert logged["parameter_server/staleness_median"] <= logged["parameter_server/staleness_p95"]
+        assert logged["parameter_server/staleness_p95"] <= logged["parameter_server/staleness_max"]
+        assert second["report"] is None
+    else:
+        assert len(servers) == 2
+        assert workers == []
+        assert second["report"] == report
 
 
 def returned(name: str) -> list[int]:

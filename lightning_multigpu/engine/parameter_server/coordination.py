@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
@@ -77,8 +76,17 @@ class Coordination:
         ((fields, tensors),) = self._servers.answers("over", _FIRST)
         return unpacked(fields["body"], tensors)
 
-    def staleness(self) -> dict[int, Counter[int]]:
-        """How often updates of each worker had which staleness, so far, at the first server."""
-        self._servers.post(0, {"kind": "staleness"})
-        ((fields, _),) = self._servers.answers("staleness", _FIRST)
-        return {worker: Counter(dict(found)) for worker, found in fields["of"]}
+    def newest(self, name: str, value: Any, *, of_all: bool) -> list[Any]:
+        """On worker 0 the newest value that each worker has passed under a name; on others their own alone.
+
+        Args:
+            name: of the value.
+            value: what JSON can express.
+            of_all: worker 0 waits until all workers that are there have passed one since it last did so.
+        """
+        self._servers.post(0, {"kind": "tell", "name": name, "value": value})
+        if self._servers.worker != 0:
+            return [value]
+        self._servers.post(0, {"kind": "told", "name": name, "of_all": of_all})
+        ((fields, _),) = self._servers.answers("told", _FIRST)
+        return list(fields["values"])

@@ -76,6 +76,7 @@ class _Round:
     pushes: dict[int, _Pushes] = field(default_factory=dict)
     averaged: list[_Pushes] = field(default_factory=list)
     num_sent: int = 0
+    staleness: int = 0
     squares: float | None = None
     has_sent_squares: bool = False
 
@@ -316,6 +317,7 @@ class ServedOptimizer:
             return
         (worker,) = round_now.workers
         self._rounds[worker] = following
+        self.staleness[worker][round_now.staleness] += 1
         self._clocks.completes(worker)
         self._release()
 
@@ -384,7 +386,7 @@ class ServedOptimizer:
                 gradient = pushes.gradient
                 gradient.addcmul_(gradient.square(), bucket.weights - pulled, value=rules.compensation)
             bucket.version += 1
-        self.staleness[worker][staleness] += 1
+        round_now.staleness = max(round_now.staleness, staleness)
         self._update(together, divide_rate_by=max(1, staleness) if rules.scales_learning_rate else 1)
         round_now.num_sent += len(together)
         for pushes in together:

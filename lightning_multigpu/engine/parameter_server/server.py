@@ -19,8 +19,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -61,6 +62,10 @@ class Server:
         self._job: Job | None = None
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
+        self._channels: list[Channel] = []
+        self._num_steps, self._waited_s = 0, 0.0
+        self._told: dict[str, dict[int, Any]] = defaultdict(dict)
+        self._asked_for: tuple[str, bool] | None = None
         self._dealer = BatchDealer()
         self._has_started = False
         self._await_start: list[Member] = []
@@ -139,6 +144,7 @@ class Server:
             if worker in self._members:
                 raise WireError(f"there is a worker {worker} already")
             self._job = job
+            self._channels.append(channel)
             member = self._members[worker] = Member(worker, channel)
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid()})
@@ -164,6 +170,8 @@ class Server:
                 self.end(f"worker {member.worker} is gone: {why}")
             elif not self._is_over.is_set():
                 member.outbox.put(None)
+                for told in self._told.values():
+                    told.pop(member.worker, None)
                 self._forget(member)
 
     def _forget(self, member: Member) -> None:
@@ -176,6 +184,7 @@ class Server:
         if first is not None and worker not in self._departed:
             first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
         self._tell_of_epoch()
+        self._tell_what_workers_told()
         if 0 in self._departed and not self._members:
             self.end("")
 
@@ -209,11 +218,11 @@ class Server:
             return True
         if kind == "push":
             served = self._optimizer(fields)
-            with self._changing:
+            with self._turn():
                 room = served.room_for_push(fields.get("bucket"), fields.get("kinds"), payload_bytes)
             if room is not None:
                 channel.receive_into([bytes_of(room)])
-            with self._changing:
+            with self._turn():
                 served.push(worker, fields["bucket"], fields.get("round", -1), fields["kinds"], room)
             return True
         if kind == "replace" and worker == 0:
@@ -227,11 +236,15 @@ class Server:
             raise WireError(f"a message {str(kind)[:40]!r} came with {payload_bytes} bytes")
         if kind == "goodbye":
             return False
-        with self._changing:
+        with self._turn():
+            if kind == "statistics":
+                member.post({"kind": "statistics", **self._statistics()})
+                return True
             if self._may_lose_workers and self._handle_at_own_pace(member, fields):
                 return True
             served = self._optimizer(fields)
             if kind in ("step", "average"):
+                self._num_steps += kind == "step"
                 served.request(worker, int(fields["round"]), request_of(fields))
             elif kind == "norm":
                 served.norm(worker, float(fields["squares"]))
@@ -240,6 +253,27 @@ class Server:
             else:
                 raise WireError(f"a worker sends {str(kind)[:40]!r}")
         return True
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Holds the lock for a message, which may have to wait for those of other workers."""
+        start_s = time.perf_counter()
+        with self._changing:
+            self._waited_s += time.perf_counter() - start_s
+            yield
+
+    def _statistics(self) -> dict[str, Any]:
+        counts: dict[int, Counter[int]] = defaultdict(Counter)
+        for served in self._optimizers.values():
+            for worker, found in served.staleness.items():
+                counts[worker].update(found)
+        return {
+            "bytes_in": sum(channel.bytes_in for channel in self._channels),
+            "bytes_out": sum(channel.bytes_out for channel in self._channels),
+            "num_steps": self._num_steps,
+            "waited_s": self._waited_s,
+            "staleness": [[worker, sorted(found.items())] for worker, found in sorted(counts.items())],
+        }
 
     # Workers at a pace of their own
 
@@ -275,13 +309,12 @@ class Server:
                 self._await_last_word.append(member)
             else:
                 member.post_value({"kind": "over"}, self._last_word, "the end of training")
-        elif kind == "staleness":
-            counts: dict[int, Counter[int]] = {}
-            for served in self._optimizers.values():
-                for of, found in served.staleness.items():
-                    counts.setdefault(of, Counter()).update(found)
-            told = [[of, sorted(found.items())] for of, found in sorted(counts.items())]
-            member.post({"kind": "staleness", "of": told})
+        elif kind == "tell":
+            self._told[str(fields["name"])][worker] = fields["value"]
+            self._tell_what_workers_told()
+        elif kind == "told" and worker == 0:
+            self._asked_for = str(fields["name"]), bool(fields["of_all"])
+            self._tell_what_workers_told()
         elif kind == "pull":
             self._optimizer(fields).pull(worker)
         elif kind == "pause":
@@ -308,6 +341,20 @@ class Server:
         if self._awaited_epoch is not None and first is not None and self._dealer.is_trained(self._awaited_epoch):
             self._awaited_epoch = None
             first.post({"kind": "epoch is trained"})
+
+    def _tell_what_workers_told(self) -> None:
+        """Tells worker 0, if it asks, the values of a name that workers told; if it waits for all, once all have."""
+        first = self._members.get(0)
+        if self._asked_for is None or first is None:
+            return
+        name, of_all = self._asked_for
+        told = self._told[name]
+        if of_all and not told.keys() >= self._members.keys():
+            return
+        self._asked_for = None
+        first.post({"kind": "told", "values": [told[worker] for worker in sorted(told)]})
+        if of_all:
+            del self._told[name]
 
     def _optimizer(self, fields: Mapping[str, Any]) -> ServedOptimizer:
         served = self._optimizers.get(_optimizer_number(fields))

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
+from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.wire import (
     bytes_of,
     packed,
@@ -183,6 +184,12 @@ class ServerConnections:
         found = [answers.pop(0) for answers in waiting]
         assert all(fields["kind"] == kind for fields, _ in found)
         return found
+
+    def statistics(self) -> ServerStatistics:
+        """What all servers have counted since they started."""
+        for server in range(self.num_servers):
+            self.post(server, {"kind": "statistics"})
+        return ServerStatistics.of([fields for fields, _ in self.answers("statistics")])
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Waits for what threads change within :meth:`arriving`.

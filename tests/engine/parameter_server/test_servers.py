@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.channel import Channel, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server_connections
+from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
@@ -75,12 +77,15 @@ class Job:
     problems: list[str]
 
     @contextlib.contextmanager
-    def connections(self, worker: int, meter: Meter | None = None) -> Iterator[ServerConnections]:
+    def connections(
+        self, worker: int, meter: Meter | None = None, consistency: Consistency | None = None
+    ) -> Iterator[ServerConnections]:
         found = ServerConnections(
             [("127.0.0.1", server.port) for server in self.servers],
             SECRET,
             worker=worker,
             num_workers=self.workers.num,
+            consistency=consistency,
             meter=meter or Meter(),
             gather=lambda value: self.workers.gather(worker, value),
         )
@@ -387,6 +392,45 @@ def test_a_worker_that_is_refused_leaves_no_thread_behind() -> None:
         with pytest.raises(ServerError, match="there is a worker 0 already"), found.connections(0):
             pass
         assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("parameter")]
+
+
+class Slow(optim.SGD):
+    """Its step on a server takes until the other worker has pushed."""
+
+    pushed = threading.Event()
+
+    def step(self, closure: Any = None) -> Any:
+        self.pushed.wait(10)
+        return super().step(closure)
+
+
+def test_the_time_that_workers_wait_for_a_busy_server_is_counted() -> None:
+    """Worker 1 pushes while the server computes the update of worker 0."""
+    asynchronous = Consistency(is_synchronous=False)
+
+    def work(worker: int) -> ServerStatistics | None:
+        with found.connections(worker, consistency=asynchronous) as connections:
+            parameters = weights()
+            Slow.pushed.set()
+            train(connections, parameters, optimizer := Slow(parameters, lr=0.1), range(1))
+            found.workers.gather(worker, None)
+            Slow.pushed.clear()
+            found.workers.gather(worker, None)
+            if worker == 1:
+                time.sleep(0.2)  # worker 0 is in its step
+                threading.Timer(0.5, Slow.pushed.set).start()
+            optimizer.step()
+            found.workers.gather(worker, None)
+            return connections.statistics() if worker == 0 else None
+
+    with job() as found:
+        counted, _ = found.workers.run(work)
+    assert counted is not None
+    assert counted.num_steps == [4]
+    assert counted.queue_ms()[0] > 50  # about 500 ms of one of four steps
+    assert sum(of_worker.total() for of_worker in counted.staleness.values()) == 4
+    pushed = 4 * sum(parameter.nbytes for parameter in weights())
+    assert counted.bytes_in[0] > pushed < counted.bytes_out[0]
 
 
 def test_a_server_that_ends_is_named() -> None:

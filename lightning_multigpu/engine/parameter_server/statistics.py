@@ -1,0 +1,78 @@
+"""Figures of parameter servers: bytes, the time that workers waited, and the staleness of each worker's updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+_OF_EACH = ("bytes_in", "bytes_out", "num_steps", "waited_s")
+
+
+@dataclass(frozen=True)
+class ServerStatistics:
+    """The counts of all servers of a job, in their order.
+
+    Args:
+        bytes_in: received by each server.
+        bytes_out: sent by each server.
+        num_steps: that workers have asked each server for.
+        waited_s: time that messages of workers waited at each server for those of others, added up.
+        staleness: how often the updates of each asynchronous worker had which staleness; empty where training is
+            synchronous.
+    """
+
+    bytes_in: Sequence[int]
+    bytes_out: Sequence[int]
+    num_steps: Sequence[int]
+    waited_s: Sequence[float]
+    staleness: Mapping[int, Counter[int]]
+
+    @classmethod
+    def of(cls, answers: Sequence[Mapping[str, Any]]) -> ServerStatistics:
+        """Reads the answers of the servers. Every server that holds weights counts every update."""
+        counted: list[Any] = next((answer["staleness"] for answer in answers if answer["staleness"]), [])
+        return cls(
+            **{name: [answer[name] for answer in answers] for name in _OF_EACH},
+            staleness={worker: Counter(dict(found)) for worker, found in counted},
+        )
+
+    def since(self, before: ServerStatistics) -> ServerStatistics:
+        """The counts since earlier ones."""
+        return ServerStatistics(
+            **{name: [b - a for a, b in zip(getattr(before, name), getattr(self, name), strict=True)]
+               for name in _OF_EACH},
+            staleness={worker: found - before.staleness.get(worker, Counter())
+                       for worker, found in self.staleness.items()},
+        )  # fmt: skip
+
+    def queue_ms(self) -> list[float]:
+        """The time that a worker waited in a step for each server, which was busy with others, on average."""
+        return [1e3 * waited_s / max(1, steps) for waited_s, steps in zip(self.waited_s, self.num_steps, strict=True)]
+
+    def section(self) -> dict[str, Any]:
+        """The section ``parameter_servers`` of a run's report."""
+        figures = zip(self.bytes_in, self.bytes_out, self.queue_ms(), strict=True)
+        return {
+            "servers": [
+                {"server": k, "bytes_in": bytes_in, "bytes_out": bytes_out, "queue_ms": queue_ms}
+                for k, (bytes_in, bytes_out, queue_ms) in enumerate(figures)
+            ],
+            "workers": [
+                {"rank": worker, "updates": counts.total(), "staleness": summary(counts)}
+                for worker, counts in self.staleness.items()
+            ],
+        }
+
+
+def summary(counts: Counter[int]) -> dict[str, int]:
+    """Median, 95th percentile and largest of numbers that are counted, of which there is one at least."""
+    ordered = sorted(+counts)
+    up_to = list(accumulate(counts[number] for number in ordered))
+
+    def quantile(share: float) -> int:
+        return next(number for number, many in zip(ordered, up_to, strict=True) if many >= share * up_to[-1])
+
+    return {"median": quantile(0.5), "p95": quantile(0.95), "max": ordered[-1]}
