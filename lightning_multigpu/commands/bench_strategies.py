@@ -23,8 +23,9 @@ not. ::
           "ratio": number or null,                           median step over that of the baseline
           "communication_cost_ms": number or null,           median step less that of "no communication"
           "communication_cost_ratio": number or null,        over that of the baseline
-          "metered": {"total_ms", "hidden_ms", "exposed_ms", "sent_bytes": number} or null
+          "metered": {"total_ms", "hidden_ms", "exposed_ms", "sent_bytes": number} or null,
                                                              medians of a step by the strategy's own meter
+          "samples_per_s": number or null                    of all ranks together, from their median steps
         }
       ]
     }
@@ -112,7 +113,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     print(
         f"# {settings['model']}: {settings['parameters']:,} parameters, batch {batch} a rank; "
         f"{plan.repetitions} x {plan.steps} steps after {plan.warm_up} each; medians on the slowest rank\n"
-        f"# ratio: to {baseline}; communication cost: step less the step without communication"
+        f"# ratio: to {baseline}; communication cost: step less the step without communication\n"
+        "# samples: of all ranks; under async_ps a step is one rank's own, and an update: compare samples, not steps"
     )
     print("\n".join(table.lines()), flush=True)
     document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}

@@ -54,6 +54,7 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert step["median"] == max(row["rank_median_step_ms"])
         assert len(row["rank_median_step_ms"]) == 2
         assert row["ratio"] == pytest.approx(step["median"] / base)
+        assert row["samples_per_s"] == pytest.approx(sum(3 / (ms / 1e3) for ms in row["rank_median_step_ms"]))
         if name != NO_COMMUNICATION:
             assert row["communication_cost_ms"] == pytest.approx(step["median"] - silent)
     assert rows["ddp"]["ratio"] == 1
@@ -64,10 +65,12 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "failed: rank 1: RuntimeError: planted" in capsys.readouterr().out
 
 
-def test_a_model_that_brings_its_own_loader(tmp_path: Path) -> None:
-    """Its epochs of 2 batches a rank end within the turns."""
-    document = bench(tmp_path, "--model=tests.bench.models.WithLoader", "--strategies=ring_ddp")
-    assert (document["settings"]["batch_size"], document["settings"]["baseline"]) == (0, "ring_ddp")
+@pytest.mark.parametrize("name", ["ring_ddp", "async_ps"])
+def test_a_model_that_brings_its_own_loader(tmp_path: Path, name: str) -> None:
+    """Its epochs of 2 batches a rank end within the turns. Under async_ps rank 0 waited there for a sleeping rank."""
+    document = bench(tmp_path, "--model=tests.bench.models.WithLoader", f"--strategies={name}", "--timeout=30")
+    assert (document["settings"]["batch_size"], document["settings"]["baseline"]) == (0, name)
+    assert document["results"][0]["samples_per_s"] is None
     assert [row["step_ms"]["count"] for row in document["results"]] == [6, 6]
 
 
@@ -259,6 +262,7 @@ class TestTable:
             label="ring_ddp",
             step_s=Spread(0.060, 0.05, 0.07, 0.04, 0.1, 6),
             metered={"total_ms": 12.0, "hidden_ms": 9.0, "exposed_ms": 3.0, "sent_bytes": 25.2e6},
+            samples_per_s=6400 / 3,
         ),
         Result(label="fsdp", status="failed", reason="why"),
     )
@@ -274,8 +278,8 @@ class TestTable:
 
     def test_lines(self) -> None:
         *_, silent, _, ring, failed = StrategiesTable(self.ROWS, "ddp").lines()
-        assert silent.split() == ["no", "communication", *"50.00 40.00 60.00 0.56 - - - - - -".split()]  # noqa: SIM905
-        assert ring.split() == "ring_ddp 60.00 50.00 70.00 0.67 10.00 0.25 12.00 9.00 3.00 25.20".split()  # noqa: SIM905
+        assert silent.split() == ["no", "communication", *"50.00 40.00 60.00 0.56 - - - - - - -".split()]  # noqa: SIM905
+        assert ring.split() == "ring_ddp 60.00 50.00 70.00 0.67 10.00 0.25 12.00 9.00 3.00 25.20 2133.33".split()  # noqa: SIM905
         assert failed.split() == ["fsdp", "failed:", "why"]
 
     def test_no_ratio_to_a_baseline_that_failed_or_costs_nothing(self) -> None:

@@ -55,11 +55,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Taken:
-    """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one."""
+    """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one.
+
+    ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline.
+    """
 
     seconds: list[float]
     metered: dict[str, float] | None = None
     parameters: int = 0
+    owns_batch: bool = True
 
 
 @dataclass
@@ -91,7 +95,8 @@ class TakesTurns(Callback):
             timeline.wait(self._marks[-1])
             seconds = [timeline.seconds(start, end) for start, end in pairwise(self._marks)][self._turn.warm_up :]
             parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-            self.requests.answer(asdict(Taken(seconds, self._metered(trainer), parameters)))
+            owns_batch = getattr(trainer.strategy, "owns_batch", True)
+            self.requests.answer(asdict(Taken(seconds, self._metered(trainer), parameters, owns_batch)))
         self._turn = self.requests.next()
         if self._turn is None:
             trainer.should_stop = True
@@ -153,6 +158,9 @@ def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Train
         devices=devices,
         num_nodes=num_nodes,
         strategy=strategy,
+        # A rank whose turn is over sleeps with the next batch of its own loader in hand: at the end of an epoch whose
+        # batches are dealt out, async_ps would wait for that batch, and the turn for async_ps.
+        use_distributed_sampler=settings.batch_size > 0 or settings.contender.options.get("mode") != "async",
         plugins=[LightningEnvironment()] if settings.contender.strategy is not None else None,
         precision=settings.precision,
         max_epochs=-1,

@@ -72,7 +72,8 @@ class Result:
     """One row: the step of one strategy, in seconds, on the slowest rank.
 
     ``rank_medians_s`` are the medians of all ranks. ``metered`` is what the strategy's own meter says of a step, on the
-    rank that communicates longest: total_ms, hidden_ms, exposed_ms and sent_bytes. A row whose status is not "ok" has a
+    rank that communicates longest: total_ms, hidden_ms, exposed_ms and sent_bytes. ``samples_per_s`` is of all ranks
+    together, from their medians; None where the samples of a batch are not known. A row whose status is not "ok" has a
     reason in place of figures.
     """
 
@@ -83,6 +84,7 @@ class Result:
     rank_medians_s: Sequence[float] = ()
     metered: dict[str, float] | None = None
     parameters: int = 0
+    samples_per_s: float | None = None
 
 
 def measure(hosts: Hosts, plan: Plan, told: Callable[[str], object] = lambda label: None) -> list[Result]:
@@ -121,6 +123,7 @@ class _Runner:
     _seconds: list[list[float]] = field(default_factory=list)
     _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
     _parameters: int = 0
+    _owns_batch: Sequence[bool] = ()
 
     def start(self) -> None:
         """Starts the ranks and has them train a turn that does not count."""
@@ -146,6 +149,7 @@ class _Runner:
                 ours += answer.seconds
             self._metered.append([answer.metered for answer in taken])
             self._parameters = taken[0].parameters
+            self._owns_batch = [answer.owns_batch for answer in taken]
 
     def end(self) -> None:
         """Ends the ranks."""
@@ -157,12 +161,14 @@ class _Runner:
         if self._out is not None:
             return Result(label=self.contender.label, status=self._out[0], reason=self._out[1])
         spreads = [Spread.of(seconds) for seconds in self._seconds]
+        steps_per_s = sum(owns / spread.median for owns, spread in zip(self._owns_batch, spreads, strict=True))
         return Result(
             label=self.contender.label,
             step_s=max(spreads, key=lambda spread: spread.median),
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
             parameters=self._parameters,
+            samples_per_s=self.plan.batch_size * steps_per_s or None,
         )
 
     def _meter_figures(self) -> dict[str, float] | None:

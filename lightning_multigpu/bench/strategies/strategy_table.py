@@ -29,9 +29,9 @@ class StrategiesTable:
         width = max(len("strategy"), *(len(result.label) for result in self._results))
         lines = [
             f"{'# strategy':<{width + 2}} {'step':>8} {'25 %':>8} {'75 %':>8} {'ratio':>6}  {'comm. cost':>10} "
-            f"{'ratio':>6}  {'metered':>8} {'hidden':>8} {'exposed':>8} {'sent':>9}",
+            f"{'ratio':>6}  {'metered':>8} {'hidden':>8} {'exposed':>8} {'sent':>9} {'samples':>9}",
             f"{'#':<{width + 2}} {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'':>6}  {'(ms)':>10} {'':>6}"
-            f"  {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'(MB)':>9}",
+            f"  {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'(MB)':>9} {'(1/s)':>9}",
         ]
         for result in self._results:
             if result.step_s is None:
@@ -44,7 +44,8 @@ class StrategiesTable:
                 f"  {result.label:<{width}} {' '.join(f'{time:>8.2f}' for time in times)} {_ratio(self._ratio(result))}"
                 f"  {_figure(cost, 1e3, 10)} {_ratio(self._cost_ratio(result))}"
                 f"  {_figure(metered.get('total_ms'))} {_figure(metered.get('hidden_ms'))} "
-                f"{_figure(metered.get('exposed_ms'))} {_figure(metered.get('sent_bytes'), 1e-6, 9)}"
+                f"{_figure(metered.get('exposed_ms'))} {_figure(metered.get('sent_bytes'), 1e-6, 9)} "
+                f"{_figure(result.samples_per_s, 1.0, 9)}"
             )
         return lines
 
@@ -61,6 +62,7 @@ class StrategiesTable:
                 "communication_cost_ms": _scaled(self._cost_s(result), 1e3),
                 "communication_cost_ratio": self._cost_ratio(result),
                 "metered": result.metered,
+                "samples_per_s": result.samples_per_s,
             }
             for result in self._results
         ]
