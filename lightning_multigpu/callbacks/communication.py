@@ -13,7 +13,7 @@ from lightning_multigpu.callbacks.keys import Group
 from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
-from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics, summary
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {

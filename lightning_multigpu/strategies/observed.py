@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
-    from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
+    from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
     from lightning_multigpu.planning.timeline import StageRecord
 
 

@@ -14,7 +14,7 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandB
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
-from lightning_multigpu.engine.parameter_server.statistics import summary
+from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.runtime.run_signals import RunSignals
 
 if TYPE_CHECKING:

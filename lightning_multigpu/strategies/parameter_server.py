@@ -24,8 +24,8 @@ from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
-from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks

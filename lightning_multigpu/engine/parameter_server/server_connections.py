@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
-from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.wire import (
     bytes_of,
     packed,

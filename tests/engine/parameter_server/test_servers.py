@@ -25,8 +25,8 @@ from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
-from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_multigpu.engine.parameter_server.statistics import ServerStatistics, summary
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
 
 
 def counted(steps: int, waited_s: float, staleness: dict[int, dict[int, int]]) -> ServerStatistics:
