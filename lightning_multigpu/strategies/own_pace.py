@@ -34,15 +34,24 @@ class OwnPace(Callback):
         connections: to the servers.
         served: the optimizers; filled by the strategy.
         signals: on which this worker acts between two batches.
+        leave_groups: called when training begins: with a process group Lightning and torchmetrics would have workers
+            meet in every batch.
         can_be_lost: called when training begins, on workers without which it goes on.
     """
 
-    def __init__(self, connections: ServerConnections, signals: RunSignals, can_be_lost: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        connections: ServerConnections,
+        signals: RunSignals,
+        *,
+        leave_groups: Callable[[], object],
+        can_be_lost: Callable[[], object],
+    ) -> None:
         self.served: Sequence[RemoteOptimizer] = ()
         self._connections = connections
         self._coordination = Coordination(connections)
         self._signals = signals
-        self._can_be_lost = can_be_lost
+        self._leave_groups, self._can_be_lost = leave_groups, can_be_lost
         self._is_first = connections.worker == 0
         self._first_batch = 0
         self._resumed_version = 0
@@ -123,13 +132,19 @@ class OwnPace(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._leave_groups()
         if isinstance(trainer.val_check_interval, float):
             # Lightning counts this worker's batches of an epoch, of which it knows the number only at its end.
             share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
             trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
         self._stepped = {id(config.scheduler): self.version // config.frequency for config in _by_step(trainer)}
+        if self._is_first:  # a checkpoint, or a callback that tries learning rates, has put other weights in place
+            for served in self.served:
+                served.send_changed_weights()
+            self._pull()  # when the weights have come, all servers have the new ones
         self._coordination.start()
         if not self._is_first:
+            self._pull()
             self._can_be_lost()
 
     @override

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -413,6 +414,17 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 f"servers=[...]: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
                 "one with 'openssl rand -hex 32', and set it for both"
             )
+        finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
+        if finders and self._is_asynchronous and self.world_size > 1:
+            raise ValueError(
+                f"{type(finders[0]).__name__}: it has all ranks train in step with each other, which mode='async' does "
+                "not; find the value with devices=1 or strategy='sync_ps', and train with it"
+            )
+        if self._is_asynchronous and self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True: ranks wait for each other's statistics in every layer, and with mode='async' "
+                "they do not; use sync_batchnorm=False or strategy='sync_ps'"
+            )
 
     @override
     def _connect(self) -> None:
@@ -436,7 +448,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
         if self._is_asynchronous:
-            self._pace = OwnPace(connections, self.signals, getattr(self.failure_watch, "can_be_lost", print))
+            self._pace = OwnPace(
+                connections,
+                self.signals,
+                leave_groups=self._leave_world,
+                can_be_lost=getattr(self.failure_watch, "can_be_lost", print),
+            )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""
@@ -486,15 +503,23 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         super().setup(trainer)
         if self._pace is None:
             return
-        assert self._connections is not None
         self._pace.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
         self._pace.loaded(self._resumed)
-        self.barrier()
-        # With a process group Lightning and torchmetrics would have workers meet in every batch.
-        self._leave_groups()
-        leave_world()
-        self.failure_watch.joined(self._connections.cut, self.world_size)
         self._pace.begin(trainer)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == "run-stage" and self._pace is not None:  # the last one before rank 0 validates alone
+            self._leave_world()
+
+    def _leave_world(self) -> None:
+        """Leaves the process groups of the run; from then on collectives return what this rank has."""
+        if self.groups is not None:
+            assert self._connections is not None
+            self._leave_groups()
+            leave_world()
+            self.failure_watch.joined(self._connections.cut, self.world_size)
 
     @override
     def teardown(self) -> None:

@@ -29,14 +29,19 @@ def distinct_regimes() -> list[Regime]:
     return regimes
 
 
+def synchronous_regimes() -> list[Regime]:
+    """Those that compute what one device computes."""
+    return [regime for regime in distinct_regimes() if regime.synchronous]
+
+
 def regimes_of_each_strategy() -> list[Regime]:
     """The first regime of each class: for what does not depend on the options that a name fixes."""
     return list({regime.strategy: regime for regime in reversed(distinct_regimes())}.values())
 
 
 def regimes_with_a_whole_model() -> list[Regime]:
-    """Those whose ranks hold all layers, and batches of their own."""
-    return [regime for regime in distinct_regimes() if regime.strategy.pipeline_parallel_size == 1]
+    """Those synchronous ones whose ranks hold all layers, and batches of their own."""
+    return [regime for regime in synchronous_regimes() if regime.strategy.pipeline_parallel_size == 1]
 
 
 def make_strategy(name: str, **options: Any) -> Any:

@@ -14,13 +14,13 @@ from lightning_multigpu.registry import Regime
 from tests.strategies.tasks import (
     Case,
     Classifier,
-    distinct_regimes,
     fit,
     global_losses,
     make_strategy,
     make_trainer,
     regimes_of_each_strategy,
     state,
+    synchronous_regimes,
     train_loader,
 )
 from tests.world import World
@@ -50,7 +50,7 @@ CASES = {
     "many small buckets": Case(strategy={"bucket_cap_mb": 0.0001}),
 }
 
-regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+regimes = pytest.mark.parametrize("regime", synchronous_regimes(), ids=lambda regime: regime.name)
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def _applies(regime: Regime, name: str) -> bool:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"regime", "case_name"} <= set(metafunc.fixturenames):
-        pairs = [(r, name) for r in distinct_regimes() if r.synchronous for name in CASES if _applies(r, name)]
+        pairs = [(r, name) for r in synchronous_regimes() for name in CASES if _applies(r, name)]
         metafunc.parametrize(("regime", "case_name"), pairs, ids=[f"{r.name}-{name}" for r, name in pairs])
 
 

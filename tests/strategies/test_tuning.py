@@ -15,16 +15,16 @@ from tests.strategies.tasks import (
     Classifier,
     assert_same_weights,
     data_ranks,
-    distinct_regimes,
     make_strategy,
     make_trainer,
     state,
+    synchronous_regimes,
     train_loader,
 )
 from tests.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
-regimes = pytest.mark.parametrize("regime", distinct_regimes(), ids=lambda regime: regime.name)
+regimes = pytest.mark.parametrize("regime", synchronous_regimes(), ids=lambda regime: regime.name)
 CASE = Case(max_epochs=3)
 
 

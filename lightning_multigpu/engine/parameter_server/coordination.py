@@ -23,13 +23,16 @@ class Coordination:
     def __init__(self, servers: ServerConnections) -> None:
         self._servers = servers
         self.is_over = False
+        self._run = 0
 
     def start(self) -> None:
         """Waits until worker 0 begins to train, which has loaded its checkpoint then."""
+        self._run += 1
+        self.is_over = False
         if self._servers.worker == 0:
-            self._servers.post(0, {"kind": "start"})
+            self._servers.post(0, {"kind": "start", "run": self._run})
         else:
-            self._servers.post(0, {"kind": "await start"})
+            self._servers.post(0, {"kind": "await start", "run": self._run})
             self._servers.answers("start", _FIRST)
 
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:

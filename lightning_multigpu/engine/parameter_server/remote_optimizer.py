@@ -196,7 +196,13 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     def _step(self) -> None:
         """Push gradients, have the servers step, pull all weights."""
-        self._send_changed_weights()
+        if self._servers.consistency.is_synchronous:
+            self.send_changed_weights()
+        elif self._changed():
+            raise ValueError(
+                "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
+                "would be lost: use strategy='sync_ps' with that hook"
+            )
         is_urgent = self._push_rest()
         staged = self._expect(lambda parameter: parameter)
         self._ask(
@@ -395,20 +401,15 @@ class RemoteOptimizer(RedirectedOptimizer):
             sums.update(zip(parameters, checksum(parameters).tolist(), strict=True))  # type: ignore[arg-type]
         return sums
 
-    def _send_changed_weights(self) -> None:
-        """On worker 0: sends the weights that a hook has changed since they came."""
-        sums = self._checksums()
-        if sums is None or sums == self._sums:
-            return
-        assert self._sums is not None
-        if not self._servers.consistency.is_synchronous:
-            raise ValueError(
-                "a hook has changed weights, over which other workers have made updates meanwhile that would be lost; "
-                "change them with strategy='sync_ps', or not in place"
-            )
-        changed = {parameter for parameter, sum_ in sums.items() if sum_ != self._sums[parameter]}
+    def _changed(self) -> set[Parameter]:
+        """On worker 0 the parameters that have changed since they came; elsewhere none."""
+        return {p for p, sum_ in (self._checksums() or {}).items() if sum_ != (self._sums or {}).get(p)}
+
+    def send_changed_weights(self) -> None:
+        """On worker 0: sends the weights that have changed since they came: by a hook, or by a checkpoint."""
+        changed = self._changed()
         for bucket in self._buckets:
-            for part in bucket.parts if not changed.isdisjoint(bucket.parameters) else []:
+            for part in [] if changed.isdisjoint(bucket.parameters) else bucket.parts:
                 if part.numel:
                     fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
                     self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])

@@ -219,8 +219,16 @@ class ServedOptimizer:
         return torch.empty_like(weights)
 
     def replace_weights(self, number: int, weights: Tensor) -> None:
-        """Takes weights that a hook has changed on worker 0, for the next step: the old ones may still be sent."""
-        self._bucket(number).replacement = weights
+        """Takes weights that have changed on worker 0, for the next step: the old ones may still be sent."""
+        bucket = self._bucket(number)
+        bucket.replacement = weights
+        if self._common is None:  # what is sent is a copy
+            self._replace(bucket)
+
+    def _replace(self, bucket: _Bucket) -> None:
+        if bucket.replacement is not None:
+            bucket.weights.copy_(bucket.replacement)
+            bucket.replacement = None
 
     # Rounds
 
@@ -343,10 +351,7 @@ class ServedOptimizer:
             return
         round_now.averaged = []
         for pushes in complete:
-            bucket = pushes.bucket
-            if bucket.replacement is not None:
-                bucket.weights.copy_(bucket.replacement)
-                bucket.replacement = None
+            self._replace(pushes.bucket)
             if request.clip_value is not None:
                 for gradient in pushes.present():
                     gradient.clamp_(-request.clip_value, request.clip_value)

@@ -67,8 +67,8 @@ class Server:
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
         self._asked_for: tuple[str, bool] | None = None
         self._dealer = BatchDealer()
-        self._has_started = False
-        self._await_start: list[Member] = []
+        self._run = 0
+        self._await_run: list[tuple[int, Member]] = []
         self._awaited_epoch: int | None = None
         self._last_word: Any = None
         self._await_last_word: list[Member] = []
@@ -290,11 +290,15 @@ class Server:
             is_over = self._last_word is not None or (number is None and self._dealer.is_used_up)
             member.post({"kind": "batch", "number": number, "is_over": is_over})
         elif kind in ("start", "await start"):
-            self._has_started = self._has_started or (kind == "start" and worker == 0)
-            self._await_start += [member] if kind == "await start" else []
-            for waiting in self._await_start if self._has_started else []:
-                waiting.post({"kind": "start"})
-            self._await_start = [] if self._has_started else self._await_start
+            run = int(fields["run"])
+            if kind == "await start":
+                self._await_run.append((run, member))
+            elif worker == 0:
+                self._run, self._dealer, self._last_word = run, BatchDealer(), None
+            for number, waiting in self._await_run:
+                if number <= self._run:
+                    waiting.post({"kind": "start"})
+            self._await_run = [(number, waiting) for number, waiting in self._await_run if number > self._run]
         elif kind == "trained":
             self._dealer.trained(worker, int(fields["epoch"]), int(fields["number"]))
             self._tell_of_epoch()
@@ -334,6 +338,7 @@ class Server:
         self._last_word = value
         for member in self._await_last_word:
             member.post_value({"kind": "over"}, value, "the end of training")
+        self._await_last_word = []
 
     def _tell_of_epoch(self) -> None:
         """Tells worker 0, if it waits, that all batches of an epoch have been trained on."""
