@@ -1,0 +1,393 @@
+"""Servers that update with each worker's gradients as they come: against the same updates, made one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+
+from lightning_multigpu.engine.parameter_server.batch_dealer import BatchDealer
+from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
+from lightning_multigpu.engine.parameter_server.coordination import Coordination
+from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.engine.parameter_server.server_connections import ServerError
+from tests.engine.parameter_server.test_host_optimizer import (
+    OPTIMIZERS,
+    NormedSGD,
+    assert_equal,
+    gradients,
+    groups_of,
+    weights,
+)
+from tests.engine.parameter_server.test_servers import SMALL, Job, job
+
+
+class Worker:
+    """One asynchronous worker of a job, driven step by step by the test."""
+
+    def __init__(self, found: Job, number: int, make: Callable[[Any], optim.Optimizer], rules: Consistency) -> None:
+        self._stack = contextlib.ExitStack()
+        self.connections = self._stack.enter_context(found.connections(number, consistency=rules))
+        self.parameters = weights()
+        self.optimizer = make(groups_of(self.parameters))
+        self.remote = RemoteOptimizer(self.optimizer, self.connections, bucket_bytes=int(SMALL))
+        self.coordination = Coordination(self.connections)
+        assert self.remote.imbalance >= 1.0  # the servers know its parameters from now on
+
+    def step(self, of_step: list[Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        self.optimizer.step()
+
+    @property
+    def now(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def leave(self) -> None:
+        self.remote.close()
+        self._stack.close()
+
+    def vanish(self) -> None:
+        """Its process ends without a word."""
+        for connection in self.connections._connections:
+            connection.channel.shut_down()
+
+
+@contextlib.contextmanager
+def workers(
+    make: Callable[[Any], optim.Optimizer] = lambda groups: optim.SGD(groups, lr=0.1),
+    number: int = 2,
+    *,
+    num_servers: int = 1,
+    **rules: Any,
+) -> Iterator[list[Worker]]:
+    consistency = Consistency(is_synchronous=False, **rules)
+    with job(num_servers, number) as found:
+        made = [Worker(found, worker, make, consistency) for worker in range(number)]
+        try:
+            yield made
+        finally:
+            for worker in made:
+                worker.leave()
+
+
+def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -> list[Tensor]:
+    """The weights of one device after the updates."""
+    parameters = weights()
+    optimizer = make(groups_of(parameters))
+    for of_step in updates:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD"])
+def test_updates_follow_each_other_in_the_order_in_which_they_come(name: str, num_servers: int) -> None:
+    make = OPTIMIZERS.get(name, lambda groups: NormedSGD(groups, lr=0.1))
+    order = [0, 1, 1, 0, 1, 0]
+    updates = [gradients(step, worker) for step, worker in enumerate(order)]
+    with workers(make, num_servers=num_servers) as both:
+        for worker, update in zip(order, updates, strict=True):
+            both[worker].step(update)
+            assert both[worker].remote.version == both[0].remote.version or worker == 1
+        expected = alone(make, updates)
+        assert_equal(both[0].now, expected)
+        both[1].remote.pull()
+        assert_equal(both[1].now, expected)
+        assert both[0].remote.version == both[1].remote.version == len(order)
+
+
+def test_staleness_is_the_number_of_updates_by_others_since_the_weights_came() -> None:
+    with workers() as (first, second):
+        for worker, step in ((first, 0), (first, 1), (second, 2), (first, 3), (second, 4)):
+            worker.step(gradients(step, 0))
+        found = first.coordination.staleness()
+    assert found == {0: Counter({0: 2, 1: 1}), 1: Counter({2: 1, 1: 1})}
+
+
+def test_the_learning_rate_is_divided_by_the_staleness() -> None:
+    first, second, third = (gradients(step, 0) for step in range(3))
+    with workers(scales_learning_rate=True) as (one, other):
+        one.step(first)
+        one.step(second)
+        other.step(third)  # two updates after the weights that it has
+        found = other.now
+    parameters = alone(lambda groups: optim.SGD(groups, lr=0.1), [first, second])
+    rates = [0.1, 0.05, 0.05]
+    assert_equal(found, [p - rate / 2 * g for p, rate, g in zip(parameters, rates, third, strict=True)])
+
+
+def test_delay_is_compensated_for() -> None:
+    """g + lambda g g (w - w_pulled), as in the paper."""
+    first, second = gradients(0, 0), gradients(1, 0)
+    with workers(compensation=0.5) as (one, other):
+        one.step(first)
+        other.step(second)
+        found = other.now
+    pulled, now = weights(), alone(lambda groups: optim.SGD(groups, lr=0.1), [first])
+    compensated = [g + 0.5 * g * g * (w - p.detach()) for g, w, p in zip(second, now, pulled, strict=True)]
+    assert_equal(found, [w - rate * g for w, rate, g in zip(now, [0.1, 0.05, 0.05], compensated, strict=True)])
+
+
+class Ahead:
+    """A worker that steps on a thread of its own until it is told to stop."""
+
+    def __init__(self, worker: Worker, steps: int) -> None:
+        self.done = 0
+        self._worker, self._steps = worker, steps
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for step in range(self._steps):
+            self._worker.step(gradients(step, 0))
+            with self._changed:
+                self.done += 1
+                self._changed.notify_all()
+
+    def has_done(self, steps: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done >= steps, timeout=20)
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.mark.parametrize("way", ["it steps", "it is lost", "it leaves", "it pauses"])
+def test_a_worker_waits_when_it_is_too_far_ahead(way: str) -> None:
+    with workers(number=3, max_staleness=2, num_servers=2) as (first, slow, third):
+        ahead, other = Ahead(first, 6), Ahead(third, 6)
+        assert ahead.has_done(2)
+        assert other.has_done(2)
+        ahead._thread.join(0.3)
+        assert (ahead.done, other.done) == (2, 2), "the third step would be one too many"
+        if way == "it steps":
+            slow.step(gradients(50, 1))
+            assert ahead.has_done(3)
+            ahead._thread.join(0.3)
+            assert ahead.done == 3
+            slow.coordination.pause()
+        elif way == "it is lost":
+            slow.vanish()
+        elif way == "it leaves":
+            slow.leave()
+        else:
+            slow.coordination.pause()
+        other.join()
+        ahead.join()
+        if way == "it pauses":
+            slow.step(gradients(50, 1))  # it comes back beside the slowest
+
+
+def test_clocks() -> None:
+    clocks = Clocks(range(2), max_staleness=1)
+    clocks.completes(0)
+    assert clocks.may_go_on(0, completing=False)
+    assert not clocks.may_go_on(0, completing=True)
+    clocks.leaves(1)
+    assert clocks.may_go_on(0, completing=True)
+    for _ in range(4):
+        clocks.completes(0)
+    clocks.enters(1)
+    assert clocks.may_go_on(0, completing=True), "who comes back begins beside the slowest"
+    assert Clocks(range(2), None).may_go_on(0, completing=True)
+
+
+def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
+    with workers(num_servers=2) as (first, second):
+        bucket = second.remote._buckets[0]
+        for parameter, gradient in zip(second.parameters, gradients(7, 1), strict=True):
+            parameter.grad = gradient
+        second.remote._push(bucket)
+        second.vanish()
+        for step in range(3):
+            first.step(gradients(step, 0))
+        assert_equal(first.now, alone(lambda groups: optim.SGD(groups, lr=0.1), [gradients(s, 0) for s in range(3)]))
+        first.connections.wait_until(lambda: bool(first.connections.lost))
+        assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
+
+
+def test_a_lost_worker_may_come_again_and_gets_the_weights_of_now() -> None:
+    rules = Consistency(is_synchronous=False)
+    make = OPTIMIZERS["AdamW"]
+    with job(1, 2) as found:
+        first, second = (Worker(found, number, make, rules) for number in range(2))
+        second.vanish()
+        first.connections.wait_until(lambda: bool(first.connections.lost))
+        first.step(gradients(0, 0))
+        for number in (1, 5):  # under its own number, and as one more than there were
+            late = Worker(found, number, make, rules)
+            assert_equal(late.now, first.now)
+            late.step(gradients(1, 0))
+            first.remote.pull()
+            assert_equal(late.now, first.now)
+            late.leave()
+        second.leave()
+        first.leave()
+    assert found.problems == [""]
+
+
+def test_the_job_ends_with_worker_0() -> None:
+    with workers() as (first, second):
+        first.vanish()
+        with pytest.raises(ServerError, match="worker 0 is gone"):
+            second.connections.wait_until(lambda: False)
+
+
+def test_parameters_that_come_later_come_at_each_workers_own_time() -> None:
+    """As when a backbone is unfrozen in the second epoch: one worker is there before worker 0, another long after."""
+    with workers(lambda groups: optim.SGD(groups[:1], lr=0.1), number=3) as (first, early, late):
+
+        def unfreeze(worker: Worker) -> None:
+            worker.optimizer.add_param_group({"params": worker.parameters[1:], "lr": 0.05})
+            worker.step(gradients(2, 0))
+
+        waiting = threading.Thread(target=unfreeze, args=(early,))
+        waiting.start()
+        late.step(gradients(0, 0))
+        first.step(gradients(1, 0))
+        waiting.join(0.2)
+        assert waiting.is_alive(), "it waits for worker 0's weights"
+        unfreeze(first)
+        waiting.join(20)
+        late.step(gradients(3, 0))  # it knows the first group only
+        unfreeze(late)
+        updates = [(0, 1), (1, 1), (2, 3), (2, 3), (3, 1), (2, 3)]
+        expected = [p.detach() for p in weights()]
+        for step, known in updates:
+            for p, rate, g in list(zip(expected, [0.1, 0.05, 0.05], gradients(step, 0), strict=True))[:known]:
+                p -= rate * g
+        assert_equal(late.now, expected)
+
+
+def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> None:
+    with workers() as (first, second):
+        with torch.no_grad():
+            first.parameters[1].mul_(0.5)
+        with pytest.raises(ValueError, match="a hook has changed weights"):
+            first.step(gradients(0, 0))
+        first.remote.send_changed_weights()
+        first.remote.pull()
+        second.remote.pull()
+        halved = [p.detach() * (0.5 if i == 1 else 1.0) for i, p in enumerate(weights())]
+        assert_equal(first.now, halved)
+        assert_equal(second.now, halved)
+
+
+def test_the_state_goes_on() -> None:
+    make = OPTIMIZERS["AdamW"]
+    with workers(make) as (first, second):
+        first.step(gradients(0, 0))
+        second.step(gradients(1, 0))
+        saved = first.remote.state_dict()
+        assert second.remote.state_dict()["state"] == {}
+    with workers(make) as (first, second):
+        with torch.no_grad():
+            for parameter, value in zip(first.parameters, alone(make, [gradients(0, 0), gradients(1, 0)]), strict=True):
+                parameter.copy_(value)
+        first.remote.send_changed_weights()
+        for worker in (first, second):
+            worker.remote.load_state_dict(saved)
+        second.remote.pull()
+        second.step(gradients(2, 0))
+        assert_equal(second.now, alone(make, [gradients(step, 0) for step in range(3)]))
+
+
+class TestDealing:
+    def dealt(self, dealer: BatchDealer, worker: int, epoch: int = 0, **options: Any) -> int | None:
+        return dealer.next(worker, epoch, **{"first": 0, "num_batches": 4, **options})
+
+    def test_each_batch_goes_to_one_worker(self) -> None:
+        dealer = BatchDealer()
+        assert [self.dealt(dealer, worker) for worker in (1, 0, 1, 0, 1, 0)] == [0, 1, 2, 3, None, None]
+        assert self.dealt(dealer, 1, epoch=1) == 0, "a worker goes on with the next epoch"
+
+    def test_worker_0_gets_one(self) -> None:
+        dealer = BatchDealer()
+        assert [self.dealt(dealer, 1) for _ in range(5)] == [0, 1, 2, None, None]
+        assert self.dealt(dealer, 0) == 3
+
+    def test_batches_of_a_lost_worker_go_to_others(self) -> None:
+        dealer = BatchDealer()
+        assert [self.dealt(dealer, worker) for worker in (0, 1, 1)] == [0, 1, 2]
+        dealer.trained(1, 0, 1)
+        assert dealer.lose(1) == 1
+        assert [self.dealt(dealer, 0) for _ in range(3)] == [2, 3, None]
+
+    def test_what_a_worker_gives_back_goes_to_others(self) -> None:
+        dealer = BatchDealer()
+        assert [self.dealt(dealer, worker) for worker in (1, 1, 0)] == [0, 1, 2]
+        dealer.give_back(1, 0)
+        assert [self.dealt(dealer, 0) for _ in range(4)] == [0, 1, 3, None]
+
+    def test_an_epoch_is_trained_when_nobody_has_a_batch_of_it(self) -> None:
+        dealer = BatchDealer()
+        assert [self.dealt(dealer, worker) for worker in (0, 1)] == [0, 1]
+        dealer.trained(0, 0, 0)
+        assert not dealer.is_trained(0)
+        self.dealt(dealer, 0, epoch=1)
+        dealer.trained(1, 0, 1)
+        assert dealer.is_trained(0)
+        assert not dealer.is_trained(1)
+
+    def test_a_run_takes_so_many_batches(self) -> None:
+        dealer = BatchDealer()
+        dealer.limit(2)
+        assert [self.dealt(dealer, 0) for _ in range(3)] == [0, 1, None]
+        assert dealer.is_used_up
+
+    def test_an_epoch_may_have_begun_in_an_earlier_run(self) -> None:
+        assert self.dealt(BatchDealer(), 0, first=3) == 3
+
+    @pytest.mark.parametrize("options", [{"first": 5}, {"first": -1}, {"num_batches": 2**60}])
+    def test_numbers_out_of_range(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="in epoch 0"):
+            self.dealt(BatchDealer(), 0, **options)
+
+
+def test_an_epoch_and_the_end_of_training() -> None:
+    """Worker 0 waits for the others' batches; the others wait for its last word, and deal nothing after it."""
+    with workers() as (first, second):
+        started = threading.Thread(target=second.coordination.start)
+        started.start()
+        first.coordination.start()
+        started.join(20)
+        dealt = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
+        assert (first.coordination.next_batch(**dealt), second.coordination.next_batch(**dealt)) == (0, 1)
+        first.coordination.trained(0, 0)
+        awaited = threading.Thread(target=first.coordination.await_epoch, args=(0,))
+        awaited.start()
+        awaited.join(0.2)
+        assert awaited.is_alive()
+        second.coordination.trained(0, 1)
+        awaited.join(20)
+        first.coordination.end({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
+        assert second.coordination.next_batch(**dealt) is None
+        assert second.coordination.is_over
+        assert second.coordination.end({}) == {"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}
+
+
+def test_workers_with_other_rules_are_refused() -> None:
+    with job(1, 2) as found, found.connections(0, consistency=Consistency(is_synchronous=False)):
+        rules = Consistency(is_synchronous=False, max_staleness=1)
+        with pytest.raises(ServerError, match="belongs to another job"), found.connections(1, consistency=rules):
+            pass
+
+
+def test_parameters_without_a_gradient_get_the_updates_of_others() -> None:
+    with workers() as (first, second):
+        first.step(gradients(0, 0))
+        for parameter in second.parameters:
+            parameter.grad = None
+        second.optimizer.step()
+        assert_equal(second.now, first.now)
