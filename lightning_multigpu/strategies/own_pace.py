@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_multigpu.engine.data_parallel.agreement import LoaderWrapper
 from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
@@ -110,7 +111,7 @@ class OwnPace(Callback):
                 "each worker trains on all batches of its loader: batches are dealt out to workers where Lightning can "
                 "put its own sampler into the DataLoader (use_distributed_sampler=True and no batch_sampler of yours)"
             )
-        return dealt
+        return dealt if self._batches is None else _LateLoader(dealt)
 
     def _take(self, trainer: pl.Trainer, num_batches: int) -> int | None:
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -278,6 +279,19 @@ class OwnPace(Callback):
         progress = checkpoint.get("global_step", 0)
         self._resumed_version = int(saved.get("version", progress))
         self._first_batch = int(saved.get("first_batch", 0))
+
+
+class _LateLoader(LoaderWrapper):
+    """Takes the first batch when it is asked for it: Lightning makes iterators before a checkpoint is loaded."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:

@@ -135,7 +135,28 @@ def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
         transfer.finish()
 
 
-class AgreedLoader:
+class LoaderWrapper:
+    """Stands for a loader, and has its attributes: Lightning seeds and ends the workers of a loader through them.
+
+    Args:
+        loader: what it stands for; assigned after all other attributes.
+    """
+
+    loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "loader" in self.__dict__ and name not in self.__dict__ and hasattr(self.loader, name):
+            setattr(self.loader, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class AgreedLoader(LoaderWrapper):
     """Iterates over a rank's loader for as long as all ranks agree to.
 
     Args:
@@ -184,18 +205,6 @@ class AgreedLoader:
     def settle(self) -> bool:
         """See :meth:`Announcer.settle`."""
         return self._announcer.settle()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "__setstate__"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning seeds and ends the workers of a loader through its attributes.
-        if "loader" in self.__dict__ and name not in self.__dict__ and hasattr(self.loader, name):
-            setattr(self.loader, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         """Batches of an iteration, the same on every rank.
@@ -281,14 +290,14 @@ class StatefulAgreedLoader(AgreedLoader):
         super().__init__(loader, announcer, **options)
 
     def state_dict(self) -> Any:
-        return self.loader.state_dict() if self._state is None else self._state  # type: ignore[attr-defined]
+        return self.loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Any) -> None:
         self._state = None
-        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+        self.loader.load_state_dict(state)
 
     def _before_fetching_ahead(self) -> None:
-        self._state = copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+        self._state = copy.deepcopy(self.loader.state_dict())
 
 
 def is_stateful(loader: Any) -> bool:

@@ -1,0 +1,359 @@
+"""Asynchronous training through the Trainer: who decides, and that each sample is trained on once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_multigpu import ParameterServerStrategy
+from tests.strategies.tasks import Case, Classifier, dataset, eval_loader, make_strategy, make_trainer, state
+from tests.strategies.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
+from tests.world import World, rank
+
+SAMPLES, BATCH, EPOCHS = 50, 4, 3
+NUM_BATCHES = 13  # the last one has two samples
+ABSENT_GROUP = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+
+
+class Seen(Classifier):
+    """It keeps which samples it has trained on, and when it was validated."""
+
+    def __init__(self, optimizer: str = "sgd", *, slow_rank: int | None = None, schedule: bool = False) -> None:
+        super().__init__(optimizer)
+        self.samples: list[tuple[int, float]] = []
+        self.versions: list[Tensor] = []
+        self.has_group: set[bool] = set()
+        self.slow_rank, self.schedule = slow_rank, schedule
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(0.1 if self.global_rank == self.slow_rank else 0.0)
+        self.samples += [(self.current_epoch, value) for value in batch[0][:, 0].tolist()]
+        self.has_group.add(dist.is_initialized())
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.versions.append(self.first.weight.detach().clone())
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        if not self.schedule:
+            return optimizer
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(SAMPLES), batch_size=BATCH, shuffle=True, **options)
+
+
+def fit(
+    module: Classifier | None = None,
+    loading: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    ckpt_path: str | None = None,
+    *,
+    ranks: int = 2,
+    **overrides: Any,
+) -> dict[str, Any]:
+    module = module or Seen()
+    trainer = make_trainer(Case(max_epochs=EPOCHS), make_strategy("async_ps", **(options or {})), ranks, **overrides)
+    trainer.fit(module, loader(**(loading or {})), eval_loader(), ckpt_path=ckpt_path)
+    return {
+        "rank": trainer.global_rank,
+        "samples": getattr(module, "samples", []),
+        "has_group": getattr(module, "has_group", None),
+        "weights": state(module),
+        "validated": getattr(module, "versions", []),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None,
+        "best": getattr(trainer.checkpoint_callback, "best_model_path", None),
+        "callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
+        "limit": trainer.limit_val_batches,
+    }
+
+
+def trained_on(results: list[dict[str, Any]]) -> dict[int, Counter[float]]:
+    found: dict[int, Counter[float]] = {}
+    for epoch, sample in (entry for result in results for entry in result["samples"]):
+        found.setdefault(epoch, Counter())[sample] += 1
+    return found
+
+
+EVERY = Counter(dataset(SAMPLES).tensors[0][:, 0].tolist())
+
+
+def slow(rank_: int, loading: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    return fit(Seen(slow_rank=rank_), loading, **overrides)
+
+
+@ABSENT_GROUP
+@pytest.mark.parametrize("loading", [{}, {"num_workers": 1}], ids=["no workers", "a loader's worker"])
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_each_sample_is_trained_on_once_an_epoch(world2: World, slow_rank: int, loading: dict[str, Any]) -> None:
+    results = world2.run(slow, slow_rank, loading)
+    assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
+    assert sum(result["steps"] for result in results) == EPOCHS * NUM_BATCHES
+    first, second = results
+    assert first["weights"]["layers.0.weight"].equal(second["weights"]["layers.0.weight"]), "both end with all updates"
+    assert first["has_group"] == second["has_group"] == {False}, "Lightning would have ranks meet in every batch"
+    if not loading:
+        fast, slower = results[1 - slow_rank], results[slow_rank]
+        assert len(fast["samples"]) > len(slower["samples"])
+
+
+@ABSENT_GROUP
+def test_one_worker_trains_as_one_device() -> None:
+    module, on_device = Seen("adamw"), Seen("adamw")
+    fit(module, ranks=1, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    trainer = make_trainer(
+        Case(max_epochs=EPOCHS),
+        "auto",
+        1,
+        gradient_clip_val=0.1,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=False,
+    )
+    order = DistributedSampler(dataset(SAMPLES), num_replicas=1, rank=0, shuffle=True, seed=0)
+    trainer.fit(on_device, DataLoader(dataset(SAMPLES), batch_size=BATCH, sampler=order), eval_loader())
+    assert module.samples == on_device.samples
+    for name, value in state(on_device).items():
+        torch.testing.assert_close(state(module)[name], value, rtol=1e-9, atol=1e-11)
+
+
+@ABSENT_GROUP
+def test_rank_0_validates_saves_and_decides(world2: World, tmp_path: Path) -> None:
+    first, second = world2.run(decides, str(tmp_path))
+    assert first["epochs"] == 2, "the second value is no better than the first"
+    assert second["epochs"] <= EPOCHS
+    assert len(first["validated"]) == 1 + 2, "the sanity check, and two epochs"
+    assert second["validated"] == []
+    assert first["best"] == second["best"]
+    assert Path(first["best"]).is_file()
+    assert {name: value for name, value in first["metrics"].items() if name.startswith("val")} == {
+        name: value for name, value in second["metrics"].items() if name.startswith("val")
+    }
+    assert first["metrics"]["val_samples"] == 21
+    assert first["callbacks"] == second["callbacks"]
+    assert (first["limit"], second["limit"]) == (1.0, 1.0)
+    saved = torch.load(first["best"], weights_only=False)
+    assert saved["state_dict"]["layers.0.weight"].equal(first["validated"][1]), "the weights that were validated"
+
+
+def decides(directory: str) -> dict[str, Any]:
+    stop = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+    keeps = ModelCheckpoint(directory, monitor="val_loss", save_top_k=1)
+    return fit(callbacks=[stop, keeps], enable_checkpointing=True, num_sanity_val_steps=1, max_epochs=50)
+
+
+def saves(directory: str, options: dict[str, Any]) -> dict[str, Any]:
+    keeps = ModelCheckpoint(directory, save_last=True, **options)
+    return fit(Seen("adamw", schedule=True), callbacks=[keeps], enable_checkpointing=True, max_epochs=2)
+
+
+def goes_on(path: str, epochs: int) -> dict[str, Any]:
+    return fit(Seen("adamw", schedule=True), ckpt_path=path, max_epochs=epochs)
+
+
+@ABSENT_GROUP
+def test_a_checkpoint_is_one_of_one_device_and_training_goes_on_from_it(world2: World, tmp_path: Path) -> None:
+    first, _ = world2.run(saves, str(tmp_path), {})
+    path = str(tmp_path / "last.ckpt")
+    saved = torch.load(path, weights_only=False)
+    assert saved["state_dict"]["layers.0.weight"].equal(first["weights"]["layers.0.weight"])
+    state_of_optimizer = saved["optimizer_states"][0]["state"]
+    assert [int(entry["step"]) for entry in state_of_optimizer.values()] == [2 * NUM_BATCHES] * 4
+    module = Seen("adamw")
+    trainer = make_trainer(Case(max_epochs=3), "auto", 1)
+    trainer.fit(module, loader(), ckpt_path=path)
+    assert trained_on([{"samples": module.samples}]) == {2: EVERY}
+    results = world2.run(goes_on, path, 3)
+    assert trained_on(results) == {2: EVERY}
+    assert min(result["rate"] for result in results) == pytest.approx(0.0, abs=1e-9), "the schedule counts all updates"
+
+
+@ABSENT_GROUP
+def test_an_epoch_goes_on_where_it_was_saved(world2: World, tmp_path: Path) -> None:
+    world2.run(saves, str(tmp_path), {"every_n_train_steps": 2, "save_top_k": -1})
+    path = min(tmp_path.glob("epoch=0*.ckpt"), key=lambda file: file.stat().st_mtime)
+    results = world2.run(goes_on, str(path), 1)
+    samples = trained_on(results)[0]
+    assert max(samples.values()) == 1
+    first = torch.load(path, weights_only=False)["parameter_server"]["first_batch"]
+    assert 0 < first < NUM_BATCHES
+    assert sum(samples.values()) == SAMPLES - first * BATCH
+
+
+@ABSENT_GROUP
+def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None:
+    results = world2.run(scheduled)
+    assert min(result["rate"] for result in results) == pytest.approx(0.0, abs=1e-9)
+    steps = world2.run(limited)
+    assert sum(result["steps"] for result in steps) == 17
+
+
+def scheduled() -> dict[str, Any]:
+    return fit(Seen(schedule=True))
+
+
+def limited() -> dict[str, Any]:
+    return fit(max_steps=17, max_epochs=-1)
+
+
+@ABSENT_GROUP
+@pytest.mark.parametrize(
+    "options",
+    [{"max_staleness": 1}, {"scale_lr_by_staleness": True, "delay_compensation": 0.1}, {"num_servers": 2}],
+    ids=str,
+)
+def test_options(world2: World, options: dict[str, Any]) -> None:
+    results = world2.run(fit, None, None, options)
+    assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
+
+
+def losses(kind: str) -> tuple[float, float]:
+    """Of the whole data before and after training."""
+    torch.manual_seed(4)
+    callbacks: list[Callback] = []
+    if kind == "a backbone that is unfrozen":
+        module: Any = Frozen()
+        callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
+    else:
+        module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[kind]()
+    trainer = make_trainer(Case(max_epochs=6), make_strategy("async_ps"), 2, callbacks=callbacks)
+    x, y = dataset(SAMPLES).tensors
+
+    def loss() -> float:
+        net = module.layers if kind == "hooks that read gradients" else None
+        with torch.no_grad():
+            if net is not None:
+                out = net(x.double())
+            elif kind == "manual optimization":
+                out = module.second(torch.tanh(module.first(x.double())))
+            else:
+                out = module.head(torch.tanh(module.backbone(x.double())))
+        return float(nn.functional.cross_entropy(out, y))
+
+    module.double()
+    before = loss()
+    trainer.fit(module, loader())
+    return before, loss()
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+@pytest.mark.parametrize("kind", ["hooks that read gradients", "manual optimization", "a backbone that is unfrozen"])
+def test_unmodified_modules(world2: World, kind: str) -> None:
+    for before, after in world2.run(losses, kind):
+        assert after < 0.8 * before
+
+
+class Scales(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(0.9)
+
+
+def scales() -> None:
+    fit(callbacks=[Scales()])
+
+
+@ABSENT_GROUP
+def test_hooks_that_change_weights_are_refused(world2: World) -> None:
+    world2.run_raising(ValueError, "a hook has changed weights in place", scales)
+
+
+class Stream(IterableDataset[Any]):
+    """What the user has divided by rank."""
+
+    def __iter__(self) -> Any:
+        data = dataset(SAMPLES)
+        return iter([data[index] for index in range(rank(), SAMPLES, 2)])
+
+
+def streams() -> dict[str, Any]:
+    module = Seen()
+    trainer = make_trainer(Case(max_epochs=2), make_strategy("async_ps"), 2)
+    trainer.fit(module, DataLoader(Stream(), batch_size=BATCH), eval_loader())
+    return {"samples": module.samples, "validated": len(module.versions)}
+
+
+@ABSENT_GROUP
+def test_streams_are_each_workers_own(world2: World) -> None:
+    results = world2.run(streams)
+    assert trained_on(results) == dict.fromkeys(range(2), EVERY)
+    assert [result["validated"] for result in results] == [2, 0]
+
+
+def twice() -> list[float]:
+    """A fit, an evaluation on all ranks together, and a fit again."""
+    module, values = Seen(), []
+    for _ in range(2):
+        trainer = make_trainer(Case(max_epochs=2), make_strategy("async_ps"), 2)
+        trainer.fit(module, loader(), eval_loader())
+        values.append(float(trainer.test(module, eval_loader(), verbose=False)[0]["test_loss"]))
+    return values
+
+
+@ABSENT_GROUP
+def test_a_program_goes_on_after_the_fit(world2: World) -> None:
+    first, second = world2.run(twice)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),
+        ({"max_staleness": 3}, "max_staleness: with mode='sync' no gradients are stale"),
+        ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),
+        ({"mode": "async", "max_staleness": 1.5}, "max_staleness=1.5"),
+        ({"mode": "async", "delay_compensation": -0.1}, "delay_compensation=-0.1"),
+        ({"delay_compensation": 0.1, "scale_lr_by_staleness": True}, "scale_lr_by_staleness and delay_compensation"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParameterServerStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [({"callbacks": [LearningRateFinder()]}, "LearningRateFinder"), ({"sync_batchnorm": True}, "sync_batchnorm=True")],
+)
+def test_what_needs_ranks_in_step_is_refused(overrides: dict[str, Any], words: str) -> None:
+    trainer = L.Trainer(
+        strategy="async_ps", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, **overrides
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer.fit(Seen(), loader())
+
+
+def test_no_staleness_is_synchronous(world2: World) -> None:
+    asked, synchronous = (world2.run(weights_of, name, options) for name, options in (
+        ("async_ps", {"max_staleness": 0}), ("sync_ps", {})))  # fmt: skip
+    for one, other in zip(asked, synchronous, strict=True):
+        assert one.equal(other)
+
+
+def weights_of(name: str, options: dict[str, Any]) -> Tensor:
+    module = Classifier("adamw")
+    make_trainer(Case(max_epochs=2), make_strategy(name, **options), 2).fit(module, loader())
+    return module.first.weight.detach()
