@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_multigpu.engine.data_parallel.agreement import LoaderWrapper
@@ -106,7 +106,7 @@ class OwnPace(Callback):
 
         dealt, batches = distribute_batches(loader, **kwargs, even=False, take=take)
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
-        if self._batches is None and isinstance(dealt, DataLoader):
+        if self._batches is None and isinstance(dealt, DataLoader) and not isinstance(dealt.dataset, IterableDataset):
             rank_zero_warn(
                 "each worker trains on all batches of its loader: batches are dealt out to workers where Lightning can "
                 "put its own sampler into the DataLoader (use_distributed_sampler=True and no batch_sampler of yours)"

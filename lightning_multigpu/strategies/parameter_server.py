@@ -452,7 +452,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 connections,
                 self.signals,
                 leave_groups=self._leave_world,
-                can_be_lost=getattr(self.failure_watch, "can_be_lost", print),
+                can_be_lost=self.failure_watch.can_be_lost,
             )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
@@ -552,7 +552,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def _tell_global_batch(self) -> None:
         if self._pace is None:
             super()._tell_global_batch()
-        else:
+        elif self.world_size > 1:
             rank_zero_info(f"{self.world_size} workers train, each at its own pace: each batch of theirs is an update")
 
     @override
