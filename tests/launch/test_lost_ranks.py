@@ -25,7 +25,6 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("popen", "kill", "was ended by SIGKILL"),
         ("popen", "raise", "raised ValueError: the data is spoilt"),
         ("popen", "terminate", "was told to end (SIGTERM)"),
-        ("spawn", "raise", "raised ValueError: the data is spoilt"),
         ("spawn", "exit", "ended with exit status 7"),
     ],
 )
@@ -37,10 +36,12 @@ def test_the_others_finish(start_method: str, how: str, what: str, tmp_path: Pat
     assert finished.stderr.count("ValueError: the data is spoilt\n") == (3 if how == "raise" else 0), (
         "and its traceback"
     )
+    assert "worker 1 is gone, and training goes on with 2 workers" in finished.stderr
     assert "The job failed" not in finished.stderr
     assert "Resume with" not in finished.stderr
     ranks = "02" if start_method == "popen" else "0"  # spawned ranks give the result to the first process
-    assert sorted(finished.stdout.splitlines()) == [f"rank {rank} has trained: True" for rank in ranks]
+    said = re.findall(r"rank \d has trained: \w+", finished.stdout)  # their lines may run into each other
+    assert sorted(said) == [f"rank {rank} has trained: True" for rank in ranks]
     assert not list(tmp_path.glob("pymp-*"))
 
 
