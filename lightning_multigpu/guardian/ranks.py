@@ -139,15 +139,6 @@ class Ranks:
         waited_for = others_wait or any(rank.at_end for rank in self.at_work)
         return early[0] if early and waited_for else None
 
-    def holds_up_end(self, now_s: float) -> WatchedRank | None:
-        """A rank that can be lost and is stopped for long, while all others of the host wait at the end of the run."""
-        stopped = [
-            rank
-            for rank in self.at_work
-            if rank.can_be_lost and now_s - (rank.stopped_since_s or now_s) > self._stopped_limit_s
-        ]
-        return stopped[0] if stopped and all(rank.at_end or rank in stopped for rank in self.at_work) else None
-
     def late(self, now_s: float) -> WatchedRank | None:
         """A rank that still has not joined the others, and does not say so itself."""
         for rank in self.at_work:

@@ -175,11 +175,7 @@ class Watchdog:
     def _observe_end(self) -> None:
         """Releases the ranks once all have come to the end: until then the failure of one is that of all."""
         early = self._ranks.left_early(self._hosts.others_wait)
-        held_up = self._ranks.holds_up_end(self._now_s) if self._hosts.first_is_at_end else None
-        if held_up is not None:
-            self._fail(held_up.failure("is stopped by a signal while the others wait at the end of the run", None), 0.0)
-            held_up.process.kill()
-        elif early is not None:
+        if early is not None:
             what = "ended with exit status 0 in the middle of the run, and others wait for it"
             self._fail(early.failure(what, None), self._now_s)
         elif not self._released and self._ranks.all_at_end and self._hosts.come_to_end():

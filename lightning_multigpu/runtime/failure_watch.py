@@ -130,7 +130,7 @@ class FailureWatch:
 
     @property
     def lost(self) -> list[int]:
-        """The ranks of this host that the run has lost; empty after it. Guardians do not tell of other hosts' ranks."""
+        """The ranks of this host that the job has lost so far; guardians do not tell of other hosts' ranks."""
         return [] if self.client is None else self.client.lost
 
     @property

@@ -204,11 +204,6 @@ class Hosts:
         return self._own_rank == 0
 
     @property
-    def first_is_at_end(self) -> bool:
-        """True on node 0, and elsewhere once node 0's ranks have come to the end of their run."""
-        return self.is_first or any(peer.at_end for peer in self._peers if peer.node_rank == 0)
-
-    @property
     def all_done(self) -> bool:
         """True if this guardian may leave: node 0's stays until the others' ranks have finished."""
         if not self.is_first:
@@ -289,17 +284,14 @@ class Hosts:
     def come_to_end(self) -> bool:
         """All ranks of this host have come to the end of their run; True once those of all hosts have.
 
-        Called again until then. Each tells node 0, and node 0 the others; it also tells them when all have come.
+        Called again until then. The others tell node 0, which tells them when all have come.
         """
+        if self.is_first and (self._awaited or not all(peer.at_end or peer.done for peer in self._peers)):
+            return False
         if not self._at_end:
             self._at_end = True
-            self.say("at end")
-        if not self.is_first:
-            return self._all_at_end or not self._peers
-        if not self._awaited and all(peer.at_end or peer.done for peer in self._peers) and not self._all_at_end:
-            self._all_at_end = True
-            self.say("all at end")
-        return self._all_at_end
+            self.say("all at end" if self.is_first else "at end")
+        return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
