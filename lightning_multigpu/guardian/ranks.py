@@ -185,7 +185,7 @@ class Ranks:
     def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
         for rank in stopped:
             since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
-            if now_s - since_s > self._stopped_limit_s and not rank.can_be_lost:
+            if now_s - since_s > self._stopped_limit_s:
                 what = (
                     f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
                 )

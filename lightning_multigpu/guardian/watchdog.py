@@ -163,7 +163,7 @@ class Watchdog:
 
     def _observe_workers(self, rank: WatchedRank) -> None:
         """Finds a stopped worker: its rank waits for data, and all others wait for the rank."""
-        if self._shutdown is not None or rank.can_be_lost or rank.process.state() == STOPPED:
+        if self._shutdown is not None or rank.process.state() == STOPPED:
             self._workers.forgive()
             return
         found = self._workers.stopped(rank.process.pid, self._now_s)

@@ -58,7 +58,6 @@ class OwnPace(Callback):
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
-        self._epoch = 0
         self._num_told = 0
         self._stepped: dict[int, int] = {}
         self._kept: list[tuple[int, Callback]] = []
@@ -119,15 +118,12 @@ class OwnPace(Callback):
         limit = None
         if trainer.max_steps > 0:
             limit = max(0, trainer.max_steps - self._resumed_version) * trainer.accumulate_grad_batches
-        number = self._coordination.next_batch(
+        return self._coordination.next_batch(
             trainer.current_epoch,
             first=min(self._first_batch, num_batches) if resumes else 0,
             num_batches=num_batches,
             limit=limit,
         )
-        if number is None and self._coordination.is_over:
-            trainer.should_stop = True
-        return number
 
     # The moments of a fit
 
@@ -153,7 +149,7 @@ class OwnPace(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._signals.agree(self._signals.received, may_act=batch_idx % trainer.accumulate_grad_batches == 0)
-        self._number, self._epoch = None, trainer.current_epoch
+        self._number = None
         if self._batches is not None and self._batches.numbers:
             self._number = self._batches.numbers.popleft()
             self._batches.counts.popleft()
@@ -178,19 +174,18 @@ class OwnPace(Callback):
         self._step_schedulers(trainer, batch_idx)
         self._tell_of_lost()
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self._is_first:
-            self._complete(trainer.current_epoch)
+            self._coordination.pause()
+            self._coordination.give_back(trainer.current_epoch)
+            self._coordination.await_epoch(trainer.current_epoch)
+            self._pull()
+        self._stop_if_over(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_first:
-            self._complete(self._epoch)
-
-    def _complete(self, epoch: int) -> None:
-        """On worker 0: has the weights of an epoch, with all updates that workers still make in it."""
-        self._coordination.pause()
-        self._coordination.give_back(epoch)
-        self._coordination.await_epoch(epoch)
-        self._pull()
+            self._coordination.pause()
+            self._coordination.stop()
+            self._pull()
 
     def _pull(self) -> None:
         for served in self.served:
@@ -229,6 +224,11 @@ class OwnPace(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._batches is not None:
             self._coordination.give_back(trainer.current_epoch)
+        self._stop_if_over(trainer)
+
+    def _stop_if_over(self, trainer: pl.Trainer) -> None:
+        if self._coordination.is_over:
+            trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:
         """Has all workers end with the same weights, and with what worker 0's callbacks and metrics say."""

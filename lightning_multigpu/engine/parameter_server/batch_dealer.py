@@ -21,20 +21,20 @@ class _Epoch:
 
 
 class BatchDealer:
-    """The batches of all epochs of a run. Worker 0 gets one of each epoch at least: it validates after its last.
+    """The batches of all epochs of a run. Worker 0 gets one of each epoch at least: it validates after its last."""
 
-    Args:
-        limit: batches of the whole run; None for any number.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = defaultdict(_Epoch)
-        self._left = limit
+        self._left: int | None = None
 
-    def limit(self, batches: int) -> None:
-        """The run takes so many batches, counted from the first call."""
-        if self._left is None:
-            self._left = batches
+    @property
+    def is_limited(self) -> bool:
+        """Whether the run takes a certain number of batches."""
+        return self._left is not None
+
+    def limit_to(self, batches: int) -> None:
+        """From now on the run takes so many more batches."""
+        self._left = batches
 
     @property
     def is_used_up(self) -> bool:
@@ -57,7 +57,7 @@ class BatchDealer:
             raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
         dealt = self._epochs[epoch]
         dealt.following = max(dealt.following, first)
-        if dealt.returned:
+        if dealt.returned and self._left != 0:
             number = dealt.returned.popleft()
         elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand) and self._left != 0:
             number = dealt.following

@@ -16,19 +16,16 @@ class Coordination:
     Args:
         servers: the connections of this worker.
 
-    Attributes:
-        is_over: True once worker 0 has ended training, or the run has taken all of its batches.
     """
 
     def __init__(self, servers: ServerConnections) -> None:
         self._servers = servers
-        self.is_over = False
         self._run = 0
 
     def start(self) -> None:
         """Waits until worker 0 begins to train, which has loaded its checkpoint then."""
         self._run += 1
-        self.is_over = False
+        self._servers.is_stopped = False
         if self._servers.worker == 0:
             self._servers.post(0, {"kind": "start", "run": self._run})
         else:
@@ -48,7 +45,7 @@ class Coordination:
             0, {"kind": "next", "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
         )
         ((fields, _),) = self._servers.answers("batch", _FIRST)
-        self.is_over = self.is_over or bool(fields["is_over"])
+        self._servers.is_stopped = self._servers.is_stopped or bool(fields["is_over"])
         number = fields["number"]
         return None if number is None else int(number)
 
@@ -64,6 +61,16 @@ class Coordination:
         """On worker 0: waits until all workers have trained on what they had of the epoch."""
         self._servers.post(0, {"kind": "await epoch", "epoch": epoch})
         self._servers.answers("epoch is trained", _FIRST)
+
+    @property
+    def is_over(self) -> bool:
+        """True once worker 0 has stopped training, or the run has taken all of its batches."""
+        return self._servers.is_stopped
+
+    def stop(self) -> None:
+        """On worker 0: has all workers end training, and waits until they have."""
+        self._servers.post(0, {"kind": "stop"})
+        self._servers.answers("stopped", _FIRST)
 
     def pause(self) -> None:
         """Has no worker wait for this one until its next step."""

@@ -79,7 +79,6 @@ class _Round:
     staleness: int = 0
     squares: float | None = None
     has_sent_squares: bool = False
-    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -325,7 +324,6 @@ class ServedOptimizer:
             self._common = following
             return
         (worker,) = round_now.workers
-        self.staleness[worker][round_now.staleness] += 1
         self._rounds[worker] = following
         self.staleness[worker][round_now.staleness] += 1
         self._clocks.completes(worker)

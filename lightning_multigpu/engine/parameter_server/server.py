@@ -72,6 +72,7 @@ class Server:
         self._awaited_epoch: int | None = None
         self._last_word: Any = None
         self._await_last_word: list[Member] = []
+        self._is_stopping = False
         self._problem = ""
         self._is_over = threading.Event()
         self._listener = Listener(host, port, secret, self._welcome)
@@ -177,6 +178,7 @@ class Server:
     def _forget(self, member: Member) -> None:
         worker = member.worker
         del self._members[worker]
+        self._await_last_word = [waiting for waiting in self._await_last_word if waiting is not member]
         batches = self._dealer.lose(worker)
         for served in self._optimizers.values():
             served.loses(worker)
@@ -185,6 +187,7 @@ class Server:
             first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
         self._tell_of_epoch()
         self._tell_what_workers_told()
+        self._tell_of_stop()
         if 0 in self._departed and not self._members:
             self.end("")
 
@@ -281,13 +284,11 @@ class Server:
         """Does what only asynchronous workers ask; False if it is something else."""
         kind, worker = fields.get("kind"), member.worker
         if kind == "next":
-            number = None
-            if self._last_word is None:
-                if fields.get("limit") is not None:
-                    self._dealer.limit(int(fields["limit"]))
-                epoch, first, number_of = (int(fields[name]) for name in ("epoch", "first", "num_batches"))
-                number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
-            is_over = self._last_word is not None or (number is None and self._dealer.is_used_up)
+            if fields.get("limit") is not None and not self._dealer.is_limited:
+                self._dealer.limit_to(int(fields["limit"]))
+            epoch, first, number_of = (int(fields[name]) for name in ("epoch", "first", "num_batches"))
+            number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
+            is_over = number is None and self._dealer.is_used_up
             member.post({"kind": "batch", "number": number, "is_over": is_over})
         elif kind in ("start", "await start"):
             run = int(fields["run"])
@@ -308,9 +309,16 @@ class Server:
         elif kind == "await epoch" and worker == 0:
             self._awaited_epoch = int(fields["epoch"])
             self._tell_of_epoch()
+        elif kind == "stop" and worker == 0:
+            self._is_stopping = True
+            self._dealer.limit_to(0)
+            for other in self._members.values():
+                other.post({"kind": "stop"})
+            self._tell_of_stop()
         elif kind == "await over":
             if self._last_word is None:
                 self._await_last_word.append(member)
+                self._tell_of_stop()
             else:
                 member.post_value({"kind": "over"}, self._last_word, "the end of training")
         elif kind == "tell":
@@ -360,6 +368,12 @@ class Server:
         first.post({"kind": "told", "values": [told[worker] for worker in sorted(told)]})
         if of_all:
             del self._told[name]
+
+    def _tell_of_stop(self) -> None:
+        """Tells worker 0, which has stopped training, that all others have come to its end."""
+        if self._is_stopping and len(self._await_last_word) == len(self._members.keys() - {0}):
+            self._is_stopping = False
+            self._members[0].post({"kind": "stopped"})
 
     def _optimizer(self, fields: Mapping[str, Any]) -> ServedOptimizer:
         served = self._optimizers.get(_optimizer_number(fields))

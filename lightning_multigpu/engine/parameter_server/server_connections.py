@@ -63,6 +63,7 @@ class ServerConnections:
     Attributes:
         lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
             are left.
+        is_stopped: worker 0 has ended training, or all batches are taken.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ServerConnections:
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
         self.lost: list[Fields] = []
+        self.is_stopped = False
         self._arrived = threading.Condition()
         self._problem: str | None = None
         self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in addresses]
@@ -253,7 +255,11 @@ class ServerConnections:
                     continue
                 if fields.get("kind") == "lost":
                     if connection.number == 0:  # all servers see it
-                        self.lost.append(fields)
+                        with self.arriving():
+                            self.lost.append(fields)
+                    continue
+                if fields.get("kind") == "stop":
+                    self.is_stopped = True
                     continue
                 body = fields.get("body")
                 tensors = room_for(body, payload_bytes)

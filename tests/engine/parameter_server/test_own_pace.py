@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,7 +110,7 @@ def test_staleness_is_the_number_of_updates_by_others_since_the_weights_came() -
     with workers() as (first, second):
         for worker, step in ((first, 0), (first, 1), (second, 2), (first, 3), (second, 4)):
             worker.step(gradients(step, 0))
-        found = first.coordination.staleness()
+        found = first.connections.statistics().staleness
     assert found == {0: Counter({0: 2, 1: 1}), 1: Counter({2: 1, 1: 1})}
 
 
@@ -342,7 +343,7 @@ class TestDealing:
 
     def test_a_run_takes_so_many_batches(self) -> None:
         dealer = BatchDealer()
-        dealer.limit(2)
+        dealer.limit_to(2)
         assert [self.dealt(dealer, 0) for _ in range(3)] == [0, 1, None]
         assert dealer.is_used_up
 
@@ -371,10 +372,21 @@ def test_an_epoch_and_the_end_of_training() -> None:
         assert awaited.is_alive()
         second.coordination.trained(0, 1)
         awaited.join(20)
-        first.coordination.end({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
+        stopped = threading.Thread(target=first.coordination.stop)
+        stopped.start()
+        while not second.coordination.is_over:
+            time.sleep(0.01)
         assert second.coordination.next_batch(**dealt) is None
-        assert second.coordination.is_over
-        assert second.coordination.end({}) == {"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}
+        stopped.join(0.2)
+        assert stopped.is_alive(), "the other has not come to the end"
+        told: list[Any] = []
+        waiting = threading.Thread(target=lambda: told.append(second.coordination.end({})))
+        waiting.start()
+        stopped.join(20)
+        assert told == []
+        first.coordination.end({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
+        waiting.join(20)
+        assert told == [{"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}]
 
 
 def test_workers_with_other_rules_are_refused() -> None:
