@@ -83,6 +83,10 @@ class OneDevice:
                 found = _train_alone(trainer, module, batch, values) if trainer.is_global_zero else None
                 self._alone = strategy.broadcast(found)
 
+    def leave_out(self, reason: str) -> None:
+        """Trains no copy; the section has the reason."""
+        self._alone = reason
+
     def batch_starts(self) -> None:
         """A training batch has been loaded."""
         self._stopwatch.start()

@@ -126,6 +126,8 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, ObservedStrategy):
             self._gathered = trainer.strategy.gather_at_end(lambda: (asdict(self._record(trainer)), self._told()))
+        if self._gathered is not None and self._one_device is not None:
+            self._one_device.leave_out("ranks of their own pace do not wait while one device is measured")
         for monitor in self._own:
             monitor.on_train_start(trainer, pl_module)
 
