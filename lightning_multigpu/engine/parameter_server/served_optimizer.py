@@ -31,7 +31,7 @@ class _Bucket:
     """This server's part of a bucket: pieces of parameters of one dtype, one after the other.
 
     ``version`` counts the rounds that it has been through; ``pulled`` has the version that a worker of its own pace
-    holds, with the weights themselves where they are needed again.
+    holds, and the weights as they were sent.
     """
 
     number: int
@@ -40,7 +40,7 @@ class _Bucket:
     offsets: list[int]
     replacement: Tensor | None = None
     version: int = 0
-    pulled: dict[int, tuple[int, Tensor | None]] = field(default_factory=dict)
+    pulled: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of a piece, in its shape."""
@@ -387,7 +387,7 @@ class ServedOptimizer:
             bucket = pushes.bucket
             version, pulled = bucket.pulled[worker]
             staleness = max(staleness, bucket.version - version)
-            if rules.compensation and pulled is not None and pushes.gradient is not None:
+            if rules.compensation and pushes.gradient is not None:
                 gradient = pushes.gradient
                 gradient.addcmul_(gradient.square(), bucket.weights - pulled, value=rules.compensation)
             bucket.version += 1
@@ -407,12 +407,17 @@ class ServedOptimizer:
                 self._send_weights(worker, bucket, staleness)
 
     def _send_weights(self, worker: int, bucket: _Bucket, staleness: int) -> None:
-        """Sends the weights of now, copied, since others update them while they are sent."""
+        """Sends the weights of now, copied, since others update them while they are sent.
+
+        The copy replaces the one before, which the worker has received: it asks for no more until then.
+        """
         member = self._members.get(worker)
         if member is None:
             return
-        weights = bucket.weights.clone()
-        bucket.pulled[worker] = bucket.version, weights if self._consistency.compensation else None
+        if worker not in bucket.pulled:
+            bucket.pulled[worker] = 0, torch.empty_like(bucket.weights)
+        weights = bucket.pulled[worker][1].copy_(bucket.weights)
+        bucket.pulled[worker] = bucket.version, weights
         fields = {
             "kind": "part",
             "optimizer": self._number,

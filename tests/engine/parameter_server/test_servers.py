@@ -23,10 +23,13 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server_connections
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.engine.parameter_server.served_optimizer import Job as ServedJob
+from lightning_multigpu.engine.parameter_server.served_optimizer import ServedOptimizer, request_of
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.wire import packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
@@ -456,3 +459,33 @@ def test_a_worker_that_is_gone_ends_the_job() -> None:
         channel.shut_down()
         channel.close()
     assert found.problems[0].startswith("worker 0 is gone")
+
+
+def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
+    """Each copy was new memory, which the kernel cleared: a tenth of the server's processor time."""
+    sent: list[tuple[int, float]] = []
+
+    class Receiver:
+        def post(self, fields: dict[str, Any], payload: list[memoryview]) -> None:
+            found = torch.frombuffer(payload[0], dtype=torch.float32)
+            sent.append((found.data_ptr(), found[0].item()))
+
+    members: Any = {worker: Receiver() for worker in range(2)}
+    served = ServedOptimizer(ServedJob(2, 1, Consistency(is_synchronous=False)), members, 0)
+    buckets = [{"dtype": "float32", "pieces": [[3]]}]
+    plan = {"class": "torch.optim.sgd:SGD", "split": "elements", "buckets": buckets, "groups": [[[0, 0]]]}
+    values = [{**optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0).defaults}]
+    served.configure(0, 0, plan, {"defaults": {}, "values": values, "weights": [torch.zeros(3)], "state": []})
+    served.configure(1, 0, plan, None)
+    for worker in range(2):
+        served.pull(worker)
+    for step in range(2):
+        for worker in range(2):
+            served.push(worker, 0, step, [1], torch.ones(3))
+            served.request(
+                worker, step, request_of({"kind": "step", "values": packed(values, [], what="") if worker == 0 else []})
+            )
+    memory, values_sent = zip(*sent, strict=True)
+    assert values_sent == (0, 0, -1, -2, -3, -4)
+    assert memory == 3 * memory[:2]
+    assert memory[0] != memory[1]
