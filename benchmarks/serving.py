@@ -182,6 +182,18 @@ def _receive_always(sock: socket.socket) -> None:
         pass
 
 
+def training() -> Callable[[], None]:
+    """A step of a worker without its communication, at the batch size of ``bench strategies``."""
+    model = BenchMLP()
+    batch = model.example_batch(BenchMLP.default_batch_size)
+
+    def step() -> None:
+        model.zero_grad()
+        model.training_step(batch, 0).backward()  # type: ignore[no-untyped-call]
+
+    return step
+
+
 def timed(step: Callable[[], None], steps: int) -> float:
     """Seconds of processor time a step."""
     start_s = time.process_time()
@@ -200,8 +212,9 @@ def main() -> None:
     print(
         f"{heading()}\n# {_WORKERS} workers; medians of {given.turns} turns of {given.steps} steps\n"
         "# ms for a step of each worker: processor time of the server, of a worker's communication, of the clock;\n"
-        "# processor time of the same copies and updates alone, and over sockets\n"
+        "# processor time of the same copies and updates alone, and over sockets; of forward and backward\n"
         f"{'':6}{'server':>22}{'worker':>8}{'clock':>8}{'alone':>22}{'sockets':>8}  server/alone  server/sockets"
+        "  training"
     )
     for mode in given.modes:
         serving = Serving(mode)
@@ -209,15 +222,20 @@ def main() -> None:
         serving.run(3)
         for way in ways:
             way.step()
+        train = training()
+        train()
         rows = []
         for _ in range(given.turns):
-            rows.append([*serving.run(given.steps), *(timed(way.step, given.steps) for way in ways)])
+            others = [*(way.step for way in ways), train]
+            rows.append([*serving.run(given.steps), *(timed(step, given.steps) for step in others)])
         serving.close()
-        server, worker, clock, alone, sockets = (Spread.of(found).scaled(1e3) for found in zip(*rows, strict=True))
+        server, worker, clock, alone, sockets, step = (
+            Spread.of(found).scaled(1e3) for found in zip(*rows, strict=True)
+        )
         print(
             f"{mode:6}{server.median:8.1f} ({server.p25:4.1f} - {server.p75:4.1f}){worker.median:8.1f}"
             f"{clock.median:8.1f}{alone.median:8.1f} ({alone.p25:4.1f} - {alone.p75:4.1f}){sockets.median:8.1f}"
-            f"{server.median / alone.median:14.2f}{server.median / sockets.median:16.2f}",
+            f"{server.median / alone.median:14.2f}{server.median / sockets.median:16.2f}{step.median:10.1f}",
             flush=True,
         )
 
