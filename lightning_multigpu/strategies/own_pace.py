@@ -130,6 +130,9 @@ class OwnPace(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._leave_groups()
+        if self._connections.joined_in is not None:
+            progress: Any = trainer.fit_loop.epoch_progress
+            progress.current.processed = self._connections.joined_in
         if isinstance(trainer.val_check_interval, float):
             # Lightning counts this worker's batches of an epoch, of which it knows the number only at its end.
             share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
@@ -211,7 +214,7 @@ class OwnPace(Callback):
         for lost in self._connections.lost[self._num_told :]:
             batches = f"; its {lost['batches']} batches go to others" if lost["batches"] else ""
             rank_zero_warn(
-                f"worker {lost['worker']} is gone, and training goes on with {lost['left']} workers{batches}"
+                f"worker {lost['worker']} is gone, and training goes on; workers left: {lost['left']}{batches}"
             )
             self._num_told += 1
 
@@ -243,7 +246,8 @@ class OwnPace(Callback):
         word = self._coordination.end(word)
         if not self._is_first:
             self._pull()
-            for (_, callback), state in zip(self._kept, word["callbacks"], strict=True):
+            # A worker that has joined may have fewer callbacks.
+            for (_, callback), state in zip(self._kept, word["callbacks"], strict=False):
                 callback.load_state_dict(state)
             trainer.callback_metrics.update(word["metrics"])
         for number, (value, found) in enumerate(self._at_end):

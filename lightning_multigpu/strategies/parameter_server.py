@@ -331,6 +331,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             host, and 2 at least.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
+        joins: with "async" and addresses in ``servers``, train as a further worker of a job that is there. It begins
+            with the weights of now, and takes the job's ``max_staleness`` and so on.
         bucket_cap_mb: size of a bucket of gradients, in MiB: what is pushed, updated and pulled at once.
         options: options of :class:`OptimizerServerStrategy` and
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -350,6 +352,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
+        joins: bool = False,
         bucket_cap_mb: float = 4.0,
         **options: Any,
     ) -> None:
@@ -380,13 +383,19 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             )
         option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
-        self._mode = mode
+        self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
         self._consistency = Consistency()
         if self._is_asynchronous:
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._pace: OwnPace | None = None
         self._resumed: dict[str, Any] = {}
+        if joins and (self._addresses is None or mode != "async" or any(asked.values())):
+            raise ValueError(
+                "joins=True: give mode='async' and the addresses of the job's servers, such as "
+                "servers=['10.0.0.5:7000'], and none of max_staleness, scale_lr_by_staleness and delay_compensation"
+            )
+        self._joins = joins
         self._num_servers = num_servers
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
@@ -398,11 +407,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         return {
             **super().options,
             "mode": self._mode,
-            "max_staleness": self._consistency.max_staleness,
+            "max_staleness": self._max_staleness,
             "scale_lr_by_staleness": self._consistency.scales_learning_rate,
             "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
             "servers": self._addresses,
+            "joins": self._joins,
             "bucket_cap_mb": self._bucket_cap_mb,
         }
 
@@ -435,7 +445,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._connections = connections = ServerConnections(
             addresses,
             secret,
-            worker=self.global_rank,
+            worker=None if self._joins else self.global_rank,
             num_workers=self.world_size,
             consistency=self._consistency,
             meter=self.meter,
@@ -452,7 +462,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 connections,
                 self.signals,
                 leave_groups=self._leave_world,
-                can_be_lost=self.failure_watch.can_be_lost,
+                can_be_lost=lambda: None if self.is_global_zero else self.failure_watch.can_be_lost(),
             )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
@@ -467,7 +477,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
         found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
         everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
-        return [everywhere[k] for k in range(number)]
+        addresses = [everywhere[k] for k in range(number)]
+        if self._is_asynchronous and job_secret(os.environ) is not None:
+            listed = ", ".join(f"{host}:{port}" for host, port in addresses)
+            rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]")
+        return addresses
 
     @override
     def _serve(self, optimizer: Optimizer) -> Served:

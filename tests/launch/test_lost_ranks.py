@@ -36,7 +36,7 @@ def test_the_others_finish(start_method: str, how: str, what: str, tmp_path: Pat
     assert finished.stderr.count("ValueError: the data is spoilt\n") == (3 if how == "raise" else 0), (
         "and its traceback"
     )
-    assert "worker 1 is gone, and training goes on with 2 workers" in finished.stderr
+    assert "worker 1 is gone, and training goes on; workers left: 2" in finished.stderr
     assert "The job failed" not in finished.stderr
     assert "Resume with" not in finished.stderr
     ranks = "02" if start_method == "popen" else "0"  # spawned ranks give the result to the first process

@@ -28,6 +28,11 @@ class BatchDealer:
         self._left: int | None = None
 
     @property
+    def newest_epoch(self) -> int:
+        """The last epoch of which batches were dealt."""
+        return max(self._epochs, default=0)
+
+    @property
     def is_limited(self) -> bool:
         """Whether the run takes a certain number of batches."""
         return self._left is not None

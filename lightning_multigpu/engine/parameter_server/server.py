@@ -24,6 +24,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Server:
         self._job: Job | None = None
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
+        self._num_joined = 0
         self._channels: list[Channel] = []
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -131,6 +133,8 @@ class Server:
 
     def _introduced(self, channel: Channel) -> Member:
         fields, payload_bytes = channel.receive()
+        if fields.get("joins") is True and fields.get("kind") == "hello" and not payload_bytes:
+            return self._joined(fields, channel)
         numbers = [fields.get(name) for name in ("worker", "num_workers", "num_servers")]
         worker, workers, servers = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
         rules = fields.get("consistency")
@@ -149,6 +153,24 @@ class Server:
             member = self._members[worker] = Member(worker, channel)
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid()})
+        return member
+
+    def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
+        """A worker that comes to a job that is there, under a number that no worker has had."""
+        with self._changing:
+            job = self._job
+            if job is None or job.consistency.is_synchronous:
+                raise WireError("there is no asynchronous job here that a worker could join; start its rank 0 first")
+            if fields.get("num_servers") != job.num_servers:
+                raise WireError(f"this job has {job.num_servers} servers: name all of them, in the same order")
+            if self._last_word is not None or self._is_stopping:
+                raise WireError("the training of this job has ended")
+            self._num_joined += 1
+            member = Member(job.num_workers + self._num_joined - 1, channel)
+            self._members[member.worker] = member
+        member.writer.start()
+        welcome = {"worker": member.worker, "num_workers": job.num_workers, "epoch": self._dealer.newest_epoch}
+        member.post({**welcome, "kind": "welcome", "pid": os.getpid(), "consistency": asdict(job.consistency)})
         return member
 
     @property

@@ -54,8 +54,8 @@ class ServerConnections:
     Args:
         addresses: host and port of each server; all workers have the same list.
         secret: of the job.
-        worker: the number of this worker.
-        num_workers: of the job.
+        worker: the number of this worker; None for one that joins a job which is there.
+        num_workers: of the job; those that join are not counted.
         consistency: the rules of the job, the same on all workers.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
@@ -63,6 +63,7 @@ class ServerConnections:
     Attributes:
         lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
             are left.
+        joined_in: the epoch of the job that this worker has joined; None for one of the first workers.
         is_stopped: worker 0 has ended training, or all batches are taken.
     """
 
@@ -71,13 +72,15 @@ class ServerConnections:
         addresses: Sequence[tuple[str, int]],
         secret: bytes,
         *,
-        worker: int,
+        worker: int | None,
         num_workers: int,
         consistency: Consistency | None = None,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
     ) -> None:
-        self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
+        self.worker = -1 if worker is None else worker
+        self.num_workers, self.num_servers = num_workers, len(addresses)
+        self.joined_in: int | None = None
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
@@ -112,15 +115,26 @@ class ServerConnections:
                     thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
                     thread.start()
                     self._threads.append(thread)
+            others = range(self.num_servers)
+            if self.worker < 0:
+                self._join()
+                others = range(1, self.num_servers)
             hello: Fields = {"kind": "hello", "worker": self.worker, "num_workers": self.num_workers}
             hello["consistency"] = dataclasses.asdict(self.consistency)
-            for number in range(self.num_servers):
+            for number in others:
                 self.post(number, {**hello, "num_servers": self.num_servers})
-            self.answers("welcome")
+            self.answers("welcome", others)
         except BaseException:
             self.cut()
             self.close()
             raise
+
+    def _join(self) -> None:
+        """Takes a number of its own, and what else the job's workers know, from the first server."""
+        self.post(0, {"kind": "hello", "joins": True, "num_servers": self.num_servers})
+        ((fields, _),) = self.answers("welcome", (0,))
+        self.worker, self.num_workers, self.joined_in = fields["worker"], fields["num_workers"], fields["epoch"]
+        self.consistency = Consistency(**fields["consistency"])
 
     def _found(self, number: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
         """The connection to a server, when the server listens."""
