@@ -187,7 +187,7 @@ class OwnPace(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_first:
             self._coordination.pause()
-            self._coordination.stop()
+            self._coordination.stop(epoch=trainer.current_epoch, at_once=trainer.should_stop)
             self._pull()
 
     def _pull(self) -> None:

@@ -26,6 +26,7 @@ class BatchDealer:
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = defaultdict(_Epoch)
         self._left: int | None = None
+        self._last: int | None = None
 
     @property
     def newest_epoch(self) -> int:
@@ -41,10 +42,13 @@ class BatchDealer:
         """From now on the run takes so many more batches."""
         self._left = batches
 
-    @property
-    def is_used_up(self) -> bool:
-        """Whether the run has taken all of its batches."""
-        return self._left == 0
+    def end_with(self, epoch: int) -> None:
+        """The run takes no batches of later epochs; -1 for no more at all."""
+        self._last = epoch
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether the run takes no more batches of an epoch, nor of any later one."""
+        return self._left == 0 or (self._last is not None and epoch > self._last)
 
     def next(self, worker: int, epoch: int, *, first: int, num_batches: int) -> int | None:
         """The number of the next batch for a worker; None if the epoch, or the run, has no more.
@@ -60,11 +64,13 @@ class BatchDealer:
         """
         if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
             raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
+        if self.is_over(epoch):
+            return None
         dealt = self._epochs[epoch]
         dealt.following = max(dealt.following, first)
-        if dealt.returned and self._left != 0:
+        if dealt.returned:
             number = dealt.returned.popleft()
-        elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand) and self._left != 0:
+        elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand):
             number = dealt.following
             dealt.following += 1
             if self._left is not None:

@@ -67,9 +67,14 @@ class Coordination:
         """True once worker 0 has stopped training, or the run has taken all of its batches."""
         return self._servers.is_stopped
 
-    def stop(self) -> None:
-        """On worker 0: has all workers end training, and waits until they have."""
-        self._servers.post(0, {"kind": "stop"})
+    def stop(self, *, epoch: int, at_once: bool) -> None:
+        """On worker 0: has all workers end training, and waits until they have.
+
+        Args:
+            epoch: the last one that others train in.
+            at_once: have them end within it, after the batch that they are at.
+        """
+        self._servers.post(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
         self._servers.answers("stopped", _FIRST)
 
     def pause(self) -> None:

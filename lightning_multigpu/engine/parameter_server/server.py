@@ -310,7 +310,7 @@ class Server:
                 self._dealer.limit_to(int(fields["limit"]))
             epoch, first, number_of = (int(fields[name]) for name in ("epoch", "first", "num_batches"))
             number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
-            is_over = number is None and self._dealer.is_used_up
+            is_over = number is None and self._dealer.is_over(epoch)
             member.post({"kind": "batch", "number": number, "is_over": is_over})
         elif kind in ("start", "await start"):
             run = int(fields["run"])
@@ -333,8 +333,8 @@ class Server:
             self._tell_of_epoch()
         elif kind == "stop" and worker == 0:
             self._is_stopping = True
-            self._dealer.limit_to(0)
-            for other in self._members.values():
+            self._dealer.end_with(int(fields["epoch"]))
+            for other in self._members.values() if fields["at_once"] else ():
                 other.post({"kind": "stop"})
             self._tell_of_stop()
         elif kind == "await over":

@@ -345,7 +345,14 @@ class TestDealing:
         dealer = BatchDealer()
         dealer.limit_to(2)
         assert [self.dealt(dealer, 0) for _ in range(3)] == [0, 1, None]
-        assert dealer.is_used_up
+        assert dealer.is_over(0)
+
+    def test_a_run_ends_with_an_epoch(self) -> None:
+        dealer = BatchDealer()
+        dealer.end_with(0)
+        assert self.dealt(dealer, 0) == 0
+        assert self.dealt(dealer, 1, epoch=1) is None
+        assert (dealer.is_over(0), dealer.is_over(1)) == (False, True)
 
     def test_an_epoch_may_have_begun_in_an_earlier_run(self) -> None:
         assert self.dealt(BatchDealer(), 0, first=3) == 3
@@ -372,7 +379,7 @@ def test_an_epoch_and_the_end_of_training() -> None:
         assert awaited.is_alive()
         second.coordination.trained(0, 1)
         awaited.join(20)
-        stopped = threading.Thread(target=first.coordination.stop)
+        stopped = threading.Thread(target=first.coordination.stop, kwargs={"epoch": 0, "at_once": True})
         stopped.start()
         while not second.coordination.is_over:
             time.sleep(0.01)
