@@ -58,6 +58,7 @@ class OwnPace(Callback):
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
+        self._dealt_at: tuple[int, int] | None = None
         self._num_told = 0
         self._stepped: dict[int, int] = {}
         self._kept: list[tuple[int, Callback]] = []
@@ -104,6 +105,12 @@ class OwnPace(Callback):
             return self._take(trainer, num_batches)
 
         dealt, batches = distribute_batches(loader, **kwargs, even=False, take=take)
+        before, self._dealt_at = self._dealt_at, (trainer.current_epoch, trainer.global_step)
+        if before == self._dealt_at:
+            raise ValueError(
+                "there are several training loaders, and mode='async' deals out the batches of one: put their datasets "
+                "into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
+            )
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
         if self._batches is None and isinstance(dealt, DataLoader) and not isinstance(dealt.dataset, IterableDataset):
             rank_zero_warn(

@@ -286,6 +286,20 @@ def test_hooks_that_change_weights_are_refused(world2: World) -> None:
     world2.run_raising(ValueError, "a hook has changed weights in place", scales)
 
 
+def pairs() -> None:
+    class Pairs(Seen):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch["one"], batch_idx)
+
+    trainer = make_trainer(Case(max_epochs=1), make_strategy("async_ps"), 2)
+    trainer.fit(Pairs(), {"one": loader(), "other": loader()})
+
+
+@ABSENT_GROUP
+def test_several_training_loaders_are_refused(world2: World) -> None:
+    world2.run_raising(ValueError, "there are several training loaders", pairs)
+
+
 class Stream(IterableDataset[Any]):
     """What the user has divided by rank."""
 

@@ -120,7 +120,10 @@ class Server:
             if member is not None:
                 self._is_gone(member, str(error))
         except WireError as error:
-            if member is not None:
+            if member is not None and self._may_lose_workers and member.worker != 0:
+                member.post({"kind": "error", "text": str(error)})
+                self._is_gone(member, str(error))
+            elif member is not None:
                 self.end(str(error))
             else:
                 with suppress(ChannelError):
@@ -168,8 +171,9 @@ class Server:
             self._num_joined += 1
             member = Member(job.num_workers + self._num_joined - 1, channel)
             self._members[member.worker] = member
+            self._channels.append(channel)
+            welcome = {"worker": member.worker, "num_workers": job.num_workers, "epoch": self._dealer.newest_epoch}
         member.writer.start()
-        welcome = {"worker": member.worker, "num_workers": job.num_workers, "epoch": self._dealer.newest_epoch}
         member.post({**welcome, "kind": "welcome", "pid": os.getpid(), "consistency": asdict(job.consistency)})
         return member
 

@@ -245,6 +245,18 @@ def test_the_job_ends_with_worker_0() -> None:
             second.connections.wait_until(lambda: False)
 
 
+def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
+    rules = Consistency(is_synchronous=False)
+    with job(1, 1) as found:
+        first = Worker(found, 0, OPTIMIZERS["SGD"], rules)
+        with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer"):
+            Worker(found, 1, OPTIMIZERS["AdamW"], rules)
+        first.step(gradients(0, 0))
+        assert_equal(first.now, alone(OPTIMIZERS["SGD"], [gradients(0, 0)]))
+        first.leave()
+    assert found.problems == [""]
+
+
 def test_parameters_that_come_later_come_at_each_workers_own_time() -> None:
     """As when a backbone is unfrozen in the second epoch: one worker is there before worker 0, another long after."""
     with workers(lambda groups: optim.SGD(groups[:1], lr=0.1), number=3) as (first, early, late):
