@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,6 +14,8 @@ from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.engine.parameter_server.server import Server
+
+_MARK = "lightning_multigpu_server"
 
 _DESCRIPTION = f"""\
 Run a parameter server on this machine, for workers that name it:
@@ -43,21 +48,75 @@ def run(name: str, arguments: Sequence[str]) -> int:
         raise UsageError(
             f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32', and set it for the servers and the workers"
         )
+    if not options.snapshot_every_s > 0:
+        raise UsageError(f"--snapshot-every-s {options.snapshot_every_s} is out of range; give a number above 0")
+    saved = _loaded(options.resume)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        server = Server(options.host, options.port, bytes.fromhex(secret))
+        server = Server(options.host, options.port, bytes.fromhex(secret), saved=saved)
     except OSError as error:
         raise UsageError(f"cannot listen on {options.host} port {options.port}: {error.strerror or error}") from error
     print(f"Listening on {options.host} port {server.port}, for the workers of one job", flush=True)
-    try:
-        problem = server.serve()
-    except KeyboardInterrupt:
-        server.end("the server was interrupted")
-        server.serve()
-        return 130
+    with _saving(server, options.snapshot, options.snapshot_every_s):
+        try:
+            problem = server.serve()
+        except KeyboardInterrupt:
+            server.end("the server was interrupted")
+            server.serve()
+            return 130
     print(f"The job has failed: {problem}" if problem else "The job has ended", flush=True)
     return 1 if problem else 0
+
+
+def _loaded(path: str | None) -> dict[int, Any] | None:
+    """The snapshot of a server.
+
+    Raises:
+        UsageError: the file cannot be read, or is none.
+    """
+    if path is None:
+        return None
+    try:
+        loaded = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise UsageError(f"--resume {path}: it cannot be read as a snapshot ({error})") from error
+    if not isinstance(loaded, dict) or loaded.keys() != {_MARK} or not loaded[_MARK]:
+        raise UsageError(f"--resume {path}: it is no snapshot that '{PROGRAM} serve --snapshot' has written")
+    return dict(loaded[_MARK])
+
+
+@contextmanager
+def _saving(server: Server, path: str | None, every_s: float) -> Iterator[None]:
+    """Writes the weights and state of a server to a file from time to time, and once more at the end."""
+    if path is None:
+        yield
+        return
+    from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+
+    io, has_ended = WholeCheckpointIO(), threading.Event()
+
+    def save() -> None:
+        found = server.snapshot()
+        if not found:
+            return
+        try:
+            io.save_checkpoint({_MARK: found}, path)
+        except OSError as error:
+            print(f"The snapshot {path} was not written: {error}", flush=True)
+
+    def save_again_and_again() -> None:
+        while not has_ended.wait(every_s):
+            save()
+
+    thread = threading.Thread(target=save_again_and_again, name="snapshots", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        save()
 
 
 def _parser(name: str) -> OptionParser:
@@ -69,4 +128,11 @@ def _parser(name: str) -> OptionParser:
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="cores to average and update with (all that it may use)"
     )
+    parser.add_argument(
+        "--snapshot", metavar="FILE", help="where to write its weights and state, from time to time and at the end"
+    )
+    parser.add_argument(
+        "--snapshot-every-s", type=float, default=60.0, metavar="SECONDS", help="between two snapshots (%(default)g)"
+    )
+    parser.add_argument("--resume", metavar="FILE", help="go on from a snapshot, with its weights and not the workers'")
     return parser

@@ -30,8 +30,8 @@ CASE = Case(optimizer="adamw", max_epochs=2, trainer={"gradient_clip_val": 0.3})
 
 
 @contextmanager
-def serving(secret: str = SECRET) -> Iterator[tuple[int, preforked.Process]]:
-    command = [sys.executable, "-m", "lightning_multigpu", "serve", "--port", "0", "--threads", "1"]
+def serving(*options: str, secret: str = SECRET) -> Iterator[tuple[int, preforked.Process]]:
+    command = [sys.executable, "-m", "lightning_multigpu", "serve", "--port", "0", "--threads", "1", *options]
     environment = {**os.environ, JOB_SECRET: secret}
     with preforked.Process(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -67,6 +67,43 @@ def test_workers_train_on_servers_that_are_there(world2: World) -> None:
         for process in (first, second):
             assert process.communicate(timeout=30)[0] == "The job has ended\n"
             assert process.returncode == 0
+
+
+class Continues(Classifier):
+    """It goes on with the state of an optimizer."""
+
+    saved: Any = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.saved is not None:
+            optimizer.load_state_dict(self.saved)
+        return optimizer
+
+
+@pytest.mark.launch
+def test_servers_go_on_from_their_snapshots(world2: World, tmp_path: Path) -> None:
+    reference = Continues("adamw")
+    for _ in range(2):
+        trainer = make_trainer(CASE, "auto", 1)
+        trainer.fit(reference, train_loader(CASE, trainer))
+        reference.saved = trainer.optimizers[0].state_dict()
+    files = [str(tmp_path / name) for name in ("one", "other")]
+    for arguments in ([], ["--resume"]):
+        resumes = [[*arguments, file] if arguments else [] for file in files]
+        with (
+            serving("--snapshot", files[0], "--snapshot-every-s", "0.1", *resumes[0]) as (first_port, first),
+            serving("--snapshot", files[1], *resumes[1]) as (second_port, second),
+        ):
+            results = world2.run(fit, [f"127.0.0.1:{first_port}", f"127.0.0.1:{second_port}"])
+            assert (first.wait(30), second.wait(30)) == (0, 0)
+    for result in results:
+        assert_same_weights(result, {"weights": state(reference)})
+    with serving("--resume", files[0]) as (port, process):
+        world2.run_raising(
+            RuntimeError, "is of another model, optimizer or number of servers", fit, [f"127.0.0.1:{port}"]
+        )
+        assert process.wait(30) == 1
 
 
 class Meets(Callback):
@@ -122,7 +159,7 @@ def test_a_worker_joins_a_job_that_trains(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
-    with serving("f" * 64) as (port, process):
+    with serving(secret="f" * 64) as (port, process):
         words = f"parameter server 0 of 1 .127.0.0.1 port {port}. is not there: .* is it a server of this job"
         world2.run_raising(RuntimeError, words, fit, [f"127.0.0.1:{port}"])
         assert process.poll() is None
@@ -134,6 +171,8 @@ def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
     ("secret", "arguments", "words"),
     [
         ("", [], f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32'"),
+        (SECRET, ["--snapshot-every-s", "0"], "--snapshot-every-s 0.0 is out of range; give a number above 0"),
+        (SECRET, ["--resume", __file__], "test_serve.py: it cannot be read as a snapshot"),
         ("short", [], f"{JOB_SECRET} has 5 characters; it must have 32 or more"),
         (SECRET, ["--port", "70000"], "--port 70000 is not between 0 and 65535"),
         (SECRET, ["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 7000: "),

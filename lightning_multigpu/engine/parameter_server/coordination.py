@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
@@ -15,7 +17,6 @@ class Coordination:
 
     Args:
         servers: the connections of this worker.
-
     """
 
     def __init__(self, servers: ServerConnections) -> None:
@@ -59,8 +60,9 @@ class Coordination:
 
     def await_epoch(self, epoch: int) -> None:
         """On worker 0: waits until all workers have trained on what they had of the epoch."""
-        self._servers.post(0, {"kind": "await epoch", "epoch": epoch})
-        self._servers.answers("epoch is trained", _FIRST)
+        with self._waits():
+            self._servers.post(0, {"kind": "await epoch", "epoch": epoch})
+            self._servers.answers("epoch is trained", _FIRST)
 
     @property
     def is_over(self) -> bool:
@@ -74,8 +76,18 @@ class Coordination:
             epoch: the last one that others train in.
             at_once: have them end within it, after the batch that they are at.
         """
-        self._servers.post(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
-        self._servers.answers("stopped", _FIRST)
+        with self._waits():
+            self._servers.post(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
+            self._servers.answers("stopped", _FIRST)
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """Within the block this worker waits for the others: a hang report says so, and for whom."""
+        meter = self._servers.meter
+        start_s = meter.now()
+        with meter.metered("barrier", group="servers", group_size=self._servers.num_workers, size_bytes=0):
+            yield
+        meter.waited(start_s, meter.now())
 
     def pause(self) -> None:
         """Has no worker wait for this one until its next step."""

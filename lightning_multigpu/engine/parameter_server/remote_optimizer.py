@@ -220,7 +220,7 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Gets the newest weights, for a worker of its own pace."""
+        """Gets the newest weights."""
         staged = self._expect(lambda parameter: parameter)
         for server in self._asked():
             self._servers.post(server, {"kind": "pull", "optimizer": self._number})
@@ -293,11 +293,11 @@ class RemoteOptimizer(RedirectedOptimizer):
         first = len(self._buckets)
         for parameters in alike(new):
             self._make_buckets(parameters)  # type: ignore[arg-type]
-        self._configure(self._buckets[first:])
+        is_resumed = self._configure(self._buckets[first:])
         for parameter in new:
             self.optimizer.state.pop(parameter, None)
         self._plans += 1
-        if not self._servers.consistency.is_synchronous:
+        if is_resumed or not self._servers.consistency.is_synchronous:
             self.pull()
         self._sums = self._checksums()
 
@@ -328,7 +328,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
 
-    def _configure(self, buckets: list[_Bucket]) -> None:
+    def _configure(self, buckets: list[_Bucket]) -> bool:
+        """Has the servers know buckets; returns whether they go on from snapshots, with other weights than these."""
         servers, is_first = self._servers, self._servers.worker == 0
         together = servers.consistency.is_synchronous
         if together and not is_first:
@@ -343,9 +344,10 @@ class RemoteOptimizer(RedirectedOptimizer):
             }
             content = self._content(parts) if is_first else None
             servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
-        servers.answers("done")
+        answers = servers.answers("done")
         if together and is_first:
             servers.gather(None)
+        return any(fields["is_resumed"] for fields, _ in answers)
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
         """What all workers must have in common."""

@@ -112,16 +112,21 @@ class ServedOptimizer:
         job: the numbers of workers and servers, and their consistency.
         members: the workers that are there.
         number: of this optimizer, as the workers count.
+        saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Attributes:
         staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
             others had made since the worker got the weights.
     """
 
-    def __init__(self, job: Job, members: Mapping[int, Member], number: int) -> None:
+    def __init__(
+        self, job: Job, members: Mapping[int, Member], number: int, saved: Mapping[str, Any] | None = None
+    ) -> None:
         self._number = number
         self._num_servers = job.num_servers
         self._consistency = job.consistency
+        self.is_resumed = saved is not None
+        self._saved = saved
         self._members = members
         workers = range(job.num_workers)
         self._rounds: dict[int, _Round] = {}
@@ -162,6 +167,7 @@ class ServedOptimizer:
             return
         if body is None or number != len(self._plans):
             raise WireError("a plan came out of turn, or without weights")
+        body = self._with_saved(number, plan, body)
         weights, buckets = body["weights"], plan["buckets"]
         if len(weights) != len(buckets):
             raise WireError("a plan and its weights differ in length")
@@ -198,6 +204,20 @@ class ServedOptimizer:
             self._optimizer.param_groups = self._groups(body["values"])
         for bucket, index, state in body["state"]:
             self._optimizer.state[self._buckets[first + bucket].pieces[index]] = state
+
+    def _with_saved(self, number: int, plan: Mapping[str, Any], body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The content of a plan, with weights and state of the snapshot instead of worker 0's."""
+        if self._saved is None or number >= len(self._saved["plans"]):
+            return body
+        if self._saved["plans"][number] != plan:
+            raise WireError(
+                "the snapshot of this server is of another model, optimizer or number of servers: train with those, or "
+                "serve without --resume"
+            )
+        first = len(self._buckets)
+        stop = first + len(plan["buckets"])
+        state = [[b - first, index, values] for b, index, values in self._saved["state"] if first <= b < stop]
+        return {**body, "weights": self._saved["weights"][first:stop], "state": state}
 
     def _groups(self, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if len(values) != len(self._group_pieces):
@@ -278,6 +298,7 @@ class ServedOptimizer:
             )
         round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":
+            self._saved = None
             assert self._optimizer is not None
             if len(request.values) != len(self._optimizer.param_groups):
                 raise WireError("a step came with values of other groups")
@@ -500,6 +521,17 @@ class ServedOptimizer:
 
     # Checkpoints
 
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether no round has updated a part of the weights only."""
+        rounds = self._rounds.values() if self._common is None else (self._common,)
+        return not any(round_now.num_sent for round_now in rounds)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What another server needs to go on: plans, weights and state."""
+        weights = [bucket.weights.clone() for bucket in self._buckets]
+        return {"plans": list(self._plans), "weights": weights, "state": self.state()}
+
     def state(self) -> list[list[Any]]:
         """The optimizer's state of each piece, copied: bucket, index in it, and values by name."""
         assert self._optimizer is not None
@@ -511,7 +543,9 @@ class ServedOptimizer:
         ]
 
     def load(self, values: Sequence[Mapping[str, Any]], states: Sequence[Sequence[Any]]) -> None:
-        """Takes state as :meth:`state` returns it, and values of the groups."""
+        """Takes state as :meth:`state` returns it, and values of the groups; not over that of a snapshot."""
+        if self._saved is not None:
+            return
         assert self._optimizer is not None
         numbers: dict[tuple[int, int], int] = {}
         groups = []

@@ -52,15 +52,17 @@ class Server:
         host: the address to listen at.
         port: 0 for a free one.
         secret: of the job.
+        saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Raises:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, *, saved: Mapping[int, Any] | None = None) -> None:
         self._changing = threading.Condition()
         self._members: dict[int, Member] = {}
         self._job: Job | None = None
+        self._saved = saved or {}
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
         self._num_joined = 0
@@ -98,6 +100,15 @@ class Server:
             member.writer.join(_LAST_WORDS_S)
             member.channel.shut_down()
         return self._problem
+
+    def snapshot(self) -> dict[int, dict[str, Any]]:
+        """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any."""
+        with self._changing:
+            served = self._optimizers
+            self._changing.wait_for(
+                lambda: self._is_over.is_set() or all(each.is_between_rounds for each in served.values())
+            )
+            return {number: each.snapshot() for number, each in served.items()}
 
     def end(self, problem: str) -> None:
         """Ends :meth:`serve`; workers that are still there see their connections close."""
@@ -230,7 +241,9 @@ class Server:
                     served = self._optimizers.get(optimizer := _optimizer_number(fields))
                     if served is None:
                         assert self._job is not None
-                        served = self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer)
+                        served = self._optimizers[optimizer] = ServedOptimizer(
+                            self._job, self._members, optimizer, self._saved.get(optimizer)
+                        )
                     plan, knows = int(fields["number"]), served.knows
                     if self._may_lose_workers and worker != 0:  # it may have come first
                         self._changing.wait_for(lambda: knows(plan) or self._is_over.is_set())
@@ -243,7 +256,7 @@ class Server:
                     return True
                 else:
                     self._optimizer(fields).load(value["values"], value["state"])
-            member.post({"kind": "done"})
+            member.post({"kind": "done", "is_resumed": self._optimizer(fields).is_resumed})
             return True
         if kind == "push":
             served = self._optimizer(fields)
@@ -275,6 +288,8 @@ class Server:
             if kind in ("step", "average"):
                 self._num_steps += kind == "step"
                 served.request(worker, int(fields["round"]), request_of(fields))
+            elif kind == "pull":
+                served.pull(worker)
             elif kind == "norm":
                 served.norm(worker, float(fields["squares"]))
             elif kind == "state":
@@ -290,6 +305,7 @@ class Server:
         with self._changing:
             self._waited_s += time.perf_counter() - start_s
             yield
+            self._changing.notify_all()  # who waits for a moment between rounds
 
     def _statistics(self) -> dict[str, Any]:
         counts: dict[int, Counter[int]] = defaultdict(Counter)
@@ -353,8 +369,6 @@ class Server:
         elif kind == "told" and worker == 0:
             self._asked_for = str(fields["name"]), bool(fields["of_all"])
             self._tell_what_workers_told()
-        elif kind == "pull":
-            self._optimizer(fields).pull(worker)
         elif kind == "pause":
             for served in self._optimizers.values():
                 served.pauses(worker)
