@@ -541,7 +541,8 @@ class RemoteOptimizer(RedirectedOptimizer):
             asked = self._asked()
             for server in asked:
                 servers.post(server, message, is_urgent=is_urgent)
-            if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and servers.worker == 0:
+            is_told_squares = servers.worker == 0 or not servers.consistency.is_synchronous
+            if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and is_told_squares:
                 squares = sum(float(answer["squares"]) for answer, _ in servers.answers("squares", asked))
                 norm = {"kind": "norm", "optimizer": self._number, "squares": squares}
                 for server in asked:
