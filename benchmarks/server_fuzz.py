@@ -5,7 +5,8 @@
 A stranger must change nothing: afterwards a worker gets in, and memory has grown by 5 MB at most since the first fifth
 of the messages. A worker that sends nonsense ends its job with a message that names what was wrong: no traceback, no
 hang. Each such worker has a server of its own; after 100 more of them memory has grown by 10 kB at most, which is what
-the allocator loses by their threads: no more Python objects are alive.
+the allocator loses by their threads: no more Python objects are alive. Asynchronous workers come in pairs; what one of
+them sends is altered, left out, repeated or out of order.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import os
 import platform
 import random
@@ -83,12 +85,53 @@ def _joined(tensors: list[torch.Tensor]) -> bytes:
     return b"".join(bytes(bytes_of(tensor)) for tensor in tensors)
 
 
+def recorded_pair() -> list[tuple[int, Frame]]:
+    """What two asynchronous workers send that train a step each: the worker, and the frame."""
+    frames = {fields["kind"]: (fields, payload) for fields, payload in recorded()}
+    (configure, _), (push, _), (step, _) = (frames[kind] for kind in ("configure", "push", "step"))
+    job = {**_HELLO, "num_workers": 2, "consistency": {
+        "is_synchronous": False, "max_staleness": 1, "scales_learning_rate": True, "compensation": 0.1}}  # fmt: skip
+    pushes = [({**push, "bucket": 1}, bytes(16)), ({**push, "bucket": 0}, bytes(24))]
+
+    def asked(kind: str, **fields: Any) -> Frame:
+        return {"kind": kind, **fields}, b""
+
+    of_epoch = {"epoch": 0, "first": 0, "num_batches": 3}
+    told: list[torch.Tensor] = []
+    word = packed({"metrics": {"loss": torch.ones(1)}, "callbacks": []}, told, what="a message")
+    first = [
+        *(frames["configure"], frames["replace"], asked("pull", optimizer=0), asked("start", run=1)),
+        *(asked("next", **of_epoch, limit=2), *pushes, (step, b""), asked("trained", epoch=0, number=0)),
+        *(asked("pause"), asked("give back", epoch=0), asked("await epoch", epoch=0), asked("statistics")),
+        *(asked("tell", name="rate", value=2.5), asked("told", name="rate", of_all=False), frames["state"]),
+        *(asked("stop", epoch=0, at_once=True), ({"kind": "over", "body": word}, _joined(told)), asked("goodbye")),
+    ]
+    second = [
+        *(({**configure, "body": None}, b""), asked("pull", optimizer=0), asked("await start", run=1)),
+        *(asked("next", **of_epoch, limit=None), *pushes, ({**step, "values": []}, b"")),
+        *(
+            asked("trained", epoch=0, number=1),
+            asked("tell", name="rate", value=1),
+            asked("norm", optimizer=0, squares=1),
+        ),
+        *(asked("next", **of_epoch, limit=None), asked("give back", epoch=0), asked("pause"), asked("await over")),
+        asked("goodbye"),
+    ]
+    return [(0, (job, b"")), (1, ({**job, "worker": 1}, b"")), *_alternating(first, second)]
+
+
+def _alternating(first: list[Frame], second: list[Frame]) -> list[tuple[int, Frame]]:
+    pairs = itertools.zip_longest(first, second)
+    return [(worker, frame) for pair in pairs for worker, frame in enumerate(pair) if frame is not None]
+
+
 class Fuzzer:
     """A generator of bad frames, the same ones for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self.choice = random.Random(seed)
         self._recorded = recorded()
+        self._recorded_pair = recorded_pair()
 
     def story(self) -> list[Frame]:
         """What one worker sends after its greeting: good frames up to some point, and a bad one."""
@@ -96,6 +139,25 @@ class Fuzzer:
         at = self.choice.randrange(len(good))
         at_wrong_time = self.choice.random() < 0.15
         return [*good[:at], self.choice.choice(good) if at_wrong_time else self.altered(good[at])]
+
+    def story_of_pair(self) -> list[tuple[int, Frame]]:
+        """What two workers send: frames of which some are altered, left out, repeated or out of order."""
+        told = copy.deepcopy(self._recorded_pair)
+        for _ in range(self.choice.choice((1, 1, 2, 4))):
+            at = self.choice.randrange(2 if self.choice.random() < 0.1 else len(told))
+            worker, frame = told[at]
+            how = self.choice.randrange(8)
+            if how == 0:
+                del told[at]
+            elif how == 1:
+                told.insert(self.choice.randrange(2, len(told)), told[at])
+            elif how == 2:
+                told[at] = 1 - worker, frame
+            elif how == 3:
+                told[at:at] = [told[at]] * 20
+            else:
+                told[at] = worker, self.altered(frame)
+        return told
 
     def altered(self, frame: Frame) -> Frame:
         """The frame with a few changes."""
@@ -186,6 +248,59 @@ def workers(number: int, seed: int) -> Outcome:
     return _outcome("workers", number, time.perf_counter() - started_s, before_kb, problem)
 
 
+def pairs(number: int, seed: int) -> Outcome:
+    """Two asynchronous workers, of which one or both send nonsense; the job goes on, or ends and says why."""
+    fuzzer, problem = Fuzzer(seed), ""
+    raised: list[str] = []
+    hook, threading.excepthook = threading.excepthook, lambda found: raised.append(repr(found.exc_value))
+    started_s, before_kb = time.perf_counter(), 0
+    try:
+        for index in range(number):
+            if index == round(_WARM_UP * number):
+                before_kb = resident_kb(os.getpid())
+            found = "; ".join(filter(None, (_told_by_pair(fuzzer.story_of_pair()), *raised)))
+            if found:
+                problem = f"message {index}: {found}"
+                break
+    finally:
+        threading.excepthook = hook
+    return _outcome("pairs", number, time.perf_counter() - started_s, before_kb, problem)
+
+
+def _told_by_pair(story: list[tuple[int, Frame]]) -> str:
+    """What went wrong on a server that hears the story; the workers' connections break after it."""
+    server = Server("127.0.0.1", 0, _SECRET)
+    ending = _serving(server)
+    channels = [connect("127.0.0.1", server.port, _SECRET, timeout_s=_END_S) for _ in range(2)]
+    readers = [threading.Thread(target=_swallow, args=(channel,), daemon=True) for channel in channels]
+    for reader in readers:
+        reader.start()
+    gone = set()
+    for worker, (fields, payload) in story:
+        if worker not in gone:
+            try:
+                channels[worker].send(fields, [memoryview(payload)])
+            except OSError:
+                gone.add(worker)
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            channel._socket.shutdown(socket.SHUT_WR)
+    deadline_s = time.monotonic() + _END_S
+    while any(reader.is_alive() for reader in readers) and time.monotonic() < deadline_s:
+        for reader in readers:
+            reader.join(0.1)
+        if 0 not in server._members and 0 not in server._departed:  # others wait for worker 0, which was not let in
+            server.end("")
+    problem = "a connection stays open" if any(reader.is_alive() for reader in readers) else ""
+    found = ending()
+    if found is None or ("Traceback" in found and not found.startswith("the step of Adam has failed")):
+        problem = problem or ("it does not end" if found is None else found)
+        server.end("")
+    for channel in channels:
+        channel.close()
+    return problem
+
+
 def _tell(channel: Channel, fuzzer: Fuzzer) -> None:
     # What it answers is read, so that it never waits for room.
     reader = threading.Thread(target=_swallow, args=(channel,), daemon=True)
@@ -223,12 +338,12 @@ def _serving(server: Server) -> Callable[[], str | None]:
 
 def _outcome(target: str, number: int, seconds: float, before_kb: int, problem: str) -> Outcome:
     growth_kb = resident_kb(os.getpid()) - before_kb
-    if not problem and growth_kb > max(MAX_GROWTH_KB, number / 10 if target == "workers" else 0):
+    if not problem and growth_kb > max(MAX_GROWTH_KB, number / 10 if target in ("workers", "pairs") else 0):
         problem = f"memory has grown by {growth_kb / 1000:.1f} MB"
     return Outcome(target, number, seconds, growth_kb, problem)
 
 
-TARGETS: dict[str, Callable[[int, int], Outcome]] = {"strangers": strangers, "workers": workers}
+TARGETS: dict[str, Callable[[int, int], Outcome]] = {"strangers": strangers, "workers": workers, "pairs": pairs}
 
 
 def main() -> None:

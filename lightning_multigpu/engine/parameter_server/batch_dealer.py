@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 _MAX_BATCHES = 2**40
+_MAX_EPOCHS = 10_000
 
 
 @dataclass(eq=False)
@@ -24,14 +25,16 @@ class BatchDealer:
     """The batches of all epochs of a run. Worker 0 gets one of each epoch at least: it validates after its last."""
 
     def __init__(self) -> None:
-        self._epochs: dict[int, _Epoch] = defaultdict(_Epoch)
+        self._epochs: dict[int, _Epoch] = {}
+        self._epoch_of: dict[int, int] = {}
+        self._first_open = 0
         self._left: int | None = None
         self._last: int | None = None
 
     @property
     def newest_epoch(self) -> int:
         """The last epoch of which batches were dealt."""
-        return max(self._epochs, default=0)
+        return max(self._epochs, default=self._first_open)
 
     @property
     def is_limited(self) -> bool:
@@ -64,9 +67,13 @@ class BatchDealer:
         """
         if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
             raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
-        if self.is_over(epoch):
+        self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
+        self._forget_ended()
+        if epoch < self._first_open or self.is_over(epoch):
             return None
-        dealt = self._epochs[epoch]
+        if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
+            raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
+        dealt = self._epochs.setdefault(epoch, _Epoch())
         dealt.following = max(dealt.following, first)
         if dealt.returned:
             number = dealt.returned.popleft()
@@ -80,15 +87,24 @@ class BatchDealer:
         dealt.in_hand[worker].add(number)
         return number
 
+    def _forget_ended(self) -> None:
+        """Forgets epochs that worker 0 and all others that have asked for batches are done with."""
+        slowest = min(self._epoch_of.values()) if 0 in self._epoch_of else 0
+        if slowest > self._first_open:
+            self._first_open = slowest
+            self._epochs = {n: e for n, e in self._epochs.items() if n >= slowest or any(e.in_hand.values())}
+
     def trained(self, worker: int, epoch: int, number: int) -> None:
         """A worker has trained on a batch."""
-        self._epochs[epoch].in_hand[worker].discard(number)
+        if epoch in self._epochs:
+            self._epochs[epoch].in_hand[worker].discard(number)
 
     def give_back(self, worker: int, epoch: int) -> None:
         """A worker ends an epoch early, and others may have what it had of it."""
-        dealt = self._epochs[epoch]
-        dealt.returned.extend(sorted(dealt.in_hand[worker]))
-        dealt.in_hand[worker].clear()
+        if epoch in self._epochs:
+            dealt = self._epochs[epoch]
+            dealt.returned.extend(sorted(dealt.in_hand[worker]))
+            dealt.in_hand[worker].clear()
 
     def is_trained(self, epoch: int) -> bool:
         """Whether nobody has a batch of the epoch, or of one before, that it has yet to train on."""
@@ -96,6 +112,7 @@ class BatchDealer:
 
     def lose(self, worker: int) -> int:
         """Takes the batches back that a lost worker had; returns how many."""
+        self._epoch_of.pop(worker, None)
         number = 0
         for dealt in self._epochs.values():
             numbers = sorted(dealt.in_hand.pop(worker, ()))

@@ -147,9 +147,9 @@ class ServedOptimizer:
 
     # Parameters
 
-    def knows(self, number: int) -> bool:
-        """Whether worker 0 has told of parameters so often."""
-        return number < len(self._plans)
+    def lacks(self, number: int) -> bool:
+        """Whether worker 0 has yet to tell of these parameters, and of none before them."""
+        return number == len(self._plans)
 
     def configure(self, worker: int, number: int, plan: Mapping[str, Any], body: Mapping[str, Any] | None) -> None:
         """Takes the plan of parameters that are new; from worker 0 with their weights, from others to compare.
@@ -463,6 +463,7 @@ class ServedOptimizer:
         """Forgets a worker that is gone, and what it has pushed for a step that it did not complete."""
         self._rounds.pop(worker, None)
         self._held.pop(worker, None)
+        self._num_known.pop(worker, None)
         for bucket in self._buckets:
             bucket.pulled.pop(worker, None)
         self.pauses(worker)

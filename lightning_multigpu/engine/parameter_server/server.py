@@ -42,6 +42,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 )
 
 _MAX_WORKERS = 65_536
+_MAX_NAMES = 1000
 _LAST_WORDS_S = 5.0
 
 
@@ -66,16 +67,16 @@ class Server:
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
         self._num_joined = 0
-        self._channels: list[Channel] = []
+        self._bytes_in = self._bytes_out = 0  # of workers that are gone
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
         self._asked_for: tuple[str, bool] | None = None
         self._dealer = BatchDealer()
         self._run = 0
-        self._await_run: list[tuple[int, Member]] = []
+        self._await_run: dict[int, int] = {}
         self._awaited_epoch: int | None = None
         self._last_word: Any = None
-        self._await_last_word: list[Member] = []
+        self._await_last_word: set[int] = set()
         self._is_stopping = False
         self._problem = ""
         self._is_over = threading.Event()
@@ -163,11 +164,7 @@ class Server:
             if worker in self._members:
                 raise WireError(f"there is a worker {worker} already")
             self._job = job
-            self._channels.append(channel)
-            member = self._members[worker] = Member(worker, channel)
-        member.writer.start()
-        member.post({"kind": "welcome", "pid": os.getpid()})
-        return member
+            return self._let_in(worker, channel)
 
     def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
         """A worker that comes to a job that is there, under a number that no worker has had."""
@@ -180,12 +177,16 @@ class Server:
             if self._last_word is not None or self._is_stopping:
                 raise WireError("the training of this job has ended")
             self._num_joined += 1
-            member = Member(job.num_workers + self._num_joined - 1, channel)
-            self._members[member.worker] = member
-            self._channels.append(channel)
-            welcome = {"worker": member.worker, "num_workers": job.num_workers, "epoch": self._dealer.newest_epoch}
+            worker = job.num_workers + self._num_joined - 1
+            told = {"num_workers": job.num_workers, "epoch": self._dealer.newest_epoch}
+            return self._let_in(worker, channel, consistency=asdict(job.consistency), **told)
+
+    def _let_in(self, worker: int, channel: Channel, **welcome: Any) -> Member:
+        if self._is_over.is_set():  # nobody would end the thread that writes to the worker
+            raise WireError("the job of this server has ended")
+        member = self._members[worker] = Member(worker, channel)
         member.writer.start()
-        member.post({**welcome, "kind": "welcome", "pid": os.getpid(), "consistency": asdict(job.consistency)})
+        member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})
         return member
 
     @property
@@ -195,6 +196,7 @@ class Server:
     def _leaves(self, member: Member) -> None:
         with self._changing:
             self._departed.add(member.worker)
+            self._changing.notify_all()
             assert self._job is not None
             if self._may_lose_workers:
                 self._forget(member)
@@ -215,13 +217,17 @@ class Server:
     def _forget(self, member: Member) -> None:
         worker = member.worker
         del self._members[worker]
-        self._await_last_word = [waiting for waiting in self._await_last_word if waiting is not member]
+        self._bytes_in += member.channel.bytes_in
+        self._bytes_out += member.channel.bytes_out
+        self._await_run.pop(worker, None)
+        self._await_last_word.discard(worker)
         batches = self._dealer.lose(worker)
         for served in self._optimizers.values():
             served.loses(worker)
         first = self._members.get(0)
         if first is not None and worker not in self._departed:
             first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
+        self._departed &= {0}  # another may come under the worker's number
         self._tell_of_epoch()
         self._tell_what_workers_told()
         self._tell_of_stop()
@@ -244,9 +250,11 @@ class Server:
                         served = self._optimizers[optimizer] = ServedOptimizer(
                             self._job, self._members, optimizer, self._saved.get(optimizer)
                         )
-                    plan, knows = int(fields["number"]), served.knows
+                    plan, lacks = int(fields["number"]), served.lacks
                     if self._may_lose_workers and worker != 0:  # it may have come first
-                        self._changing.wait_for(lambda: knows(plan) or self._is_over.is_set())
+                        self._changing.wait_for(
+                            lambda: not lacks(plan) or 0 in self._departed or self._is_over.is_set()
+                        )
                     served.configure(worker, plan, fields["plan"], value)
                     self._changing.notify_all()
                 elif worker != 0:
@@ -313,8 +321,8 @@ class Server:
             for worker, found in served.staleness.items():
                 counts[worker].update(found)
         return {
-            "bytes_in": sum(channel.bytes_in for channel in self._channels),
-            "bytes_out": sum(channel.bytes_out for channel in self._channels),
+            "bytes_in": self._bytes_in + sum(member.channel.bytes_in for member in self._members.values()),
+            "bytes_out": self._bytes_out + sum(member.channel.bytes_out for member in self._members.values()),
             "num_steps": self._num_steps,
             "waited_s": self._waited_s,
             "staleness": [[worker, sorted(found.items())] for worker, found in sorted(counts.items())],
@@ -335,13 +343,12 @@ class Server:
         elif kind in ("start", "await start"):
             run = int(fields["run"])
             if kind == "await start":
-                self._await_run.append((run, member))
+                self._await_run[worker] = run
             elif worker == 0:
                 self._run, self._dealer, self._last_word = run, BatchDealer(), None
-            for number, waiting in self._await_run:
-                if number <= self._run:
-                    waiting.post({"kind": "start"})
-            self._await_run = [(number, waiting) for number, waiting in self._await_run if number > self._run]
+            for waiting in [w for w, awaited in self._await_run.items() if awaited <= self._run]:
+                del self._await_run[waiting]
+                self._members[waiting].post({"kind": "start"})
         elif kind == "trained":
             self._dealer.trained(worker, int(fields["epoch"]), int(fields["number"]))
             self._tell_of_epoch()
@@ -359,11 +366,13 @@ class Server:
             self._tell_of_stop()
         elif kind == "await over":
             if self._last_word is None:
-                self._await_last_word.append(member)
+                self._await_last_word.add(worker)
                 self._tell_of_stop()
             else:
                 member.post_value({"kind": "over"}, self._last_word, "the end of training")
         elif kind == "tell":
+            if len(self._told) >= _MAX_NAMES and fields["name"] not in self._told:
+                raise WireError(f"worker {worker} tells values under more than {_MAX_NAMES} names")
             self._told[str(fields["name"])][worker] = fields["value"]
             self._tell_what_workers_told()
         elif kind == "told" and worker == 0:
@@ -384,9 +393,9 @@ class Server:
 
     def _is_told_the_end(self, value: Any) -> None:
         self._last_word = value
-        for member in self._await_last_word:
-            member.post_value({"kind": "over"}, value, "the end of training")
-        self._await_last_word = []
+        for worker in self._await_last_word:
+            self._members[worker].post_value({"kind": "over"}, value, "the end of training")
+        self._await_last_word.clear()
 
     def _tell_of_epoch(self) -> None:
         """Tells worker 0, if it waits, that all batches of an epoch have been trained on."""
@@ -401,19 +410,20 @@ class Server:
         if self._asked_for is None or first is None:
             return
         name, of_all = self._asked_for
-        told = self._told[name]
+        told = self._told.get(name, {})
         if of_all and not told.keys() >= self._members.keys():
             return
         self._asked_for = None
         first.post({"kind": "told", "values": [told[worker] for worker in sorted(told)]})
         if of_all:
-            del self._told[name]
+            self._told.pop(name, None)
 
     def _tell_of_stop(self) -> None:
         """Tells worker 0, which has stopped training, that all others have come to its end."""
-        if self._is_stopping and len(self._await_last_word) == len(self._members.keys() - {0}):
+        first = self._members.get(0)
+        if self._is_stopping and first is not None and self._await_last_word >= self._members.keys() - {0}:
             self._is_stopping = False
-            self._members[0].post({"kind": "stopped"})
+            first.post({"kind": "stopped"})
 
     def _optimizer(self, fields: Mapping[str, Any]) -> ServedOptimizer:
         served = self._optimizers.get(_optimizer_number(fields))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor, optim
 
+from benchmarks.server_fuzz import Frame, recorded_pair
+from lightning_multigpu.communication.channel import ChannelError
 from lightning_multigpu.engine.parameter_server.batch_dealer import BatchDealer
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerError
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
@@ -138,6 +141,23 @@ def test_delay_is_compensated_for() -> None:
     assert_equal(found, [w - rate * g for w, rate, g in zip(now, [0.1, 0.05, 0.05], compensated, strict=True)])
 
 
+def test_each_worker_clips_by_the_norm_over_all_servers() -> None:
+    """Worker 0 alone asked the servers for the norm, and the others waited for ever."""
+    updates = [[100 * g for g in gradients(step, 0)] for step in range(2)]
+    with workers(num_servers=3) as both:
+        for worker, update in zip(both, updates, strict=True):
+            worker.remote.clip_norm = 0.5
+            stepping = threading.Thread(target=worker.step, args=(update,), daemon=True)
+            stepping.start()
+            stepping.join(20)
+            assert not stepping.is_alive()
+        for update in updates:
+            total = torch.linalg.vector_norm(torch.cat([g.flatten() for g in update]))
+            for g in update:
+                g *= 0.5 / (total + 1e-6)
+        assert_equal(both[1].now, alone(lambda groups: optim.SGD(groups, lr=0.1), updates))
+
+
 class Ahead:
     """A worker that steps on a thread of its own until it is told to stop."""
 
@@ -236,6 +256,71 @@ def test_a_lost_worker_may_come_again_and_gets_the_weights_of_now() -> None:
         second.leave()
         first.leave()
     assert found.problems == [""]
+
+
+class Played:
+    """A channel of a worker that sends what the test says, and is gone."""
+
+    bytes_in = bytes_out = 1
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self._frames, self._payload = iter(frames), b""
+
+    def receive(self) -> tuple[dict[str, Any], int]:
+        fields, self._payload = next(self._frames, ({}, b""))
+        if not fields:
+            raise ChannelError("it is gone")
+        return fields, len(self._payload)
+
+    def receive_into(self, views: list[memoryview]) -> None:
+        for view in views:
+            view[:] = self._payload[: len(view)]
+            self._payload = self._payload[len(view) :]
+
+    def send(self, *_: Any) -> None:
+        pass
+
+    shut_down = close = send
+
+
+def size(value: Any) -> int:
+    """Entries of all containers that a server's objects hold, but for figures of the report at the end."""
+    if isinstance(value, dict | list | set | deque):
+        return len(value) + sum(map(size, value.values() if isinstance(value, dict) else value))
+    own = type(value).__module__.startswith("lightning_multigpu.engine") and not isinstance(value, type)
+    return sum(size(held) for name, held in vars(value).items() if name != "staleness") if own else 0
+
+
+def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
+    """They go at any moment: while worker 0 has yet to begin, with a push under way, held back, at the end."""
+    server = Server("127.0.0.1", 0, b"")
+    sent: list[list[Frame]] = [[frame for w, frame in recorded_pair() if w == worker] for worker in range(2)]
+    first = server._introduced(Played(sent[0]))  # type: ignore[arg-type]
+    for fields, payload in sent[0][1:4]:
+        first.channel = Played([(fields, payload)])  # type: ignore[assignment]
+        server._handle(first, *first.channel.receive())
+
+    def come_and_go(times: int) -> int:
+        for number in range(times):
+            ways = ["await start", "next", "push", "step", "step twice", "tell", "await over", "goodbye"]
+            way = ways[number % len(ways)]
+            frames = [
+                frame for frame in sent[1] if way == frame[0]["kind"] or frame[0]["kind"] not in ("tell", "goodbye")
+            ]
+            end = next(i for i, (fields, _) in enumerate(frames) if fields["kind"] == way.removesuffix(" twice")) + 1
+            again = [({**fields, "round": 1}, payload) for fields, payload in frames[5:8]]
+            joins = ({"kind": "hello", "joins": True, "num_servers": 1}, b"")
+            start = [joins] if number % 2 else frames[:1]
+            server._welcome(Played(start + frames[1:end] + (again if way == "step twice" else [])))  # type: ignore[arg-type]
+        assert server._members.keys() == {0}
+        return size(server)
+
+    try:
+        before = come_and_go(40)
+        assert come_and_go(1000) == before
+    finally:
+        server.end("")
+        server.serve()
 
 
 def test_the_job_ends_with_worker_0() -> None:
@@ -368,6 +453,26 @@ class TestDealing:
 
     def test_an_epoch_may_have_begun_in_an_earlier_run(self) -> None:
         assert self.dealt(BatchDealer(), 0, first=3) == 3
+
+    def test_epochs_that_all_are_done_with_are_forgotten(self) -> None:
+        dealer = BatchDealer()
+        for epoch in range(100):
+            for worker in (1, 0):
+                number = self.dealt(dealer, worker, epoch)
+                assert number is not None
+                dealer.trained(worker, epoch, number)
+        assert len(dealer._epochs) == 1
+        assert self.dealt(dealer, 2, 98) is None, "a worker that comes late goes on with the epoch of the others"
+        dealer.trained(1, 5, 0)
+        dealer.give_back(1, 5)
+        assert len(dealer._epochs) == 1
+
+    def test_a_worker_is_not_ahead_by_any_number_of_epochs(self) -> None:
+        dealer = BatchDealer()
+        for epoch in range(10_000):
+            self.dealt(dealer, 1, epoch)
+        with pytest.raises(ValueError, match="the slowest worker is in epoch 0: use max_staleness"):
+            self.dealt(dealer, 1, 10_000)
 
     @pytest.mark.parametrize("options", [{"first": 5}, {"first": -1}, {"num_batches": 2**60}])
     def test_numbers_out_of_range(self, options: dict[str, Any]) -> None:
