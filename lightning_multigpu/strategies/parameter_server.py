@@ -27,6 +27,7 @@ from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOp
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.wire import elementwise
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
@@ -333,6 +334,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
         joins: with "async" and addresses in ``servers``, train as a further worker of a job that is there. It begins
             with the weights of now, and takes the job's ``max_staleness`` and so on.
+        compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
+            under ring_ddp; weights come back as they are.
         bucket_cap_mb: size of a bucket of gradients, in MiB: what is pushed, updated and pulled at once.
         options: options of :class:`OptimizerServerStrategy` and
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -353,6 +356,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
         joins: bool = False,
+        compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float = 4.0,
         **options: Any,
     ) -> None:
@@ -395,6 +399,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "joins=True: give mode='async' and the addresses of the job's servers, such as "
                 "servers=['10.0.0.5:7000'], and none of max_staleness, scale_lr_by_staleness and delay_compensation"
             )
+        self._compressor = elementwise(compression)
         self._joins = joins
         self._num_servers = num_servers
         self._bucket_cap_mb = bucket_cap_mb
@@ -413,6 +418,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "num_servers": self._num_servers,
             "servers": self._addresses,
             "joins": self._joins,
+            "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
         }
 
@@ -487,7 +493,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def _serve(self, optimizer: Optimizer) -> Served:
         assert self._connections is not None
         bucket_bytes = round(self._bucket_cap_mb * 2**20)
-        return RemoteOptimizer(optimizer, self._connections, split=self._split, bucket_bytes=bucket_bytes)
+        return RemoteOptimizer(
+            optimizer,
+            self._connections,
+            split=self._split,
+            bucket_bytes=bucket_bytes,
+            compressor=self._compressor,
+        )
 
     @override
     def _disconnect(self) -> None:

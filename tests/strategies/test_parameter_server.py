@@ -324,6 +324,8 @@ def test_a_wrong_split_is_refused() -> None:
         {"num_servers": "node"},
         {"num_servers": 3, "servers": ["a:1", "a:2"]},
         {"bucket_cap_mb": 0},
+        {"compression": "powersgd"},
+        {"compression": "int7"},
         {"servers": []},
         {"servers": ["10.0.0.5"]},
         {"servers": ["10.0.0.5:0"]},

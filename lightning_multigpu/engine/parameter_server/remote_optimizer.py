@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
@@ -83,6 +84,24 @@ class _Part:
     bucket: int
     pieces: list[_Piece]
     dtype: torch.dtype
+    errors: dict[int, Tensor] = field(default_factory=dict)
+
+    def encoded(self, gradients: Tensor, compressor: ElementwiseCompressor, round_: int) -> Tensor:
+        """Gradients on the wire, changed in place; the error is added to those of the next round.
+
+        A second push of a round takes the place of the first, and begins with the same errors.
+        """
+        earlier = max((of_round for of_round in self.errors if of_round < round_), default=None)
+        if earlier is not None:
+            before = self.errors[earlier]
+            self.errors.clear()
+            self.errors[earlier] = before
+            gradients += before
+        wire = torch.empty(compressor.encoded_bytes(gradients.numel()), dtype=torch.uint8)
+        compressor.encode(gradients, wire)
+        if compressor.has_error_feedback:
+            self.errors[round_] = gradients
+        return wire
 
     @property
     def numel(self) -> int:
@@ -123,6 +142,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         servers: the servers.
         split: what the servers may divide; by default, what the class of the optimizer allows.
         bucket_bytes: of gradients that travel together.
+        compressor: of the float32 gradients that are pushed; None to push them as they are.
 
     Attributes:
         version: of the weights that this worker of its own pace has: the updates that all workers have made.
@@ -138,12 +158,14 @@ class RemoteOptimizer(RedirectedOptimizer):
         *,
         split: Split | None = None,
         bucket_bytes: int = 4 * 2**20,
+        compressor: ElementwiseCompressor | None = None,
     ) -> None:
         self._class_path = class_path(optimizer)
         super().__init__(optimizer, split)
         self.version = 0
         self._servers = servers
         self._bucket_bytes = bucket_bytes
+        self._compressor = compressor
         self._number = servers.new_number(self._receive)
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
@@ -367,7 +389,16 @@ class RemoteOptimizer(RedirectedOptimizer):
             ]
             for group in self.optimizer.param_groups
         ]
-        return {"class": self._class_path, "split": self._split, "buckets": buckets, "groups": groups}
+        compression = None
+        if self._compressor is not None:
+            compression = {"name": self._compressor.name, **asdict(self._compressor)}  # type: ignore[call-overload]
+        return {
+            "class": self._class_path,
+            "split": self._split,
+            "compression": compression,
+            "buckets": buckets,
+            "groups": groups,
+        }
 
     def _content(self, parts: Sequence[_Part]) -> dict[str, Any]:
         """What worker 0 tells: values of the groups, weights, and the state with which some optimizers begin."""
@@ -451,18 +482,24 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _post_push(
         self, part: _Part, kinds: list[int], gradients: list[Tensor], event: torch.cuda.Event | None
     ) -> None:
+        # What is the average already is taken as it is.
+        compressor = None if self.gradients_are_whole or part.dtype != torch.float32 else self._compressor
+        nbytes = part.nbytes if compressor is None else compressor.encoded_bytes(part.numel)
         transfer = self._servers.meter.begin(
             "push",
             group="servers",
             group_size=self._servers.num_workers,
-            size_bytes=part.nbytes if gradients else 0,
+            size_bytes=nbytes if gradients else 0,
             awaited=False,
         )
+        round_ = self._round
 
         def payload() -> list[memoryview]:
             if event is not None:
                 event.synchronize()
-            return [bytes_of(gradient) for gradient in gradients]
+            if compressor is None or not gradients:
+                return [bytes_of(gradient) for gradient in gradients]
+            return [bytes_of(part.encoded(torch.cat(gradients), compressor, round_))]
 
         fields = {
             "kind": "push",
@@ -470,6 +507,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             "bucket": part.bucket,
             "round": self._round,
             "kinds": kinds,
+            "is_compressed": compressor is not None,
         }
         self._servers.post(part.server, fields, payload, is_urgent=False, on_sent=transfer.finish)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
@@ -21,6 +22,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
     dtype_of,
+    elementwise,
     optimizer_class,
     unpacked,
 )
@@ -137,6 +139,7 @@ class ServedOptimizer:
         self._plans: list[Any] = []
         self._optimizer: Optimizer | None = None
         self._split = ""
+        self._compressor: ElementwiseCompressor | None = None
         self._buckets: list[_Bucket] = []
         self._filled: list[_Bucket] = []
         self._num_known: dict[int, int] = {}
@@ -192,6 +195,7 @@ class ServedOptimizer:
         self._ends.append(len(self._filled))
         self._plans.append(plan)
         self._split = plan["split"]
+        self._compressor = elementwise(plan.get("compression"))
         self._group_pieces = [[(int(b), int(i)) for b, i in group] for group in plan["groups"]]
         if self._optimizer is None:
             kind = optimizer_class(plan["class"])
@@ -252,8 +256,12 @@ class ServedOptimizer:
 
     # Rounds
 
-    def room_for_push(self, number: Any, kinds: Any, payload_bytes: int) -> Tensor | None:
+    def room_for_push(
+        self, number: Any, kinds: Any, payload_bytes: int, *, is_compressed: bool = False
+    ) -> Tensor | None:
         """A tensor for the gradients of a bucket, which :meth:`push` gets; None if the worker has none.
+
+        It is of the weights' dtype, or uint8 for compressed gradients.
 
         Raises:
             WireError: the push does not fit the bucket.
@@ -261,12 +269,19 @@ class ServedOptimizer:
         bucket = self._bucket(number)
         if not isinstance(kinds, list) or len(kinds) != len(bucket.pieces) or not set(kinds) <= {ABSENT, DENSE, SPARSE}:
             raise WireError(f"a push of bucket {number} does not say which of its {len(bucket.pieces)} pieces it has")
-        if payload_bytes != (bucket.weights.nbytes if any(kinds) else 0):
-            raise WireError(f"a push of {payload_bytes} bytes for a bucket of {bucket.weights.nbytes}")
-        if not any(kinds):
-            return None
-        spare = self._spare[bucket.weights.numel(), bucket.weights.dtype]
-        return spare.pop() if spare else torch.empty_like(bucket.weights)
+        weights = bucket.weights
+        numel, dtype = weights.numel(), weights.dtype
+        if is_compressed:
+            if self._compressor is None or dtype != torch.float32:
+                raise WireError("a push is compressed, and was not announced as such")
+            numel, dtype = self._compressor.encoded_bytes(numel), torch.uint8
+        if payload_bytes != (numel * dtype.itemsize if any(kinds) else 0):
+            raise WireError(f"a push of {payload_bytes} bytes for a bucket of {weights.nbytes}")
+        return self._room(numel, dtype) if any(kinds) else None
+
+    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        spare = self._spare[numel, dtype]
+        return spare.pop() if spare else torch.empty(numel, dtype=dtype)
 
     def _round_of(self, worker: int) -> _Round:
         if self._common is not None:
@@ -283,6 +298,11 @@ class ServedOptimizer:
         pushes = round_now.pushes.setdefault(number, _Pushes(self._bucket(number)))
         _, before = pushes.of_worker.get(worker, ([], None))
         self._spares([before])
+        if gradients is not None and gradients.dtype != pushes.bucket.weights.dtype:
+            assert self._compressor is not None
+            wire, gradients = gradients, self._room(pushes.bucket.weights.numel(), torch.float32)
+            self._compressor.decode(wire, gradients)
+            self._spares([wire])
         pushes.of_worker[worker] = (kinds, gradients)
         self._go_on(round_now, [pushes])
 

@@ -269,7 +269,12 @@ class Server:
         if kind == "push":
             served = self._optimizer(fields)
             with self._turn():
-                room = served.room_for_push(fields.get("bucket"), fields.get("kinds"), payload_bytes)
+                room = served.room_for_push(
+                    fields.get("bucket"),
+                    fields.get("kinds"),
+                    payload_bytes,
+                    is_compressed=fields.get("is_compressed") is True,
+                )
             if room is not None:
                 channel.receive_into([bytes_of(room)])
             with self._turn():

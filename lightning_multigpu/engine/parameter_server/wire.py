@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.compression.factory import make_compressor
+
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_DEPTH = 8
 
@@ -161,6 +164,25 @@ def optimizer_class(path: object) -> type[Optimizer]:
             raise WireError(f"a parameter server cannot import the optimizer {path}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise WireError(f"{str(path)[:80]!r} is no class of optimizers")
+    return found
+
+
+def elementwise(compression: Any) -> ElementwiseCompressor | None:
+    """The compressor that ``{"name": "int8", "chunk_size": 1024}`` describes; None for None.
+
+    Raises:
+        WireError: there is no such compressor of single elements.
+    """
+    if compression is None:
+        return None
+    try:
+        found = make_compressor(compression)
+    except (TypeError, ValueError) as error:
+        raise WireError(str(error)) from error
+    if not isinstance(found, ElementwiseCompressor):
+        raise WireError(
+            f"compression={found.name!r} does not compress single elements: use 'fp16', 'bf16', 'int8' or 'topk'"
+        )
     return found
 
 
