@@ -39,6 +39,7 @@ class Seen(Classifier):
         super().__init__(optimizer)
         self.samples: list[tuple[int, float]] = []
         self.versions: list[Tensor] = []
+        self.updates: list[int] = []
         self.has_group: set[bool] = set()
         self.slow_rank, self.schedule = slow_rank, schedule
 
@@ -50,6 +51,8 @@ class Seen(Classifier):
 
     def on_validation_epoch_end(self) -> None:
         self.versions.append(self.first.weight.detach().clone())
+        pace = getattr(self.trainer.strategy, "_pace", None)
+        self.updates.append(0 if pace is None else pace.version)
 
     def configure_optimizers(self) -> Any:
         optimizer: Any = super().configure_optimizers()
@@ -82,6 +85,7 @@ def fit(
         "has_group": getattr(module, "has_group", None),
         "weights": state(module),
         "validated": getattr(module, "versions", []),
+        "updates": getattr(module, "updates", []),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
@@ -115,6 +119,7 @@ def test_each_sample_is_trained_on_once_an_epoch(world2: World, slow_rank: int, 
     assert sum(result["steps"] for result in results) == EPOCHS * NUM_BATCHES
     first, second = results
     assert first["weights"]["layers.0.weight"].equal(second["weights"]["layers.0.weight"]), "both end with all updates"
+    assert all(n >= NUM_BATCHES * (epoch + 1) for epoch, n in enumerate(first["updates"])), "rank 0 has waited"
     assert first["has_group"] == second["has_group"] == {False}, "Lightning would have ranks meet in every batch"
     if not loading:
         fast, slower = results[1 - slow_rank], results[slow_rank]

@@ -21,6 +21,7 @@ from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerError
+from lightning_multigpu.engine.parameter_server.wire import WireError
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     NormedSGD,
@@ -321,6 +322,15 @@ def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
     finally:
         server.end("")
         server.serve()
+
+
+def test_a_server_that_has_ended_lets_nobody_in() -> None:
+    """It joined the thread that writes to the worker before that had started, or left it behind."""
+    server = Server("127.0.0.1", 0, b"")
+    server.end("")
+    server.serve()
+    with pytest.raises(WireError, match="the job of this server has ended"):
+        server._introduced(Played([({"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1}, b"")]))  # type: ignore[arg-type]
 
 
 def test_the_job_ends_with_worker_0() -> None:
