@@ -166,7 +166,7 @@ class Ahead:
         self.done = 0
         self._worker, self._steps = worker, steps
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
