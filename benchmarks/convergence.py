@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import os
 import statistics
 import tempfile
 import warnings
@@ -113,6 +114,7 @@ def main() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives a process more, which spin on cores that are shared
     torch.set_num_threads(1)
     print(heading(), flush=True)
     runs = [(2, ""), (4, ""), (4, "scale_lr_by_staleness"), (4, "delay_compensation=0.1"), (4, "max_staleness=2")]
