@@ -42,6 +42,7 @@ from tests.leaks import OWN_PROCESSES
 REPOSITORY = Path(__file__).resolve().parents[1]
 _MAX_MESSAGE_BYTES = 150_000  # what a local socket takes at once
 _MAX_DESCRIPTORS = 32
+_OWN_DESCRIPTORS = 500  # from this number on
 _START_TIMEOUT_S = 180.0
 _COMMAND_BYTES = 2048  # room in /proc/PID/cmdline
 _ENVIRONMENT_BYTES = 32768  # room in /proc/PID/environ
@@ -228,7 +229,10 @@ def _with_own_server(request: _Request, descriptors: list[int]) -> tuple[_Reques
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             theirs.close()
-            _running.append(_Server(ours))
+            # Beyond the numbers that descriptors get which the process inherits.
+            number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _OWN_DESCRIPTORS)
+            ours.close()
+            _running.append(_Server(socket.socket(fileno=number)))
             _fork_what_is_started(request.namespace)
             return request, descriptors
         ours.close()
@@ -269,7 +273,8 @@ def _fork_what_is_started(namespace: str | None) -> None:
 
 def _become(request: _Request, descriptors: list[int]) -> None:
     """Makes this fork what an interpreter is that has just been started with the request's command."""
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 500) for descriptor in descriptors]
+    assert max(request.descriptors) < _OWN_DESCRIPTORS
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _OWN_DESCRIPTORS) for descriptor in descriptors]
     for source, target in zip(moved, request.descriptors, strict=True):
         os.dup2(source, target)
     for descriptor in {*descriptors, *moved} - set(request.descriptors):

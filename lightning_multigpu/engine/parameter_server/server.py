@@ -253,7 +253,9 @@ class Server:
                     plan, lacks = int(fields["number"]), served.lacks
                     if self._may_lose_workers and worker != 0:  # it may have come first
                         self._changing.wait_for(
-                            lambda: not lacks(plan) or 0 in self._departed or self._is_over.is_set()
+                            lambda: (
+                                not lacks(plan) or self._is_stopping or 0 in self._departed or self._is_over.is_set()
+                            )
                         )
                     served.configure(worker, plan, fields["plan"], value)
                     self._changing.notify_all()

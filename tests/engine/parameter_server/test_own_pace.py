@@ -378,6 +378,24 @@ def test_parameters_that_come_later_come_at_each_workers_own_time() -> None:
         assert_equal(late.now, expected)
 
 
+def test_training_may_end_before_parameters_come() -> None:
+    with workers(lambda groups: optim.SGD(groups[:1], lr=0.1)) as (first, early):
+        early.optimizer.add_param_group({"params": early.parameters[1:], "lr": 0.05})
+        found: list[str] = []
+
+        def step() -> None:
+            with pytest.raises(ServerError) as raised:
+                early.step(gradients(0, 0))
+            found.append(str(raised.value))
+
+        waiting = threading.Thread(target=step)
+        waiting.start()
+        waiting.join(0.2)
+        first.coordination.stop(epoch=0, at_once=True)
+        waiting.join(20)
+        assert "worker 1 has other parameters" in found[0]
+
+
 def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> None:
     with workers() as (first, second):
         with torch.no_grad():
