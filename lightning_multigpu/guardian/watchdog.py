@@ -122,16 +122,22 @@ class Watchdog:
     def _is_over(self) -> bool:
         if self._shutdown is not None:
             ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended(self._ranks.at_work)
+            if ended:
+                self._read_rest()
             return ended and self._lost_have_ended() and not self._awaits_late_ranks(self._shutdown)
         if not self._lost_have_ended() or self._ranks.at_work:
             return False
-        for connection in list(self._connections):  # what a rank said before it ended may not have been read so far
-            self._read(connection)
+        self._read_rest()
         everybody_came = len(self._ranks) == self._ranks.num_ranks
         if not (everybody_came or self._owner_gone or self._stopping):
             return False
         self._hosts.finish()
         return self._hosts.all_done
+
+    def _read_rest(self) -> None:
+        """Reads what ranks said before they ended; it may have come since the last look."""
+        for connection in list(self._connections):
+            self._read(connection)
 
     def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
         """True while ranks may still come that would look for a guardian in vain, and wait for long."""
@@ -145,8 +151,7 @@ class Watchdog:
         if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
-                for connection in list(self._connections):
-                    self._read(connection)
+                self._read_rest()
                 found = self._ranks.observe(self._now_s)
         if found is not None:
             self._fail(found.failure, found.since_s)
