@@ -54,7 +54,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             args = self._joining.resume(function, args, trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         watch = self._joining.watch
-        children: ChildWatch | None = None
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
             guardian = start_guardian(self._run)
@@ -64,9 +63,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             _STARTED.update(children.ranks)
         else:
             watch.earlier_children = dict(_STARTED)
+            children = ChildWatch(watch.earlier_children, None)
         self._joining.begin(self._run, guardian=guardian)
-        if children is not None:
-            children.start()
+        children.start()
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
@@ -75,7 +74,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except Exception as error:
             show_if_uncaught(error, watch.message(self._run, trainer))
             watch.announce()
-            if children is not None and not watch.is_lost:
+            if not watch.is_lost:
                 children.end_all(_PATIENCE * self._run.failure_timeout_s)
             raise
 

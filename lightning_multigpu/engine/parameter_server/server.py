@@ -183,7 +183,7 @@ class Server:
 
     def _let_in(self, worker: int, channel: Channel, **welcome: Any) -> Member:
         if self._is_over.is_set():  # nobody would end the thread that writes to the worker
-            raise WireError("the job of this server has ended")
+            raise WireError(self._problem or "the job of this server has ended")
         member = self._members[worker] = Member(worker, channel)
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})

@@ -496,6 +496,15 @@ def test_a_server_that_ends_is_named() -> None:
         train_on(found)
 
 
+def test_a_worker_that_comes_after_a_failure_hears_of_it() -> None:
+    server = Server("127.0.0.1", 0, SECRET)
+    server.end("the snapshot is of another model")
+    with contextlib.closing(connect("127.0.0.1", server.port, SECRET, timeout_s=5.0)) as channel:
+        channel.send({"kind": "hello", "worker": 1, "num_workers": 2, "num_servers": 1})
+        assert channel.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
+    assert server.serve() == "the snapshot is of another model"
+
+
 def test_a_worker_that_is_gone_ends_the_job() -> None:
     with job(num_workers=1) as found:
         channel = connect("127.0.0.1", found.servers[0].port, SECRET, timeout_s=5.0)
