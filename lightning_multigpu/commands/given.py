@@ -33,8 +33,12 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield option.removesuffix("+"), value
 
 
-def load(path: str) -> Settings:
+def load(path: str, *, example: str = "trainer: {max_epochs: 3}") -> Settings:
     """The settings in a configuration file.
+
+    Args:
+        path: of the file.
+        example: of a setting, for the message.
 
     Raises:
         UsageError: the file is missing, cannot be read, is not YAML or holds something else than settings.
@@ -54,7 +58,7 @@ def load(path: str) -> Settings:
     except yaml.YAMLError as error:
         raise UsageError(_not_yaml(path, error)) from error
     if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: not settings, as in 'trainer: {{max_epochs: 3}}', but {loaded!r:.40}")
+        raise UsageError(f"{path}: not settings, as in {example!r}, but {loaded!r:.40}")
     return loaded
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lightning.pytorch.callbacks import Callback
 
 from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.cli import main
+from lightning_multigpu.commands.serve import _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
@@ -89,11 +91,13 @@ def test_servers_go_on_from_their_snapshots(world2: World, tmp_path: Path) -> No
         trainer.fit(reference, train_loader(CASE, trainer))
         reference.saved = trainer.optimizers[0].state_dict()
     files = [str(tmp_path / name) for name in ("one", "other")]
+    settings = tmp_path / "server.yaml"
+    settings.write_text(f"host: 192.0.2.1\nsnapshot: {files[1]}\nsnapshot_every_s: 0.1\n")
     for arguments in ([], ["--resume"]):
         resumes = [[*arguments, file] if arguments else [] for file in files]
         with (
             serving("--snapshot", files[0], "--snapshot-every-s", "0.1", *resumes[0]) as (first_port, first),
-            serving("--snapshot", files[1], *resumes[1]) as (second_port, second),
+            serving("--config", str(settings), "--host", "127.0.0.1", *resumes[1]) as (second_port, second),
         ):
             results = world2.run(fit, [f"127.0.0.1:{first_port}", f"127.0.0.1:{second_port}"])
             assert (first.wait(30), second.wait(30)) == (0, 0)
@@ -185,6 +189,37 @@ def test_wrong_settings_are_refused(
     monkeypatch.setenv(JOB_SECRET, secret)
     assert main(["serve", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "{path}: prot is not a setting. Did you mean 'port'?"),
+        ("config: other.yaml", "{path}: config is not a setting. Known: host, port, resume, "),
+        ("port: many", "{path}: argument --port: invalid int value: 'many'"),
+        ("port: 7000.5", "{path}: argument --port: invalid int value: '7000.5'"),
+        ("threads: true", "{path}: threads=True is neither a number nor a text"),
+        ("resume: [a, b]", "{path}: resume=['a', 'b'] is neither a number nor a text"),
+        ("threads: -1", "{path}: --threads -1 is not between 0 and 1024"),
+        ("", "{path}: not settings, as in 'port: 7000', but None"),
+        (None, "--config={path}: there is no such file"),
+    ],
+)
+def test_wrong_settings_of_a_file_are_refused(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "settings.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert main(["serve", "--config", str(path)]) == 2
+    assert words.format(path=path) in capsys.readouterr().err
+
+
+def test_the_example_shows_the_defaults() -> None:
+    parser = _parser("serve")
+    example = Path(__file__).parents[2] / "configs/serve/server.yaml"
+    defaults = vars(parser.parse([]))
+    assert yaml.safe_load(example.read_text()) == {key: defaults[key] for key in defaults.keys() - {"config"}}
 
 
 def test_named_servers_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
