@@ -26,7 +26,7 @@ from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.sharding import Split
+from lightning_multigpu.engine.parameter_server.sharding import Split, colocated_shares
 from lightning_multigpu.engine.parameter_server.wire import elementwise
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
@@ -113,8 +113,8 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             served = self._served[optimizer] = self._serve(optimizer)
             if served.imbalance > _NOTICED_IMBALANCE:
                 rank_zero_info(
-                    f"optimizer {number} ({type(optimizer).__name__}): the largest shard is {served.imbalance:.2f} "
-                    "times an even one"
+                    f"optimizer {number} ({type(optimizer).__name__}): one server has {served.imbalance:.2f} times "
+                    "its share of the bytes"
                 )
         module = self.lightning_module
         assert module is not None
@@ -332,6 +332,9 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             host, and 2 at least.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
+        colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal: each
+            server has the share with which all links are busy for the same time (Jiang et al., OSDI 2020; see
+            :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
         joins: with "async" and addresses in ``servers``, train as a further worker of a job that is there. It begins
             with the weights of now, and takes the job's ``max_staleness`` and so on.
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
@@ -355,6 +358,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
+        colocated: bool = False,
         joins: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float = 4.0,
@@ -399,6 +403,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "joins=True: give mode='async' and the addresses of the job's servers, such as "
                 "servers=['10.0.0.5:7000'], and none of max_staleness, scale_lr_by_staleness and delay_compensation"
             )
+        if colocated and (self._addresses is None or joins):
+            raise ValueError(
+                "colocated=True: it starts servers on the nodes of a job beside those that servers=[...] names; give "
+                "these, such as servers=['10.0.0.5:7000'], and leave joins=True out"
+            )
+        self._is_colocated = colocated
         self._compressor = elementwise(compression)
         self._joins = joins
         self._num_servers = num_servers
@@ -417,6 +427,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
             "servers": self._addresses,
+            "colocated": self._is_colocated,
             "joins": self._joins,
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
@@ -429,6 +440,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             raise ValueError(
                 f"servers=[...]: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
                 "one with 'openssl rand -hex 32', and set it for both"
+            )
+        if self._is_colocated and self._addresses is not None and len(self._addresses) >= self.num_nodes:
+            raise ValueError(
+                f"colocated=True: servers=[...] names {len(self._addresses)}, and num_nodes={self.num_nodes}; with as "
+                "many servers apart as nodes, or more, those on the nodes would have no share: leave colocated=True "
+                "out, or name fewer"
             )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
         if finders and self._is_asynchronous and self.world_size > 1:
@@ -447,13 +464,21 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         assert self.groups is not None
         given = job_secret(os.environ)
         secret = self.broadcast(os.urandom(32)) if given is None else bytes.fromhex(given)
-        addresses = self._start_servers(secret) if self._addresses is None else self._addresses
+        addresses, shares = list(self._addresses or ()), None
+        if self._is_colocated:
+            shares = colocated_shares(self.num_nodes, len(addresses))
+        if self._addresses is None or self._is_colocated:
+            addresses += self._start_servers(secret)
+            if self._is_asynchronous and given is not None:
+                listed = ", ".join(f"{host}:{port}" for host, port in addresses)
+                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]")
         self._connections = connections = ServerConnections(
             addresses,
             secret,
             worker=None if self._joins else self.global_rank,
             num_workers=self.world_size,
             consistency=self._consistency,
+            shares=shares,
             meter=self.meter,
             gather=self.gather_objects,
         )
@@ -474,6 +499,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
+        if self._is_colocated:
+            number = self.num_nodes
         own = [k for k in range(number) if k % self.num_nodes == self.node_rank] if self.local_rank == 0 else []
         host = "127.0.0.1"
         if self.num_nodes > 1:
@@ -483,11 +510,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
         found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
         everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
-        addresses = [everywhere[k] for k in range(number)]
-        if self._is_asynchronous and job_secret(os.environ) is not None:
-            listed = ", ".join(f"{host}:{port}" for host, port in addresses)
-            rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]")
-        return addresses
+        return [everywhere[k] for k in range(number)]
 
     @override
     def _serve(self, optimizer: Optimizer) -> Served:

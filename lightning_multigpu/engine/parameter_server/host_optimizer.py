@@ -257,7 +257,7 @@ class HostOptimizer(RedirectedOptimizer):
         new = [parameter for parameter in self._parameters() if parameter not in self._shards]
         for parameters in alike(new):
             numels = [parameter.numel() for parameter in parameters]
-            layout = Layout(numels, self._memory.num_ranks, self._split)
+            layout = Layout(numels, [1] * self._memory.num_ranks, self._split)
             dtype = parameters[0].dtype
             gradients, weights = (self._memory.reserve(layout.total, dtype) for _ in range(2))
             pieces = layout.pieces(self._memory.rank)

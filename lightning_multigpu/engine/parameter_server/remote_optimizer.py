@@ -31,8 +31,8 @@ from lightning_multigpu.communication.compression.compressors import Elementwise
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
-from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
-from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts
+from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections, ServerError
+from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts, imbalance_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
@@ -179,13 +179,13 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     @property
     def imbalance(self) -> float:
-        """The largest shard in proportion to an even one; 1.0 is even."""
+        """The largest ratio of a shard to the server's share of the bytes; 1.0 where all have their shares."""
         self._place_new()
         sizes = [0] * self._servers.num_servers
         for bucket in self._buckets:
             for part in bucket.parts:
                 sizes[part.server] += part.nbytes
-        return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
+        return imbalance_of(sizes, self._servers.shares)
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back, and pushes nothing from now on."""
@@ -328,7 +328,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         dtype = parameters[0].dtype
         placed = bucket_parts(
             [parameter.numel() for parameter in parameters],
-            self._servers.num_servers,
+            self._servers.shares,
             self._split,
             full_numel=self._bucket_bytes / dtype.itemsize,
         )
@@ -369,7 +369,13 @@ class RemoteOptimizer(RedirectedOptimizer):
         answers = servers.answers("done")
         if together and is_first:
             servers.gather(None)
-        return any(fields["is_resumed"] for fields, _ in answers)
+        resumed = [bool(fields["is_resumed"]) for fields, _ in answers]
+        if any(resumed) and not all(resumed):
+            raise ServerError(
+                f"parameter server {resumed.index(True)} goes on from a snapshot, and {resumed.index(False)} does not: "
+                "start all of them with --resume, or none"
+            )
+        return any(resumed)
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
         """What all workers must have in common."""

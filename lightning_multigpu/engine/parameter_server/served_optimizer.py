@@ -90,6 +90,7 @@ class Job:
     num_workers: int
     num_servers: int
     consistency: Consistency
+    shares: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

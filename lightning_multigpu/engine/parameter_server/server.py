@@ -155,7 +155,10 @@ class Server:
         rules = fields.get("consistency")
         if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1) < 0:
             raise WireError("not the greeting of a worker")
-        job = Job(workers, servers, Consistency(**rules) if isinstance(rules, dict) else Consistency())
+        shares = fields.get("shares", [1] * servers)
+        if not isinstance(shares, list) or len(shares) != servers:
+            raise WireError("a greeting does not say the share of each server")
+        job = Job(workers, servers, Consistency(**rules) if isinstance(rules, dict) else Consistency(), shares)
         with self._changing:
             if worker >= workers and job.consistency.is_synchronous:
                 raise WireError("not the greeting of a worker")
@@ -178,7 +181,7 @@ class Server:
                 raise WireError("the training of this job has ended")
             self._num_joined += 1
             worker = job.num_workers + self._num_joined - 1
-            told = {"num_workers": job.num_workers, "epoch": self._dealer.newest_epoch}
+            told = {"num_workers": job.num_workers, "shares": job.shares, "epoch": self._dealer.newest_epoch}
             return self._let_in(worker, channel, consistency=asdict(job.consistency), **told)
 
     def _let_in(self, worker: int, channel: Channel, **welcome: Any) -> Member:

@@ -57,6 +57,7 @@ class ServerConnections:
         worker: the number of this worker; None for one that joins a job which is there.
         num_workers: of the job; those that join are not counted.
         consistency: the rules of the job, the same on all workers.
+        shares: of the weights' bytes, one for each server, the same on all workers; None for even ones.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
 
@@ -75,6 +76,7 @@ class ServerConnections:
         worker: int | None,
         num_workers: int,
         consistency: Consistency | None = None,
+        shares: Sequence[int] | None = None,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
     ) -> None:
@@ -84,6 +86,7 @@ class ServerConnections:
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
+        self.shares = list(shares or [1] * len(addresses))
         self.lost: list[Fields] = []
         self.is_stopped = False
         self._arrived = threading.Condition()
@@ -120,7 +123,7 @@ class ServerConnections:
                 self._join()
                 others = range(1, self.num_servers)
             hello: Fields = {"kind": "hello", "worker": self.worker, "num_workers": self.num_workers}
-            hello["consistency"] = dataclasses.asdict(self.consistency)
+            hello.update(consistency=dataclasses.asdict(self.consistency), shares=self.shares)
             for number in others:
                 self.post(number, {**hello, "num_servers": self.num_servers})
             self.answers("welcome", others)
@@ -134,7 +137,7 @@ class ServerConnections:
         self.post(0, {"kind": "hello", "joins": True, "num_servers": self.num_servers})
         ((fields, _),) = self.answers("welcome", (0,))
         self.worker, self.num_workers, self.joined_in = fields["worker"], fields["num_workers"], fields["epoch"]
-        self.consistency = Consistency(**fields["consistency"])
+        self.consistency, self.shares = Consistency(**fields["consistency"]), fields["shares"]
 
     def _found(self, number: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
         """The connection to a server, when the server listens."""

@@ -6,18 +6,19 @@ servers, and tensors a to d::
     "elements"   | a a a a b b | b b b b b c | c c d d d d |      even parts: tensors are cut where a part ends
     "tensors"    | b b b b b b b | a a a a c c c | d d d d |      whole tensors, the largest first to the emptiest part
     "nothing"    | a a a a b b b b b b b c c c d d d d |  |  |    one server has all
+
+Parts need not be even: each server has a share, a whole number, and gets bytes in proportion to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from torch import optim
 from torch.optim import Optimizer
-
-from lightning_multigpu.communication.ring import chunk_bounds
 
 Split = Literal["elements", "tensors", "nothing"]
 
@@ -49,6 +50,37 @@ def split_of(optimizer: Optimizer) -> Split:
     return "tensors" if type(optimizer) in _TENSORWISE else "nothing"
 
 
+def colocated_shares(num_nodes: int, num_apart: int) -> list[int]:
+    """Shares of servers apart, and of one server on each of the workers' nodes, with which a step is fastest.
+
+    All links carry B bytes a second each way. Of M bytes of weights a server on a node has x M, a server apart y M; n
+    nodes and k servers apart have all of it: n x + k y = 1. In a step these bytes leave a machine, and as many enter::
+
+        a node           M (1 - x)        pushed by its worker; the part of its own server stays inside
+                         (n - 1) x M      sent by its server to the workers of the other nodes
+                         together         M (1 + (n - 2) x)
+        a server apart   n y M            sent to all workers
+
+    A step is fastest where both take as long: 1 + (n - 2) x = n y. With D = n^2 + k n - 2 k::
+
+        x = (n - k) / D          y = 2 (n - 1) / D          time = n y M / B = 2 n (n - 1) M / (D B)
+
+    With k = 0 that is a ring's 2 (n - 1)/n M/B. With k = n, x is 0. Several workers a node multiply all bytes alike.
+
+    Source: Y. Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous GPU/CPU
+    clusters" (BytePS), OSDI 2020, section 4.1.
+
+    Args:
+        num_nodes: n, with workers.
+        num_apart: k, fewer than n.
+
+    Returns:
+        D y for each server apart, then D x for each server on a node.
+    """
+    assert 0 <= num_apart < num_nodes
+    return [2 * (num_nodes - 1)] * num_apart + [num_nodes - num_apart] * num_nodes
+
+
 class Piece(NamedTuple):
     """Elements ``start`` to ``stop`` of the tensor ``number``; they begin at ``offset`` of the flat tensor."""
 
@@ -68,7 +100,7 @@ class Layout:
 
     Args:
         numels: elements of each tensor.
-        num_servers: how many parts there are; some may be empty.
+        shares: one for each server's part; parts may be empty.
         split: what may be cut.
 
     Attributes:
@@ -76,10 +108,11 @@ class Layout:
         bounds: first and one-past-last element of each server's part; the parts follow one another.
     """
 
-    def __init__(self, numels: Sequence[int], num_servers: int, split: Split) -> None:
+    def __init__(self, numels: Sequence[int], shares: Sequence[int], split: Split) -> None:
         self.numels = list(numels)
         self.total = sum(numels)
-        parts = _whole_tensors(numels, num_servers if split == "tensors" else 1)
+        self._shares = shares
+        parts = _whole_tensors(numels, shares if split == "tensors" else shares[:1])
         self.offsets = [0] * len(numels)
         ends, offset = [], 0
         for part in parts:
@@ -87,10 +120,10 @@ class Layout:
                 self.offsets[number] = offset
                 offset += numels[number]
             ends.append(offset)
-        ends += [offset] * (num_servers - len(ends))
-        self.bounds = list(zip([0, *ends], ends, strict=False))
+        ends += [offset] * (len(shares) - len(ends))
         if split == "elements":
-            self.bounds = chunk_bounds(self.total, num_servers)
+            ends = [-(-self.total * share // sum(shares)) for share in accumulate(shares)]
+        self.bounds = list(pairwise([0, *ends]))
 
     def pieces(self, server: int) -> list[Piece]:
         """What is in a server's part, in its order."""
@@ -104,13 +137,18 @@ class Layout:
 
     @property
     def imbalance(self) -> float:
-        """The largest part in proportion to an even one; 1.0 is even."""
-        largest = max(last - first for first, last in self.bounds)
-        return largest * len(self.bounds) / self.total if self.total else 1.0
+        """The largest ratio of a part to the server's share of the bytes; 1.0 where all have their shares."""
+        return imbalance_of([last - first for first, last in self.bounds], self._shares)
+
+
+def imbalance_of(sizes: Sequence[int], shares: Sequence[int]) -> float:
+    """The largest ratio of a size to its share of all; 1.0 where all have their shares."""
+    ratios = [size * sum(shares) / share for size, share in zip(sizes, shares, strict=True)]
+    return max(ratios) / sum(sizes) if sum(sizes) else 1.0
 
 
 def bucket_parts(
-    numels: Sequence[int], num_servers: int, split: Split, *, full_numel: float
+    numels: Sequence[int], shares: Sequence[int], split: Split, *, full_numel: float
 ) -> list[list[list[Piece]]]:
     """What travels together: for each bucket, the pieces of each server, whose offsets begin at 0 in each part.
 
@@ -120,7 +158,7 @@ def bucket_parts(
 
     Args:
         numels: elements of each tensor.
-        num_servers: how many there are.
+        shares: one for each server.
         split: what may be cut.
         full_numel: a bucket with so many elements takes no more. Where the update may relate any two parameters, one
             bucket takes all.
@@ -131,15 +169,15 @@ def bucket_parts(
             if split != "nothing" and sum(p.stop - p.start for p in buckets[-1]) >= full_numel:
                 buckets.append([])
             buckets[-1].append(piece)
-    owners = _whole_tensors(numels, num_servers if split == "tensors" else 1)
+    owners = _whole_tensors(numels, shares if split == "tensors" else shares[:1])
     found = []
     for bucket in buckets:
         if split == "elements":
-            layout = Layout([piece.stop - piece.start for piece in bucket], num_servers, split)
-            parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(num_servers)]
+            layout = Layout([piece.stop - piece.start for piece in bucket], shares, split)
+            parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(len(shares))]
         else:
             parts = [[piece for piece in bucket if piece.number in owned] for owned in owners]
-            parts += [[] for _ in range(num_servers - len(owners))]
+            parts += [[] for _ in range(len(shares) - len(owners))]
         found.append([_from_0(part) for part in parts])
     return found
 
@@ -165,12 +203,12 @@ def _from_0(pieces: Sequence[Piece]) -> list[Piece]:
     return placed
 
 
-def _whole_tensors(numels: Sequence[int], num_parts: int) -> list[list[int]]:
-    """The numbers of the tensors of each part: the largest goes first, to the part that is the emptiest so far."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    filled = [0] * num_parts
+def _whole_tensors(numels: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
+    """The numbers of the tensors of each part: the largest goes first, to the part that it fills least of its share."""
+    parts: list[list[int]] = [[] for _ in shares]
+    filled = [0] * len(shares)
     for number in sorted(range(len(numels)), key=lambda number: -numels[number]):
-        part = filled.index(min(filled))
+        part = min(range(len(shares)), key=lambda part: (filled[part] + numels[number]) / shares[part])
         parts[part].append(number)
         filled[part] += numels[number]
     return [sorted(part) for part in parts]

@@ -36,7 +36,9 @@ from tests.engine.parameter_server.test_servers import SMALL, Job, job
 class Worker:
     """One asynchronous worker of a job, driven step by step by the test."""
 
-    def __init__(self, found: Job, number: int, make: Callable[[Any], optim.Optimizer], rules: Consistency) -> None:
+    def __init__(
+        self, found: Job, number: int | None, make: Callable[[Any], optim.Optimizer], rules: Consistency
+    ) -> None:
         self._stack = contextlib.ExitStack()
         self.connections = self._stack.enter_context(found.connections(number, consistency=rules))
         self.parameters = weights()
@@ -70,10 +72,11 @@ def workers(
     number: int = 2,
     *,
     num_servers: int = 1,
+    shares: list[int] | None = None,
     **rules: Any,
 ) -> Iterator[list[Worker]]:
     consistency = Consistency(is_synchronous=False, **rules)
-    with job(num_servers, number) as found:
+    with job(num_servers, number, shares) as found:
         made = [Worker(found, worker, make, consistency) for worker in range(number)]
         try:
             yield made
@@ -93,13 +96,15 @@ def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize("num_servers", [1, 3])
+@pytest.mark.parametrize(("num_servers", "shares"), [(1, None), (3, None), (3, [2, 1, 1])], ids=["1", "3", "unequal"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD"])
-def test_updates_follow_each_other_in_the_order_in_which_they_come(name: str, num_servers: int) -> None:
+def test_updates_follow_each_other_in_the_order_in_which_they_come(
+    name: str, num_servers: int, shares: list[int] | None
+) -> None:
     make = OPTIMIZERS.get(name, lambda groups: NormedSGD(groups, lr=0.1))
     order = [0, 1, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
-    with workers(make, num_servers=num_servers) as both:
+    with workers(make, num_servers=num_servers, shares=shares) as both:
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
             assert both[worker].remote.version == both[0].remote.version or worker == 1
@@ -257,6 +262,23 @@ def test_a_lost_worker_may_come_again_and_gets_the_weights_of_now() -> None:
         second.leave()
         first.leave()
     assert found.problems == [""]
+
+
+def test_a_worker_that_joins_takes_the_shares_of_the_job() -> None:
+    rules, make = Consistency(is_synchronous=False), OPTIMIZERS["AdamW"]
+    with job(3, 2, [4, 1, 1]) as found:
+        first, second = (Worker(found, number, make, rules) for number in range(2))
+        first.step(gradients(0, 0))
+        found.shares = None
+        late = Worker(found, None, make, rules)
+        assert late.connections.shares == [4, 1, 1]
+        assert_equal(late.now, first.now)
+        late.step(gradients(1, 0))
+        first.remote.pull()
+        assert_equal(late.now, first.now)
+        for worker in (late, second, first):
+            worker.leave()
+    assert found.problems == [""] * 3
 
 
 class Played:

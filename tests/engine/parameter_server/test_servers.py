@@ -80,10 +80,11 @@ class Job:
     servers: list[Server]
     workers: Workers
     problems: list[str]
+    shares: list[int] | None = None
 
     @contextlib.contextmanager
     def connections(
-        self, worker: int, meter: Meter | None = None, consistency: Consistency | None = None
+        self, worker: int | None, meter: Meter | None = None, consistency: Consistency | None = None
     ) -> Iterator[ServerConnections]:
         found = ServerConnections(
             [("127.0.0.1", server.port) for server in self.servers],
@@ -91,8 +92,9 @@ class Job:
             worker=worker,
             num_workers=self.workers.num,
             consistency=consistency,
+            shares=self.shares,
             meter=meter or Meter(),
-            gather=lambda value: self.workers.gather(worker, value),
+            gather=lambda value: self.workers.gather(worker or 0, value),
         )
         found.open(timeout_s=10.0)
         try:
@@ -105,9 +107,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(num_servers: int = 1, num_workers: int = 2) -> Iterator[Job]:
+def job(num_servers: int = 1, num_workers: int = 2, shares: list[int] | None = None) -> Iterator[Job]:
     servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers)]
-    found = Job(servers, Workers(num_workers), [""] * num_servers)
+    found = Job(servers, Workers(num_workers), [""] * num_servers, shares)
 
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
@@ -140,9 +142,9 @@ def train(
     return remote
 
 
-@pytest.mark.parametrize("num_servers", [1, 3])
-def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int) -> None:
-    with job(num_servers) as found:
+@pytest.mark.parametrize(("num_servers", "shares"), [(1, None), (3, None), (3, [2, 1, 1])], ids=["1", "3", "unequal"])
+def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, shares: list[int] | None) -> None:
+    with job(num_servers, shares=shares) as found:
 
         def work(worker: int) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
             results = {}
@@ -195,6 +197,45 @@ def test_a_loaded_state_goes_on(name: str) -> None:
 
         for result in found.workers.run(work):
             assert_equal(result, [p.detach() for p in wanted])
+
+
+def test_servers_with_and_without_snapshots_are_not_mixed() -> None:
+    """Parts of the weights would be the snapshot's, and parts the workers'."""
+    with job(2) as found:
+
+        def work(worker: int, words: str | None) -> None:
+            with found.connections(worker) as connections:
+                parameters = weights()
+                context = pytest.raises(ServerError, match=words) if words else contextlib.nullcontext()
+                with context:
+                    train(connections, parameters, optim.SGD(parameters, lr=0.1), range(2))
+
+        found.workers.run(lambda worker: work(worker, None))
+        saved = found.servers[1].snapshot()
+    with job(2) as found:
+        found.servers[1]._saved = saved
+        words = "parameter server 1 goes on from a snapshot, and 0 does not: start all of them with --resume"
+        found.workers.run(lambda worker: work(worker, words))
+
+
+def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
+    with job(3, shares=[2, 1, 1]) as found:
+
+        def work(worker: int) -> list[list[int]]:
+            with found.connections(worker) as connections:
+                parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in
+                              ((40, torch.float64), (80, torch.float32), (120, torch.bfloat16))]  # fmt: skip
+                optimizer = optim.SGD(parameters, lr=1.0)
+                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=100_000)
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, 0.5 * worker)
+                optimizer.step()
+                assert all(torch.equal(p.detach(), torch.full_like(p, 0.75)) for p in parameters)
+                assert remote.imbalance == 1.0
+                return [[part.nbytes for part in bucket.parts] for bucket in remote._buckets]
+
+        sizes = found.workers.run(work)[0]
+    assert sizes == [[160, 80, 80], [160, 80, 80], [120, 60, 60]]
 
 
 def test_unusual_steps() -> None:
