@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -34,18 +34,20 @@ class ServerError(RuntimeError):
 
 Payload = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
 Fields = dict[str, Any]
-_Frame = tuple[Fields, Payload, Callable[[], None] | None]
 _URGENT, _NORMAL, _LAST = range(3)
+_Frame = tuple[Fields, Payload, Callable[[], None] | None]
+# How urgent a frame is, a number in order, and where it goes; None ends the thread that sends.
+_Outbox = queue.PriorityQueue[tuple[int, int, "tuple[_Connection, _Frame] | None"]]
 
 
 @dataclass
 class _Connection:
-    """One server: its channel, and what is to be sent to it: how urgent, a number in order, and the frame."""
+    """One server: its channel, and what is to be sent to it."""
 
     number: int
     name: str
     channel: Channel
-    outbox: queue.PriorityQueue[tuple[int, int, _Frame | None]] = field(default_factory=queue.PriorityQueue)
+    outbox: _Outbox
 
 
 class ServerConnections:
@@ -98,6 +100,7 @@ class ServerConnections:
         self._connections: list[_Connection] = []
         self._optimizers = 0
         self._order = count()
+        self._outboxes: list[_Outbox] = []
 
     def open(self, *, timeout_s: float, on_late: Callable[[str], None] = lambda _: None) -> None:
         """Connects to all servers; :meth:`cut` ends it.
@@ -113,11 +116,11 @@ class ServerConnections:
             start_s = time.monotonic()
             for number in range(self.num_servers):
                 self._connections.append(self._found(number, start_s, timeout_s, on_late))
-            for connection in self._connections:
-                for work in (self._write, self._read):
-                    thread = threading.Thread(target=work, args=(connection,), name=connection.name, daemon=True)
-                    thread.start()
-                    self._threads.append(thread)
+            work: list[tuple[Callable[[Any], None], Any]] = [(self._write, outbox) for outbox in self._outboxes]
+            for target, of in work + [(self._read, connection) for connection in self._connections]:
+                thread = threading.Thread(target=target, args=(of,), name="to and from parameter servers", daemon=True)
+                thread.start()
+                self._threads.append(thread)
             others = range(self.num_servers)
             if self.worker < 0:
                 self._join()
@@ -155,7 +158,11 @@ class ServerConnections:
             channel = connect(host, port, self._secret, timeout_s=left_s, before_retry=before_retry)
         except ChannelError as error:
             raise ServerError(f"{name} is not there: {error}") from error
-        return _Connection(number, name, channel)
+        # TCP divides a link evenly between connections. Where parts of a bucket are not even, one thread sends them one
+        # after the other, so that none of them comes late.
+        if not self._outboxes or len({*self.shares}) == 1:
+            self._outboxes.append(queue.PriorityQueue())
+        return _Connection(number, name, channel, self._outboxes[-1])
 
     def new_number(self, receive: Callable[[int, Fields, int, Channel], None]) -> int:
         """The number of one more optimizer; ``receive`` takes each part that a server sends for it."""
@@ -183,8 +190,8 @@ class ServerConnections:
         """
         self._put(self._connections[server], (fields, payload, on_sent), _URGENT if is_urgent else _NORMAL)
 
-    def _put(self, connection: _Connection, frame: _Frame | None, urgency: int) -> None:
-        connection.outbox.put((urgency, next(self._order), frame))
+    def _put(self, connection: _Connection, frame: _Frame, urgency: int) -> None:
+        connection.outbox.put((urgency, next(self._order), (connection, frame)))
 
     def post_value(self, server: int, fields: Fields, value: Any, what: str) -> None:
         """Sends a frame with a value that :func:`packed` takes."""
@@ -239,7 +246,8 @@ class ServerConnections:
         self._is_leaving = True
         for connection in self._connections:
             self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)
-            self._put(connection, None, _LAST)
+        for outbox in self._outboxes:
+            outbox.put((_LAST, next(self._order), None))
         deadline_s = time.monotonic() + _LEAVING_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -251,17 +259,17 @@ class ServerConnections:
         with self.arriving():
             self._problem = self._problem or problem
 
-    def _write(self, connection: _Connection) -> None:
-        try:
-            while (frame := connection.outbox.get()[2]) is not None:
-                fields, payload, on_sent = frame
+    def _write(self, outbox: _Outbox) -> None:
+        while (posted := outbox.get()[2]) is not None:
+            connection, (fields, payload, on_sent) = posted
+            try:
                 connection.channel.send(fields, payload() if callable(payload) else payload)
                 if on_sent is not None:
                     on_sent()
-        except ChannelError:
-            return  # the thread that reads knows more
-        except Exception as error:  # a copy from a device has failed, for example
-            self._fails(f"a push to {connection.name} has failed: {type(error).__name__}: {error}")
+            except ChannelError:
+                continue  # the thread that reads knows more
+            except Exception as error:  # a copy from a device has failed, for example
+                self._fails(f"a push to {connection.name} has failed: {type(error).__name__}: {error}")
 
     def _read(self, connection: _Connection) -> None:
         try:

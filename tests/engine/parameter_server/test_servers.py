@@ -238,6 +238,34 @@ def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
     assert sizes == [[160, 80, 80], [160, 80, 80], [120, 60, 60]]
 
 
+@pytest.mark.parametrize("shares", [[2, 1], [1, 1]], ids=["unequal", "even"])
+def test_parts_that_are_not_even_are_sent_one_after_the_other(
+    shares: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TCP divides a link evenly: the large parts came late, and their server's link was idle at first."""
+    sent: list[tuple[int, int]] = []
+    others_are_sent = threading.Event()
+    plainly = Channel.send
+
+    def send(channel: Channel, fields: dict[str, Any], payload: Any = ()) -> None:
+        if fields.get("kind") == "push":
+            server = [connection.channel for connection in connections._connections].index(channel)
+            if server == 0:  # its link is slow
+                assert shares == [2, 1] or others_are_sent.wait(30)
+                time.sleep(0.02)
+            sent.append((fields["bucket"], server))
+            if len([number for _, number in sent if number == 1]) == 3:
+                others_are_sent.set()
+        plainly(channel, fields, payload)
+
+    monkeypatch.setattr(Channel, "send", send)
+    with job(2, 1, shares) as found, found.connections(0) as connections:
+        parameters = weights()
+        train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
+    in_order = [(bucket, server) for bucket in range(len(sent) // 2) for server in range(2)]
+    assert sent == in_order if shares == [2, 1] else sorted(sent) == in_order
+
+
 def test_unusual_steps() -> None:
     """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
     normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
