@@ -8,9 +8,12 @@ import select
 import subprocess
 import sys
 
+from lightning_multigpu.guardian.proc import ended_text
+
 _MODULE = "lightning_multigpu.engine.parameter_server.server"
 _START_S = 120.0
 _END_S = 5.0
+_STATE_S = 1.0
 
 
 class ServerProcess:
@@ -50,6 +53,13 @@ class ServerProcess:
             )
             raise RuntimeError(f"a parameter server (pid {self._process.pid}) {status}; what it printed is above")
         return int(json.loads(line)["port"])
+
+    def state(self) -> str:
+        """What is known of its process, for a message about its end."""
+        try:
+            return f"pid {self._process.pid}, which {ended_text(self._process.wait(_STATE_S))}"
+        except subprocess.TimeoutExpired:
+            return f"pid {self._process.pid}, which has not ended"
 
     def close(self) -> None:
         """Waits for its end, which comes when all workers have left, and ends it if that takes long."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _NOTICED_IMBALANCE = 1.05
+_STARTED_S = 10.0  # servers of the strategy listen before any worker looks for them
 
 Served = HostOptimizer | RemoteOptimizer
 
@@ -335,6 +336,9 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal: each
             server has the share with which all links are busy for the same time (Jiang et al., OSDI 2020; see
             :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
+        replicas: 1 for a second server with the same shard beside each one, on another host where the run has several:
+            when a server ends, its replica takes over, and no update is lost. Ranks push to both, 2 x S instead of S.
+            With addresses in ``servers``, the second half of them are the replicas, in the order of the first half.
         joins: with "async" and addresses in ``servers``, train as a further worker of a job that is there. It begins
             with the weights of now, and takes the job's ``max_staleness`` and so on.
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
@@ -359,6 +363,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
         colocated: bool = False,
+        replicas: int = 0,
         joins: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float = 4.0,
@@ -383,11 +388,18 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             option_checks.check_choice("num_servers", num_servers, ("nodes",))
         else:
             option_checks.check_positive("num_servers", num_servers, whole=True)
+        if type(replicas) is not int or replicas not in (0, 1):
+            raise ValueError(f"replicas={replicas!r}: a server has one replica or none; pass 1 or 0")
         self._addresses = None if servers == "auto" else _addresses(servers)
-        if self._addresses is not None and num_servers not in (1, len(self._addresses)):
+        if self._addresses is not None and len(self._addresses) % (1 + replicas):
+            raise ValueError(
+                f"replicas=1: servers={servers!r} names {len(self._addresses)}; name an even number, all servers and "
+                "then their replicas in the same order"
+            )
+        if self._addresses is not None and num_servers not in (1, len(self._addresses) // (1 + replicas)):
             raise ValueError(
                 f"num_servers={num_servers!r} is for servers that the strategy starts, and servers={servers!r} names "
-                f"{len(self._addresses)}: leave one of the two out"
+                f"{len(self._addresses) // (1 + replicas)}: leave one of the two out"
             )
         option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
@@ -408,12 +420,19 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "colocated=True: it starts servers on the nodes of a job beside those that servers=[...] names; give "
                 "these, such as servers=['10.0.0.5:7000'], and leave joins=True out"
             )
+        if colocated and replicas:
+            raise ValueError(
+                "replicas=1: not with colocated=True, whose shares use all of the network that replicas would need; "
+                "leave one of the two out"
+            )
         self._is_colocated = colocated
         self._compressor = elementwise(compression)
         self._joins = joins
-        self._num_servers = num_servers
+        self._num_servers, self._replicas = num_servers, replicas
+        self._num_told = 0
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
+        self._places: list[int] = []
         self._connections: ServerConnections | None = None
 
     @property
@@ -428,6 +447,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "num_servers": self._num_servers,
             "servers": self._addresses,
             "colocated": self._is_colocated,
+            "replicas": self._replicas,
             "joins": self._joins,
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
@@ -471,7 +491,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             addresses += self._start_servers(secret)
             if self._is_asynchronous and given is not None:
                 listed = ", ".join(f"{host}:{port}" for host, port in addresses)
-                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]")
+                replicas = f", replicas={self._replicas}" if self._replicas else ""
+                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]{replicas}")
         self._connections = connections = ServerConnections(
             addresses,
             secret,
@@ -481,11 +502,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             shares=shares,
             meter=self.meter,
             gather=self.gather_objects,
+            num_replicas=self._replicas,
         )
+        self._num_told = 0
         self.groups.also_cut.append(connections.cut)
         limit = f"for {self.join_timeout_s:g} s at most (join_timeout_s)"
         connections.open(
-            timeout_s=self.join_timeout_s,
+            timeout_s=self.join_timeout_s if self._addresses else min(self.join_timeout_s, _STARTED_S),
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
         if self._is_asynchronous:
@@ -501,16 +524,17 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         if self._is_colocated:
             number = self.num_nodes
-        own = [k for k in range(number) if k % self.num_nodes == self.node_rank] if self.local_rank == 0 else []
+        nodes = [(k + replica) % self.num_nodes for replica in range(1 + self._replicas) for k in range(number)]
+        own = [k for k, node in enumerate(nodes) if node == self.node_rank] if self.local_rank == 0 else []
         host = "127.0.0.1"
         if self.num_nodes > 1:
             host = source_address(self.run_context.main_address) or host
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
-        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
+        self._processes, self._places = [ServerProcess(host, secret, num_threads=threads) for _ in own], own
         found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
         everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
-        return [everywhere[k] for k in range(number)]
+        return [everywhere[k] for k in range(len(nodes))]
 
     @override
     def _serve(self, optimizer: Optimizer) -> Served:
@@ -527,15 +551,25 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def _disconnect(self) -> None:
         if self._connections is not None:
-            self._connections.close()
-            self._connections = None
+            connections, self._connections = self._connections, None
+            connections.close()
+            if not self.failure_watch.failed:
+                self._tell_of_ended(connections)
         for process in self._processes:
             process.close()
-        self._processes = []
+        self._processes, self._places = [], []
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
         return None if self._connections is None or self.global_rank else self._connections.statistics()
+
+    def _tell_of_ended(self, connections: ServerConnections) -> None:
+        """Warns of servers and replicas that have ended, and without which training goes on."""
+        untold = connections.ended[self._num_told :]
+        self._num_told += len(untold)
+        for place, text in untold:
+            own = dict(zip(self._places, self._processes, strict=True)).get(place)
+            rank_zero_warn(text if own is None else f"{text} ({own.state()})")
 
     # Workers at a pace of their own
 
@@ -607,6 +641,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
+        if self._connections is not None:
+            self._tell_of_ended(self._connections)
         if self._pace is not None and self.lightning_module is not None:
             self._pace.after_step(self.lightning_module.trainer)
         return output

@@ -333,6 +333,10 @@ def test_a_wrong_split_is_refused() -> None:
         {"servers": ["a:1", "a:1"]},
         {"colocated": True},
         {"colocated": True, "servers": ["a:1"], "mode": "async", "joins": True},
+        {"replicas": 2},
+        {"replicas": True},
+        {"replicas": 1, "servers": ["a:1"]},
+        {"replicas": 1, "servers": ["a:1", "a:2"], "colocated": True},
     ],
 )
 def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 _MAX_BATCHES = 2**40
 _MAX_EPOCHS = 10_000
+_MAX_AHEAD = 65_536  # as many batches as there may be workers
 
 
 @dataclass(eq=False)
@@ -65,27 +66,59 @@ class BatchDealer:
         Raises:
             ValueError: a number is out of range.
         """
+        dealt = None if self.is_over(epoch) else self._opened(worker, epoch, first, num_batches)
+        if dealt is None:
+            return None
+        if dealt.returned:
+            number = dealt.returned.popleft()
+        elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand):
+            number = dealt.following
+            self._deal_up_to(dealt, number)
+        else:
+            return None
+        dealt.in_hand[worker].add(number)
+        return number
+
+    def took(self, worker: int, epoch: int, number: int, *, first: int, num_batches: int) -> None:
+        """Notes a batch that a worker got from the dealer of which this one is the replica.
+
+        Workers say so in any order: batches in between count as returned until their workers have said so too.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        dealt = self._opened(worker, epoch, first, num_batches)
+        if dealt is None:
+            return
+        if not first <= number < min(num_batches, dealt.following + _MAX_AHEAD):
+            raise ValueError(f"batch {number} of {num_batches} in epoch {epoch}, after {dealt.following}")
+        dealt.returned.extend(range(dealt.following, number))
+        if number >= dealt.following:
+            self._deal_up_to(dealt, number)
+        elif number in dealt.returned:
+            dealt.returned.remove(number)
+        for numbers in dealt.in_hand.values():  # of a worker that is lost, and whose end is not known here yet
+            numbers.discard(number)
+        dealt.in_hand[worker].add(number)
+
+    def _opened(self, worker: int, epoch: int, first: int, num_batches: int) -> _Epoch | None:
+        """The epoch that a worker is in; None if it is forgotten."""
         if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
             raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
         self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
         self._forget_ended()
-        if epoch < self._first_open or self.is_over(epoch):
+        if epoch < self._first_open:
             return None
         if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
             raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
         dealt = self._epochs.setdefault(epoch, _Epoch())
         dealt.following = max(dealt.following, first)
-        if dealt.returned:
-            number = dealt.returned.popleft()
-        elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand):
-            number = dealt.following
-            dealt.following += 1
-            if self._left is not None:
-                self._left -= 1
-        else:
-            return None
-        dealt.in_hand[worker].add(number)
-        return number
+        return dealt
+
+    def _deal_up_to(self, dealt: _Epoch, number: int) -> None:
+        if self._left is not None:
+            self._left = max(0, self._left - (number + 1 - dealt.following))
+        dealt.following = number + 1
 
     def _forget_ended(self) -> None:
         """Forgets epochs that worker 0 and all others that have asked for batches are done with."""

@@ -30,7 +30,7 @@ class Coordination:
         if self._servers.worker == 0:
             self._servers.post(0, {"kind": "start", "run": self._run})
         else:
-            self._servers.post(0, {"kind": "await start", "run": self._run})
+            self._servers.ask(0, {"kind": "await start", "run": self._run})
             self._servers.answers("start", _FIRST)
 
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
@@ -42,9 +42,8 @@ class Coordination:
             num_batches: of the epoch.
             limit: batches that the run may take; None for any number.
         """
-        self._servers.post(
-            0, {"kind": "next", "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
-        )
+        of_epoch = {"run": self._run, "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
+        self._servers.ask(0, {"kind": "next", **of_epoch})
         ((fields, _),) = self._servers.answers("batch", _FIRST)
         self._servers.is_stopped = self._servers.is_stopped or bool(fields["is_over"])
         number = fields["number"]
@@ -61,7 +60,7 @@ class Coordination:
     def await_epoch(self, epoch: int) -> None:
         """On worker 0: waits until all workers have trained on what they had of the epoch."""
         with self._waits():
-            self._servers.post(0, {"kind": "await epoch", "epoch": epoch})
+            self._servers.ask(0, {"kind": "await epoch", "epoch": epoch})
             self._servers.answers("epoch is trained", _FIRST)
 
     @property
@@ -77,7 +76,7 @@ class Coordination:
             at_once: have them end within it, after the batch that they are at.
         """
         with self._waits():
-            self._servers.post(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
+            self._servers.ask(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
             self._servers.answers("stopped", _FIRST)
 
     @contextmanager
@@ -99,7 +98,7 @@ class Coordination:
         if self._servers.worker == 0:
             self._servers.post_value(0, {"kind": "over"}, word, "what worker 0 says at the end of training")
             return word
-        self._servers.post(0, {"kind": "await over"})
+        self._servers.ask(0, {"kind": "await over"})
         ((fields, tensors),) = self._servers.answers("over", _FIRST)
         return unpacked(fields["body"], tensors)
 
@@ -114,6 +113,6 @@ class Coordination:
         self._servers.post(0, {"kind": "tell", "name": name, "value": value})
         if self._servers.worker != 0:
             return [value]
-        self._servers.post(0, {"kind": "told", "name": name, "of_all": of_all})
+        self._servers.ask(0, {"kind": "told", "name": name, "of_all": of_all})
         ((fields, _),) = self._servers.answers("told", _FIRST)
         return list(fields["values"])

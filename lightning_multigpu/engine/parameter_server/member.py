@@ -19,10 +19,14 @@ from lightning_multigpu.engine.parameter_server.wire import (
 
 @dataclass(eq=False)
 class Member:
-    """A worker's connection, and what is to be sent over it."""
+    """A worker's connection, and what is to be sent over it.
+
+    To a quiet member the server sends no weights and answers no questions: another server does, whose replica it is.
+    """
 
     worker: int
     channel: Channel
+    is_quiet: bool = False
     outbox: queue.SimpleQueue[tuple[dict[str, Any], Sequence[memoryview]] | None] = field(
         default_factory=queue.SimpleQueue
     )

@@ -166,16 +166,20 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._servers = servers
         self._bucket_bytes = bucket_bytes
         self._compressor = compressor
-        self._number = servers.new_number(self._receive)
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._plans = 0
         self._round = 0
         self._targets: dict[tuple[int, int], tuple[list[memoryview], int]] = {}
+        self._waits_for: list[int] = []
+        self._unmirrored: set[int] = set()
+        self._squares: dict[int, float] = {}
+        self._is_pulling = False
         self._kinds: dict[Parameter, int] = {}
         self._sums: dict[Parameter, int] | None = None
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
+        self._number = servers.new_number(self)
 
     @property
     def imbalance(self) -> float:
@@ -244,9 +248,10 @@ class RemoteOptimizer(RedirectedOptimizer):
     def pull(self) -> None:
         """Gets the newest weights."""
         staged = self._expect(lambda parameter: parameter)
-        for server in self._asked():
-            self._servers.post(server, {"kind": "pull", "optimizer": self._number})
-        self._servers.wait_until(lambda: not self._targets)
+        self._is_pulling = True
+        self._post_to_all({"kind": "pull", "optimizer": self._number})
+        self._await_parts()
+        self._is_pulling = False
         for piece, place in staged:
             piece.fill(piece.parameter, place)
         self._sums = self._checksums()
@@ -268,7 +273,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         if self._servers.worker != 0:
             return found
         for server in range(self._servers.num_servers):
-            self._servers.post(server, {"kind": "state", "optimizer": self._number})
+            self._servers.ask(server, {"kind": "state", "optimizer": self._number})
         told: dict[tuple[int, int, int], dict[str, Any]] = {}
         for server, (fields, tensors) in enumerate(self._servers.answers("state")):
             for bucket, index, state in unpacked(fields["body"], tensors):
@@ -303,7 +308,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 {"values": values, "state": states[server]},
                 "the state of the checkpoint's optimizer",
             )
-        self._servers.answers("done")
+        self._servers.confirmations()
 
     # Where things are
 
@@ -366,10 +371,16 @@ class RemoteOptimizer(RedirectedOptimizer):
             }
             content = self._content(parts) if is_first else None
             servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
-        answers = servers.answers("done")
+        answers = servers.confirmations()
+        for number, copies in enumerate(answers):
+            if any(fields != copies[0] for fields in copies):
+                raise ServerError(
+                    f"parameter server {number} and its replica do not go on from the same snapshot: start both with "
+                    "--resume and the file of one of them"
+                )
         if together and is_first:
             servers.gather(None)
-        resumed = [bool(fields["is_resumed"]) for fields, _ in answers]
+        resumed = [any(bool(fields["is_resumed"]) for fields in copies) for copies in answers]
         if any(resumed) and not all(resumed):
             raise ServerError(
                 f"parameter server {resumed.index(True)} goes on from a snapshot, and {resumed.index(False)} does not: "
@@ -491,13 +502,6 @@ class RemoteOptimizer(RedirectedOptimizer):
         # What is the average already is taken as it is.
         compressor = None if self.gradients_are_whole or part.dtype != torch.float32 else self._compressor
         nbytes = part.nbytes if compressor is None else compressor.encoded_bytes(part.numel)
-        transfer = self._servers.meter.begin(
-            "push",
-            group="servers",
-            group_size=self._servers.num_workers,
-            size_bytes=nbytes if gradients else 0,
-            awaited=False,
-        )
         round_ = self._round
 
         def payload() -> list[memoryview]:
@@ -515,7 +519,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             "kinds": kinds,
             "is_compressed": compressor is not None,
         }
-        self._servers.post(part.server, fields, payload, is_urgent=False, on_sent=transfer.finish)
+        self._servers.post(part.server, fields, payload, is_urgent=False, push_bytes=nbytes if gradients else 0)
 
     def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """The gradients of a part, dense and in host memory, and the event after which they are there.
@@ -582,24 +586,59 @@ class RemoteOptimizer(RedirectedOptimizer):
         start_s = servers.meter.now()
         with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
             message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            asked = self._asked()
-            for server in asked:
-                servers.post(server, message, is_urgent=is_urgent)
+            self._post_to_all(message, is_urgent=is_urgent)
             is_told_squares = servers.worker == 0 or not servers.consistency.is_synchronous
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and is_told_squares:
-                squares = sum(float(answer["squares"]) for answer, _ in servers.answers("squares", asked))
-                norm = {"kind": "norm", "optimizer": self._number, "squares": squares}
+                asked = self._asked()
+                servers.wait_until(lambda: self._squares.keys() >= {*asked})
+                squares = sum(self._squares[server] for server in asked)
                 for server in asked:
-                    servers.post(server, norm)
-            servers.wait_until(lambda: not self._targets)
+                    servers.post(server, {"kind": "norm", "optimizer": self._number, "squares": squares})
+            self._await_parts()
         servers.meter.waited(start_s, servers.meter.now())
+        self._squares.clear()
         for bucket in self._buckets:
             bucket.pushed = None
             bucket.ready.clear()
         self._round += 1
 
-    def _receive(self, server: int, fields: Fields, payload_bytes: int, channel: Channel) -> None:
+    def _post_to_all(self, message: Fields, *, is_urgent: bool = True) -> None:
+        """Asks all servers for their parts; replicas say that they have mirrored it.
+
+        A replica that takes over hears either of the question and of what is left of the answer, or of the question
+        afterwards.
+        """
+        servers = self._servers
+        with servers.arriving():
+            self._waits_for = self._asked()
+            self._unmirrored = {server for server in self._waits_for if servers.is_mirrored(server)}
+            for server in self._waits_for:
+                servers.post(server, message, is_urgent=is_urgent)
+
+    def _await_parts(self) -> None:
+        """Waits until all parts are there, and replicas have done what their servers have."""
+        servers = self._servers
+        servers.wait_until(
+            lambda: not self._targets and not any(servers.has_replica(server) for server in self._unmirrored)
+        )
+        self._waits_for = []
+
+    def lacks(self, server: int) -> Fields | None:
+        """What this worker waits for from a server: buckets of its round. None if it has not asked the server."""
+        if server not in self._waits_for:
+            return None
+        buckets = [bucket for of_server, bucket in list(self._targets) if of_server == server]
+        return {"optimizer": self._number, "round": self._round, "is_pull": self._is_pulling, "buckets": buckets}
+
+    def receive(self, server: int, fields: Fields, payload_bytes: int, channel: Channel) -> None:
         """Takes a part that a server sends; on the thread that reads from it."""
+        if fields["kind"] != "part":
+            with self._servers.arriving():
+                if fields["kind"] == "squares":
+                    self._squares[server] = float(fields["squares"])
+                else:
+                    self._unmirrored.discard(server)
+            return
         views, size_bytes = self._targets.get((server, fields.get("bucket", -1)), (None, 0))
         kinds = fields.get("kinds")
         if views is None or payload_bytes not in (0, size_bytes) or not isinstance(kinds, list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
+    checksum,
     dtype_of,
     elementwise,
     optimizer_class,
@@ -59,6 +60,7 @@ class _Pushes:
     kinds: list[int] = field(default_factory=list)
     gradient: Tensor | None = None
     is_averaged: bool = False
+    is_sent: bool = False
 
     def present(self) -> Iterator[Tensor]:
         """The averaged gradients of the pieces that have one."""
@@ -91,6 +93,7 @@ class Job:
     num_servers: int
     consistency: Consistency
     shares: Sequence[int] = ()
+    num_replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,11 @@ class ServedOptimizer:
         self._members = members
         workers = range(job.num_workers)
         self._rounds: dict[int, _Round] = {}
-        self._common = _Round(workers) if job.consistency.is_synchronous else None
+        self._common = self._ended = _Round(workers) if job.consistency.is_synchronous else None
         self._clocks = Clocks(workers, job.consistency.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._held: dict[int, list[tuple[_Bucket, int]]] = defaultdict(list)
+        self._lacking: dict[int, tuple[int, Sequence[int]]] = {}
         self._plans: list[Any] = []
         self._optimizer: Optimizer | None = None
         self._split = ""
@@ -347,7 +351,7 @@ class ServedOptimizer:
                 self._average(pushes, pushing)
                 round_now.averaged.append(pushes)
         if request.kind == "average":
-            self._send(round_now, round_now.averaged, lambda pushes: pushes.gradient)
+            self._send(round_now, round_now.averaged)
             round_now.averaged = []
         else:
             self._step(round_now, request)
@@ -361,9 +365,11 @@ class ServedOptimizer:
                 self._sent += gradients  # one of them holds the average
             else:
                 self._spares(gradients)
+        for worker in round_now.workers:
+            self._has_mirrored(worker, round_now.number)
         following = _Round(round_now.workers, round_now.number + 1)
         if self._common is not None:
-            self._common = following
+            self._common, self._ended = following, round_now
             return
         (worker,) = round_now.workers
         self._rounds[worker] = following
@@ -400,7 +406,7 @@ class ServedOptimizer:
         for together in [complete] if at_once else [[pushes] for pushes in complete]:
             if self._common is not None:
                 self._update(together)
-                self._send(round_now, together, lambda pushes: pushes.bucket.weights)
+                self._send(round_now, together)
             elif together:
                 self._update_alone(round_now, together)
 
@@ -413,7 +419,8 @@ class ServedOptimizer:
             if self._num_servers == 1:
                 round_now.squares = squares
             else:
-                self._members[round_now.workers[0]].post({"kind": "squares", "squares": squares})
+                told = {"kind": "squares", "optimizer": self._number, "squares": squares}
+                self._members[round_now.workers[0]].post(told)
         if round_now.squares is None:
             return False
         clip_norm(gradients, round_now.squares, max_norm)
@@ -437,10 +444,18 @@ class ServedOptimizer:
         self._update(together, divide_rate_by=max(1, staleness) if rules.scales_learning_rate else 1)
         round_now.num_sent += len(together)
         for pushes in together:
-            if self._clocks.may_go_on(worker, completing=True):
-                self._send_weights(worker, pushes.bucket, staleness)
+            pushes.is_sent = True
+            if self._is_lacking(worker, round_now, pushes):
+                self._send_or_hold(worker, pushes.bucket, staleness, completing=True)
             else:
-                self._held[worker].append((pushes.bucket, staleness))
+                self._copied_for(worker, pushes.bucket)
+
+    def _send_or_hold(self, worker: int, bucket: _Bucket, staleness: int, *, completing: bool) -> None:
+        """Sends weights, or holds them back from a worker that is too far ahead."""
+        if self._clocks.may_go_on(worker, completing=completing):
+            self._send_weights(worker, bucket, staleness)
+        else:
+            self._held[worker].append((bucket, staleness))
 
     def _release(self) -> None:
         """Sends what was held back from workers that were too far ahead of the slowest."""
@@ -448,18 +463,23 @@ class ServedOptimizer:
             for bucket, staleness in self._held.pop(worker):
                 self._send_weights(worker, bucket, staleness)
 
-    def _send_weights(self, worker: int, bucket: _Bucket, staleness: int) -> None:
-        """Sends the weights of now, copied, since others update them while they are sent.
+    def _copied_for(self, worker: int, bucket: _Bucket) -> Tensor:
+        """The weights of now, copied for a worker, which has them from now on.
 
         The copy replaces the one before, which the worker has received: it asks for no more until then.
         """
-        member = self._members.get(worker)
-        if member is None:
-            return
         if worker not in bucket.pulled:
             bucket.pulled[worker] = 0, torch.empty_like(bucket.weights)
         weights = bucket.pulled[worker][1].copy_(bucket.weights)
         bucket.pulled[worker] = bucket.version, weights
+        return weights
+
+    def _send_weights(self, worker: int, bucket: _Bucket, staleness: int) -> None:
+        """Sends a copy of the weights of now, since others update them while they are sent."""
+        member = self._members.get(worker)
+        if member is None:
+            return
+        weights = self._copied_for(worker, bucket)
         fields = {
             "kind": "part",
             "optimizer": self._number,
@@ -473,7 +493,11 @@ class ServedOptimizer:
     def pull(self, worker: int) -> None:
         """Sends all weights to a worker."""
         for bucket in self._filled[: self._num_known[worker]]:
-            self._send_weights(worker, bucket, 0)
+            if self._members[worker].is_quiet:
+                self._copied_for(worker, bucket)
+            else:
+                self._send_weights(worker, bucket, 0)
+        self._has_mirrored(worker)
 
     def pauses(self, worker: int) -> None:
         """Has nobody wait for a worker until it pushes again: it validates, for example."""
@@ -484,6 +508,7 @@ class ServedOptimizer:
         """Forgets a worker that is gone, and what it has pushed for a step that it did not complete."""
         self._rounds.pop(worker, None)
         self._held.pop(worker, None)
+        self._lacking.pop(worker, None)
         self._num_known.pop(worker, None)
         for bucket in self._buckets:
             bucket.pulled.pop(worker, None)
@@ -522,14 +547,53 @@ class ServedOptimizer:
             for piece in chosen:
                 piece.grad = None
 
-    def _send(self, round_now: _Round, complete: Sequence[_Pushes], what: Callable[[_Pushes], Tensor | None]) -> None:
+    def _send(self, round_now: _Round, complete: Sequence[_Pushes]) -> None:
         """Sends to all workers, once a round. Nothing changes it until all have received it and have pushed again."""
         for pushes in complete:
-            flat = what(pushes) if pushes.gradient is not None else None
-            fields = {"kind": "part", "optimizer": self._number, "bucket": pushes.bucket.number, "kinds": pushes.kinds}
+            pushes.is_sent = True
             for member in self._members.values():
-                member.post(fields, [] if flat is None else [bytes_of(flat)])
+                if self._is_lacking(member.worker, round_now, pushes):
+                    self._send_part(member, round_now, pushes)
         round_now.num_sent += len(complete)
+
+    def _send_part(self, member: Member, round_: _Round, pushes: _Pushes) -> None:
+        """Sends a bucket's averages, or its weights after the step."""
+        averages = round_.requests[round_.workers[0]].kind == "average"
+        flat = None if pushes.gradient is None else pushes.gradient if averages else pushes.bucket.weights
+        fields = {"kind": "part", "optimizer": self._number, "bucket": pushes.bucket.number, "kinds": pushes.kinds}
+        member.post(fields, [] if flat is None else [bytes_of(flat)])
+
+    # In the place of a server that has ended
+
+    def _is_lacking(self, worker: int, round_: _Round, pushes: _Pushes) -> bool:
+        """Whether a worker has to get a bucket from this server, and has not got it from one that has ended."""
+        member, (number, buckets) = self._members.get(worker), self._lacking.get(worker, (-1, ()))
+        return (
+            member is not None and not member.is_quiet and (number != round_.number or pushes.bucket.number in buckets)
+        )
+
+    def _has_mirrored(self, worker: int, round_: int | None = None) -> None:
+        """Tells a worker that asked another server too, whose replica this is, that what it asked for is done here."""
+        member = self._members.get(worker)
+        if member is not None and (member.is_quiet or self._lacking.get(worker, (-1, ()))[0] == round_):
+            member.post({"kind": "mirrored", "optimizer": self._number})
+
+    def send_rest(self, worker: int, round_: int, buckets: Sequence[int], *, is_pull: bool) -> None:
+        """Sends a worker the buckets that it lacks of a round, or of a pull; those that are not ready come later."""
+        round_now, member = self._round_of(worker), self._members[worker]
+        if not is_pull:
+            self._lacking[worker] = round_, buckets
+        has_ended = round_now.number > round_
+        if has_ended and self._ended is not None:
+            round_now = self._ended
+        for bucket in map(self._bucket, buckets):
+            pushes = round_now.pushes.get(bucket.number)
+            if is_pull:
+                self._send_weights(worker, bucket, 0)
+            elif self._common is None and (has_ended or (pushes is not None and pushes.is_sent)):
+                self._send_or_hold(worker, bucket, 0, completing=not has_ended)
+            elif self._common is not None and pushes is not None and pushes.is_sent:
+                self._send_part(member, round_now, pushes)
 
     def _bucket(self, number: Any) -> _Bucket:
         if type(number) is not int or not 0 <= number < len(self._buckets):
@@ -548,6 +612,10 @@ class ServedOptimizer:
         """Whether no round has updated a part of the weights only."""
         rounds = self._rounds.values() if self._common is None else (self._common,)
         return not any(round_now.num_sent for round_now in rounds)
+
+    def checksum(self) -> int:
+        """A number that differs for other weights."""
+        return int(checksum([bucket.weights for bucket in self._buckets]).sum())
 
     def snapshot(self) -> dict[str, Any]:
         """What another server needs to go on: plans, weights and state."""

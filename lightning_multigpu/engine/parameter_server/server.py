@@ -10,6 +10,9 @@ thread whose message completes a bucket averages and updates it; the others go o
     worker 1  --push b--+                       +--weights b-->  worker 1
 
 Gradients are summed in the order of workers, so that a run repeats bit for bit.
+
+A server may be the replica of another one: it gets the same messages, does the same, and is quiet. Once the other one
+has ended, workers say what they still wait for, and this server goes on in its place.
 """
 
 from __future__ import annotations
@@ -77,8 +80,8 @@ class Server:
         self._awaited_epoch: int | None = None
         self._last_word: Any = None
         self._await_last_word: set[int] = set()
-        self._is_stopping = False
-        self._problem = ""
+        self._is_stopping = self._has_taken_over = False
+        self._problem, self._replica_goes_on = "", False
         self._is_over = threading.Event()
         self._listener = Listener(host, port, secret, self._welcome)
 
@@ -95,7 +98,8 @@ class Server:
             members = list(self._members.values())
         for member in members:
             if self._problem:
-                member.post({"kind": "error", "text": self._problem})
+                told = {"kind": "error", "text": self._problem, "replica_goes_on": self._replica_goes_on}
+                member.post(told)
             member.outbox.put(None)
         for member in members:
             member.writer.join(_LAST_WORDS_S)
@@ -111,10 +115,15 @@ class Server:
             )
             return {number: each.snapshot() for number, each in served.items()}
 
-    def end(self, problem: str) -> None:
-        """Ends :meth:`serve`; workers that are still there see their connections close."""
+    def end(self, problem: str, *, replica_goes_on: bool = False) -> None:
+        """Ends :meth:`serve`; workers that are still there see their connections close.
+
+        Args:
+            problem: why; an empty text where all is well.
+            replica_goes_on: it does not keep a replica of this server, if there is one, from going on.
+        """
         if not self._is_over.is_set():
-            self._problem = problem
+            self._problem, self._replica_goes_on = problem, replica_goes_on
             self._is_over.set()
             with self._changing:
                 self._changing.notify_all()
@@ -151,14 +160,16 @@ class Server:
         if fields.get("joins") is True and fields.get("kind") == "hello" and not payload_bytes:
             return self._joined(fields, channel)
         numbers = [fields.get(name) for name in ("worker", "num_workers", "num_servers")]
-        worker, workers, servers = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
+        numbers.append(fields.get("num_replicas", 0))
+        worker, workers, servers, replicas = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
         rules = fields.get("consistency")
-        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1) < 0:
+        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1, replicas) < 0:
             raise WireError("not the greeting of a worker")
         shares = fields.get("shares", [1] * servers)
         if not isinstance(shares, list) or len(shares) != servers:
             raise WireError("a greeting does not say the share of each server")
-        job = Job(workers, servers, Consistency(**rules) if isinstance(rules, dict) else Consistency(), shares)
+        given = Consistency(**rules) if isinstance(rules, dict) else Consistency()
+        job = Job(workers, servers, given, shares, replicas)
         with self._changing:
             if worker >= workers and job.consistency.is_synchronous:
                 raise WireError("not the greeting of a worker")
@@ -167,7 +178,8 @@ class Server:
             if worker in self._members:
                 raise WireError(f"there is a worker {worker} already")
             self._job = job
-            return self._let_in(worker, channel)
+            self._num_joined = max(self._num_joined, worker + 1 - workers)
+            return self._let_in(worker, channel, is_quiet=fields.get("is_replica") is True)
 
     def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
         """A worker that comes to a job that is there, under a number that no worker has had."""
@@ -177,19 +189,24 @@ class Server:
                 raise WireError("there is no asynchronous job here that a worker could join; start its rank 0 first")
             if fields.get("num_servers") != job.num_servers:
                 raise WireError(f"this job has {job.num_servers} servers: name all of them, in the same order")
+            if fields.get("num_replicas", 0) != job.num_replicas:
+                raise WireError(f"this job has replicas={job.num_replicas}: give the same, and the same addresses")
             if self._last_word is not None or self._is_stopping:
                 raise WireError("the training of this job has ended")
             self._num_joined += 1
             worker = job.num_workers + self._num_joined - 1
-            told = {"num_workers": job.num_workers, "shares": job.shares, "epoch": self._dealer.newest_epoch}
+            told: dict[str, Any] = {"num_workers": job.num_workers, "shares": job.shares}
+            told["epoch"] = self._dealer.newest_epoch
             return self._let_in(worker, channel, consistency=asdict(job.consistency), **told)
 
-    def _let_in(self, worker: int, channel: Channel, **welcome: Any) -> Member:
+    def _let_in(self, worker: int, channel: Channel, *, is_quiet: bool = False, **welcome: Any) -> Member:
         if self._is_over.is_set():  # nobody would end the thread that writes to the worker
             raise WireError(self._problem or "the job of this server has ended")
-        member = self._members[worker] = Member(worker, channel)
+        member = self._members[worker] = Member(worker, channel, is_quiet)
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})
+        if is_quiet and self._has_taken_over:
+            member.post({"kind": "take over"})
         return member
 
     @property
@@ -210,12 +227,13 @@ class Server:
         """A worker's connection has broken: the others go on without it where they may."""
         with self._changing:
             if not self._may_lose_workers or member.worker == 0:
-                self.end(f"worker {member.worker} is gone: {why}")
+                self.end(f"worker {member.worker} is gone: {why}", replica_goes_on=True)
             elif not self._is_over.is_set():
                 member.outbox.put(None)
                 for told in self._told.values():
                     told.pop(member.worker, None)
                 self._forget(member)
+                self._changing.notify_all()
 
     def _forget(self, member: Member) -> None:
         worker = member.worker
@@ -245,6 +263,7 @@ class Server:
             tensors = room_for(body, payload_bytes)
             channel.receive_into([bytes_of(tensor) for tensor in tensors])
             value = unpacked(body, tensors)
+            done: dict[str, Any] = {"kind": "done"}
             with self._changing:
                 if kind == "configure":
                     served = self._optimizers.get(optimizer := _optimizer_number(fields))
@@ -261,6 +280,9 @@ class Server:
                             )
                         )
                     served.configure(worker, plan, fields["plan"], value)
+                    done["is_resumed"] = served.is_resumed
+                    if served.is_resumed and worker == plan == 0:
+                        done["weights"] = served.checksum()
                     self._changing.notify_all()
                 elif worker != 0:
                     raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
@@ -269,7 +291,7 @@ class Server:
                     return True
                 else:
                     self._optimizer(fields).load(value["values"], value["state"])
-            member.post({"kind": "done", "is_resumed": self._optimizer(fields).is_resumed})
+            member.post(done)
             return True
         if kind == "push":
             served = self._optimizer(fields)
@@ -300,6 +322,9 @@ class Server:
             if kind == "statistics":
                 member.post({"kind": "statistics", **self._statistics()})
                 return True
+            if kind == "take over":
+                self._takes_over(member, fields["rounds"])
+                return True
             if self._may_lose_workers and self._handle_at_own_pace(member, fields):
                 return True
             served = self._optimizer(fields)
@@ -325,6 +350,31 @@ class Server:
             yield
             self._changing.notify_all()  # who waits for a moment between rounds
 
+    def _takes_over(self, member: Member, rounds: list[dict[str, Any]]) -> None:
+        """Goes on for a server that has ended: a worker has said what it still waits for."""
+        if not self._has_taken_over:
+            self._has_taken_over = True
+            now = self._statistics()
+            self._bytes_in -= now["bytes_in"]
+            self._bytes_out -= now["bytes_out"]
+            self._num_steps, self._waited_s = 0, 0.0
+            for other in self._members.values():
+                if other.is_quiet and other is not member:
+                    other.post({"kind": "take over"})
+        member.is_quiet = False
+        for waiting in rounds:
+            served = self._optimizers.get(_optimizer_number(waiting))
+            if served is not None:
+                served.send_rest(member.worker, int(waiting["round"]), waiting["buckets"], is_pull=waiting["is_pull"])
+
+    def _await_all(self, asking: Member) -> None:
+        """Waits until no worker takes this server for a replica: each has said then which batches it has."""
+        if asking.is_quiet:
+            raise WireError(f"worker {asking.worker} asks a replica")
+        self._changing.wait_for(
+            lambda: self._is_over.is_set() or not any(member.is_quiet for member in self._members.values())
+        )
+
     def _statistics(self) -> dict[str, Any]:
         counts: dict[int, Counter[int]] = defaultdict(Counter)
         for served in self._optimizers.values():
@@ -344,8 +394,8 @@ class Server:
         """Does what only asynchronous workers ask; False if it is something else."""
         kind, worker = fields.get("kind"), member.worker
         if kind == "next":
-            if fields.get("limit") is not None and not self._dealer.is_limited:
-                self._dealer.limit_to(int(fields["limit"]))
+            self._await_all(member)
+            self._limit(fields)
             epoch, first, number_of = (int(fields[name]) for name in ("epoch", "first", "num_batches"))
             number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
             is_over = number is None and self._dealer.is_over(epoch)
@@ -355,7 +405,7 @@ class Server:
             if kind == "await start":
                 self._await_run[worker] = run
             elif worker == 0:
-                self._run, self._dealer, self._last_word = run, BatchDealer(), None
+                self._begin(run)
             for waiting in [w for w, awaited in self._await_run.items() if awaited <= self._run]:
                 del self._await_run[waiting]
                 self._members[waiting].post({"kind": "start"})
@@ -366,6 +416,7 @@ class Server:
             self._dealer.give_back(worker, int(fields["epoch"]))
             self._tell_of_epoch()
         elif kind == "await epoch" and worker == 0:
+            self._await_all(member)
             self._awaited_epoch = int(fields["epoch"])
             self._tell_of_epoch()
         elif kind == "stop" and worker == 0:
@@ -388,12 +439,33 @@ class Server:
         elif kind == "told" and worker == 0:
             self._asked_for = str(fields["name"]), bool(fields["of_all"])
             self._tell_what_workers_told()
+        elif kind == "answered":
+            self._hears_of_answer(worker, fields["question"], fields["number"])
         elif kind == "pause":
             for served in self._optimizers.values():
                 served.pauses(worker)
         else:
             return False
         return True
+
+    def _begin(self, run: int) -> None:
+        """Deals the batches of a run; a replica may hear of the run's batches before it hears that the run begins."""
+        if run > self._run:
+            self._run, self._dealer, self._last_word = run, BatchDealer(), None
+
+    def _limit(self, question: Mapping[str, Any]) -> None:
+        if question.get("limit") is not None and not self._dealer.is_limited:
+            self._dealer.limit_to(int(question["limit"]))
+
+    def _hears_of_answer(self, worker: int, question: Mapping[str, Any], number: int | None) -> None:
+        """As a replica: does what an answer of the other server has changed there."""
+        if question["kind"] == "told" and worker == 0 and question["of_all"]:
+            self._told.pop(str(question["name"]), None)
+        elif question["kind"] == "next" and number is not None:
+            self._begin(int(question["run"]))
+            self._limit(question)
+            epoch, first, number_of = (int(question[name]) for name in ("epoch", "first", "num_batches"))
+            self._dealer.took(worker, epoch, int(number), first=first, num_batches=number_of)
 
     def parent_has_ended(self) -> None:
         """Ends :meth:`serve`, unless the worker that started this server is one that the job can do without."""

@@ -1,4 +1,16 @@
-"""A worker's connections to the parameter servers of its job."""
+"""A worker's connections to the parameter servers of its job, and to their replicas.
+
+A replica gets all that its server gets, and sends no weights. When the server ends, each worker tells the replica what
+it still waits for, and goes on with the replica::
+
+    worker 0   push -----> server      push -----> (gone)
+               push -----> replica     push -----> replica     "take over", and what it waits for
+               <- weights  server                  replica ->  weights
+               <- mirrored replica
+
+A step of a worker ends when it has the weights of the servers and the replicas have mirrored the step: an update whose
+weights a worker has is on both.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +20,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+from lightning_multigpu.engine.parameter_server.server_statistics import COUNTED, ServerStatistics
 from lightning_multigpu.engine.parameter_server.wire import (
     bytes_of,
     packed,
@@ -26,6 +39,8 @@ from lightning_multigpu.engine.parameter_server.wire import (
 
 _LEAVING_S = 5.0
 _LATE_S = 5.0
+_CONFIRMED = ("welcome", "done")
+_CHANGES_SERVER = ("next", "told")
 
 
 class ServerError(RuntimeError):
@@ -35,26 +50,43 @@ class ServerError(RuntimeError):
 Payload = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
 Fields = dict[str, Any]
 _URGENT, _NORMAL, _LAST = range(3)
-_Frame = tuple[Fields, Payload, Callable[[], None] | None]
+_Frame = tuple[Fields, Payload, Transfer | None]
 # How urgent a frame is, a number in order, and where it goes; None ends the thread that sends.
 _Outbox = queue.PriorityQueue[tuple[int, int, "tuple[_Connection, _Frame] | None"]]
 
 
-@dataclass
+class Receiver(Protocol):
+    """An optimizer, to which servers send weights or averages."""
+
+    def receive(self, server: int, fields: Fields, payload_bytes: int, channel: Channel) -> None:
+        """Takes what a server sends for it; on the thread that reads from the server."""
+
+    def lacks(self, server: int) -> Fields | None:
+        """What it waits for from a server; None if it has not asked the server for anything."""
+
+
+@dataclass(eq=False)
 class _Connection:
-    """One server: its channel, and what is to be sent to it."""
+    """One server or replica: its channel, and what is to be sent to it.
+
+    ``confirmed`` has its answers to what is sent to servers and replicas alike.
+    """
 
     number: int
     name: str
     channel: Channel
     outbox: _Outbox
+    is_replica: bool
+    confirmed: list[Fields] = field(default_factory=list)
+    num_lost: int = 0
 
 
 class ServerConnections:
     """This worker's connections to all servers of a job, which :meth:`open` makes.
 
     Args:
-        addresses: host and port of each server; all workers have the same list.
+        addresses: host and port of each server, and then those of the replicas in the same order; all workers have
+            the same list.
         secret: of the job.
         worker: the number of this worker; None for one that joins a job which is there.
         num_workers: of the job; those that join are not counted.
@@ -62,8 +94,10 @@ class ServerConnections:
         shares: of the weights' bytes, one for each server, the same on all workers; None for even ones.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
+        num_replicas: of each server: 0 or 1.
 
     Attributes:
+        ended: the servers and replicas without which the job goes on: their place in ``addresses``, and a sentence.
         lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
             are left.
         joined_in: the epoch of the job that this worker has joined; None for one of the first workers.
@@ -81,29 +115,37 @@ class ServerConnections:
         shares: Sequence[int] | None = None,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
+        num_replicas: int = 0,
     ) -> None:
         self.worker = -1 if worker is None else worker
-        self.num_workers, self.num_servers = num_workers, len(addresses)
+        self.num_workers, self.num_servers = num_workers, len(addresses) // (1 + num_replicas)
+        self._num_replicas = num_replicas
         self.joined_in: int | None = None
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
-        self.shares = list(shares or [1] * len(addresses))
+        self.shares = list(shares or [1] * self.num_servers)
         self.lost: list[Fields] = []
+        self.ended: list[tuple[int, str]] = []
         self.is_stopped = False
         self._arrived = threading.Condition()
         self._problem: str | None = None
-        self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in addresses]
-        self._receivers: dict[int, Callable[[int, Fields, int, Channel], None]] = {}
-        self._is_leaving = False
+        self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in range(self.num_servers)]
+        self._questions: dict[int, Fields] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._has_welcomes = self._is_open = self._is_leaving = False
+        self._lost_early: list[tuple[_Connection, str]] = []
         self._threads: list[threading.Thread] = []
         self._connections: list[_Connection] = []
+        self._copies: list[list[_Connection]] = [[] for _ in range(self.num_servers)]
+        self._counted: dict[int, Fields] = {}
+        self._counted_before: dict[int, Fields] = {}
         self._optimizers = 0
         self._order = count()
         self._outboxes: list[_Outbox] = []
 
     def open(self, *, timeout_s: float, on_late: Callable[[str], None] = lambda _: None) -> None:
-        """Connects to all servers; :meth:`cut` ends it.
+        """Connects to all servers; :meth:`cut` ends it. A collective of the first workers where there are replicas.
 
         Args:
             timeout_s: how long to look for the servers.
@@ -114,39 +156,67 @@ class ServerConnections:
         """
         try:
             start_s = time.monotonic()
-            for number in range(self.num_servers):
-                self._connections.append(self._found(number, start_s, timeout_s, on_late))
+            for place in range(len(self._addresses)):
+                try:
+                    connection = self._found(place, start_s, timeout_s, on_late)
+                except ServerError:
+                    if self.worker >= 0 or not self._num_replicas:
+                        raise
+                    continue  # it has ended before this worker came
+                self._connections.append(connection)
+                self._copies[connection.number].append(connection)
+            if not all(self._copies):
+                raise ServerError("a parameter server is not there, and neither is its replica")
             work: list[tuple[Callable[[Any], None], Any]] = [(self._write, outbox) for outbox in self._outboxes]
             for target, of in work + [(self._read, connection) for connection in self._connections]:
-                thread = threading.Thread(target=target, args=(of,), name="to and from parameter servers", daemon=True)
+                thread = threading.Thread(target=target, args=(of,), name="parameter servers", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            others = range(self.num_servers)
+            others = list(self._connections)
+            hello: Fields = {"kind": "hello", "num_servers": self.num_servers, "num_replicas": self._num_replicas}
             if self.worker < 0:
-                self._join()
-                others = range(1, self.num_servers)
-            hello: Fields = {"kind": "hello", "worker": self.worker, "num_workers": self.num_workers}
-            hello.update(consistency=dataclasses.asdict(self.consistency), shares=self.shares)
-            for number in others:
-                self.post(number, {**hello, "num_servers": self.num_servers})
-            self.answers("welcome", others)
+                others.remove(self._copies[0][0])
+                self._join(hello)
+            hello |= {"worker": self.worker, "num_workers": self.num_workers, "shares": self.shares}
+            hello["consistency"] = dataclasses.asdict(self.consistency)
+            for connection in others:
+                is_replica = connection is not self._copies[connection.number][0]
+                self._put(connection, ({**hello, "is_replica": is_replica}, (), None), _URGENT)
+            self.wait_until(lambda: all(connection.confirmed for connection in others))
+            for connection in others:
+                connection.confirmed.clear()
+            if self._num_replicas and self.joined_in is None:
+                self._has_welcomes = True
+                self.gather(None)  # no worker looks any more for a server that the others go on without
+            with self._arrived:
+                self._is_open = True
+                for connection, why in self._lost_early:
+                    self._loses(connection, why)
+                self._lost_early.clear()
         except BaseException:
             self.cut()
             self.close()
             raise
 
-    def _join(self) -> None:
+    def _join(self, hello: Fields) -> None:
         """Takes a number of its own, and what else the job's workers know, from the first server."""
-        self.post(0, {"kind": "hello", "joins": True, "num_servers": self.num_servers})
-        ((fields, _),) = self.answers("welcome", (0,))
+        first = self._copies[0][0]
+        self._put(first, ({**hello, "joins": True}, (), None), _URGENT)
+        self.wait_until(lambda: bool(first.confirmed))
+        fields = first.confirmed.pop()
         self.worker, self.num_workers, self.joined_in = fields["worker"], fields["num_workers"], fields["epoch"]
         self.consistency, self.shares = Consistency(**fields["consistency"]), fields["shares"]
 
-    def _found(self, number: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
+    def _found(self, place: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
         """The connection to a server, when the server listens."""
-        host, port = self._addresses[number]
-        name = f"parameter server {number} of {self.num_servers} ({host} port {port})"
+        host, port = self._addresses[place]
+        number = place % self.num_servers
+        is_replica = place >= self.num_servers
+        what = "the replica of parameter server" if is_replica else "parameter server"
+        name = f"{what} {number} of {self.num_servers} ({host} port {port})"
         untold = [name]
+        if self.worker < 0 and self._num_replicas:  # the job is there, or a server of it has ended
+            start_s, timeout_s = time.monotonic(), min(timeout_s, _LATE_S)
 
         def before_retry() -> None:
             self.wait_until(lambda: True)  # raises after a cut
@@ -162,13 +232,22 @@ class ServerConnections:
         # after the other, so that none of them comes late.
         if not self._outboxes or len({*self.shares}) == 1:
             self._outboxes.append(queue.PriorityQueue())
-        return _Connection(number, name, channel, self._outboxes[-1])
+        return _Connection(number, name, channel, self._outboxes[-1], is_replica)
 
-    def new_number(self, receive: Callable[[int, Fields, int, Channel], None]) -> int:
-        """The number of one more optimizer; ``receive`` takes each part that a server sends for it."""
-        self._optimizers += 1
-        self._receivers[self._optimizers - 1] = receive
-        return self._optimizers - 1
+    def new_number(self, receiver: Receiver) -> int:
+        """The number of one more optimizer."""
+        with self._arrived:
+            self._optimizers += 1
+            self._receivers[self._optimizers - 1] = receiver
+            return self._optimizers - 1
+
+    def is_mirrored(self, server: int) -> bool:
+        """Whether what is posted now goes to the server and to a replica."""
+        return len(self._copies[server]) > 1
+
+    def has_replica(self, server: int) -> bool:
+        """Whether the replica of a server is there, which may have taken over."""
+        return any(connection.is_replica for connection in self._copies[server])
 
     def post(
         self,
@@ -177,18 +256,35 @@ class ServerConnections:
         payload: Payload = (),
         *,
         is_urgent: bool = True,
-        on_sent: Callable[[], None] | None = None,
+        push_bytes: int | None = None,
     ) -> None:
-        """Sends a frame; urgent ones, in their order, overtake the others.
+        """Sends a frame to a server and its replica; urgent ones, in their order, overtake the others.
 
         Args:
             server: its number.
             fields: of the frame.
-            payload: stays as it is until it is sent; a function is called when the frame's turn has come.
+            payload: stays as it is until it is sent; a function is called once, when the frame's turn has come.
             is_urgent: False for gradients.
-            on_sent: called when it is sent, on the thread that sends.
+            push_bytes: of gradients; the meter is told of them, once for each process that gets them.
         """
-        self._put(self._connections[server], (fields, payload, on_sent), _URGENT if is_urgent else _NORMAL)
+        with self._arrived:  # a replica that takes over meanwhile gets the frame as well, and once
+            copies = list(self._copies[server])
+            if callable(payload) and len(copies) > 1:
+                payload = _once(payload)
+            for connection in copies:
+                transfer = None
+                if push_bytes is not None:
+                    transfer = self.meter.begin(
+                        "push", group="servers", group_size=self.num_workers, size_bytes=push_bytes, awaited=False
+                    )
+                self._put(connection, (fields, payload, transfer), _URGENT if is_urgent else _NORMAL)
+
+    def ask(self, server: int, fields: Fields) -> None:
+        """Sends a question to a server alone; its replica is asked too if the server ends before it answers."""
+        with self._arrived:
+            self._questions[server] = fields
+            for connection in self._copies[server][:1]:
+                self._put(connection, (fields, (), None), _URGENT)
 
     def _put(self, connection: _Connection, frame: _Frame, urgency: int) -> None:
         connection.outbox.put((urgency, next(self._order), (connection, frame)))
@@ -200,7 +296,7 @@ class ServerConnections:
         self.post(server, {**fields, "body": body}, [bytes_of(tensor) for tensor in tensors])
 
     def answers(self, kind: str, of: Sequence[int] | None = None) -> list[tuple[Fields, list[Tensor]]]:
-        """The next answer of every server, or of some: its fields, and its tensors.
+        """The answer of every server, or of some, to what it was asked: its fields, and its tensors.
 
         Raises:
             ServerError: a server has ended, or refuses what it was sent.
@@ -211,11 +307,24 @@ class ServerConnections:
         assert all(fields["kind"] == kind for fields, _ in found)
         return found
 
+    def confirmations(self) -> list[list[Fields]]:
+        """For each server its answer to what was posted to it, and that of its replica.
+
+        Raises:
+            ServerError: a server has ended, or refuses what it was sent.
+        """
+        with self._arrived:
+            self.wait_until(lambda: all(connection.confirmed for copies in self._copies for connection in copies))
+            return [[connection.confirmed.pop(0) for connection in copies] for copies in self._copies]
+
     def statistics(self) -> ServerStatistics:
-        """What all servers have counted since they started."""
+        """What all servers have counted since they started; a replica counts on for its server."""
         for server in range(self.num_servers):
-            self.post(server, {"kind": "statistics"})
-        return ServerStatistics.of([fields for fields, _ in self.answers("statistics")])
+            self.ask(server, {"kind": "statistics"})
+        for server, (fields, _) in enumerate(self.answers("statistics")):
+            before = self._counted_before.get(server, {})
+            self._counted[server] = {**fields, **{name: fields[name] + value for name, value in before.items()}}
+        return ServerStatistics.of(list(self._counted.values()))
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Waits for what threads change within :meth:`arriving`.
@@ -259,43 +368,106 @@ class ServerConnections:
         with self.arriving():
             self._problem = self._problem or problem
 
+    def _loses(self, connection: _Connection, why: str) -> None:
+        """The connection has broken: its replica takes over, or the job ends."""
+        with self.arriving():
+            if self._is_leaving or self._problem is not None:
+                return
+            connection.channel.shut_down()
+            if self._has_welcomes and not self._is_open:
+                self._lost_early.append((connection, why))
+                return
+            copies = self._copies[connection.number]
+            text = f"{connection.name} has ended: {why}"
+            if not self._is_open or len(copies) == 1:
+                other = [o.name for o in self._connections if o.number == connection.number and o is not connection]
+                self._problem = "; ".join([text, *(f"{name} had ended before" for name in other if self._is_open)])
+                return
+            takes_over = copies[0] is connection
+            copies.remove(connection)
+            (left,) = copies
+            goes_on = "has taken over, and the job ends if" if takes_over else "goes on, and the job ends if"
+            place = connection.number + self.num_servers * connection.is_replica
+            self.ended.append((place, f"{text}; {left.name} {goes_on} that ends too"))
+            if takes_over:
+                self._counted_before[connection.number] = {
+                    name: self._counted.get(connection.number, {}).get(name, 0) for name in COUNTED
+                }
+                lacking = [receiver.lacks(connection.number) for receiver in self._receivers.values()]
+                rounds = [lacks for lacks in lacking if lacks is not None]
+                self._put(left, ({"kind": "take over", "rounds": rounds}, (), None), _URGENT)
+                if connection.number in self._questions:
+                    self._put(left, (self._questions[connection.number], (), None), _URGENT)
+
     def _write(self, outbox: _Outbox) -> None:
         while (posted := outbox.get()[2]) is not None:
-            connection, (fields, payload, on_sent) = posted
+            connection, (fields, payload, transfer) = posted
             try:
                 connection.channel.send(fields, payload() if callable(payload) else payload)
-                if on_sent is not None:
-                    on_sent()
             except ChannelError:
-                continue  # the thread that reads knows more
+                pass  # the thread that reads knows more
             except Exception as error:  # a copy from a device has failed, for example
                 self._fails(f"a push to {connection.name} has failed: {type(error).__name__}: {error}")
+            if transfer is not None:
+                transfer.finish()
 
     def _read(self, connection: _Connection) -> None:
+        number = connection.number
         try:
             while True:
                 fields, payload_bytes = connection.channel.receive()
-                if fields.get("kind") == "part":
-                    self._receivers[fields["optimizer"]](connection.number, fields, payload_bytes, connection.channel)
+                kind = fields.get("kind")
+                if kind in ("part", "squares", "mirrored"):
+                    self._receivers[fields["optimizer"]].receive(number, fields, payload_bytes, connection.channel)
                     continue
-                if fields.get("kind") == "lost":
-                    if connection.number == 0:  # all servers see it
+                if kind == "lost":
+                    if number == 0:  # all servers see it, and replicas
                         with self.arriving():
-                            self.lost.append(fields)
+                            connection.num_lost += 1
+                            if connection.num_lost > len(self.lost):
+                                self.lost.append(fields)
                     continue
-                if fields.get("kind") == "stop":
+                if kind == "stop":
                     self.is_stopped = True
+                    continue
+                if kind == "take over":  # another worker has seen the server end
+                    for server in [c for c in self._copies[number][:1] if c is not connection]:
+                        server.channel.shut_down()
                     continue
                 body = fields.get("body")
                 tensors = room_for(body, payload_bytes)
                 connection.channel.receive_into([bytes_of(tensor) for tensor in tensors])
-                if fields.get("kind") == "error":
-                    self._fails(f"{connection.name}: {fields.get('text')}")
+                if kind == "error":
+                    if fields.get("replica_goes_on") is True and self.is_mirrored(number):
+                        self._loses(connection, str(fields.get("text")))
+                    else:
+                        self._fails(f"{connection.name}: {fields.get('text')}")
                     return
                 with self.arriving():
-                    self._answers[connection.number].append((fields, tensors))
+                    if kind in _CONFIRMED:
+                        connection.confirmed.append(fields)
+                        continue
+                    self._answers[number].append((fields, tensors))
+                    question = self._questions.pop(number, {})
+                    if question.get("kind") in _CHANGES_SERVER:
+                        answered = {"kind": "answered", "question": question, "number": fields.get("number")}
+                        for replica in self._copies[number][1:]:
+                            self._put(replica, (answered, (), None), _URGENT)
         except ChannelError as error:
-            if not self._is_leaving:
-                self._fails(f"{connection.name} has ended: {error}")
+            self._loses(connection, str(error))
         except Exception as error:
             self._fails(f"{connection.name} sends what is no message: {type(error).__name__}: {error}")
+
+
+def _once(payload: Callable[[], Sequence[memoryview]]) -> Callable[[], Sequence[memoryview]]:
+    """A payload for two frames, which the first one that is sent makes."""
+    making = threading.Lock()
+    made: list[Sequence[memoryview]] = []
+
+    def make() -> Sequence[memoryview]:
+        with making:
+            if not made:
+                made.append(payload())
+            return made[0]
+
+    return make

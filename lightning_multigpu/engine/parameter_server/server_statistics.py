@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-_OF_EACH = ("bytes_in", "bytes_out", "num_steps", "waited_s")
+COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
         counted: list[Any] = next((answer["staleness"] for answer in answers if answer["staleness"]), [])
         return cls(
-            **{name: [answer[name] for answer in answers] for name in _OF_EACH},
+            **{name: [answer[name] for answer in answers] for name in COUNTED},
             staleness={worker: Counter(dict(found)) for worker, found in counted},
         )
 
@@ -43,7 +43,7 @@ class ServerStatistics:
         """The counts since earlier ones."""
         return ServerStatistics(
             **{name: [b - a for a, b in zip(getattr(before, name), getattr(self, name), strict=True)]
-               for name in _OF_EACH},
+               for name in COUNTED},
             staleness={worker: found - before.staleness.get(worker, Counter())
                        for worker, found in self.staleness.items()},
         )  # fmt: skip

@@ -81,6 +81,7 @@ class Job:
     workers: Workers
     problems: list[str]
     shares: list[int] | None = None
+    num_replicas: int = 0
 
     @contextlib.contextmanager
     def connections(
@@ -95,6 +96,7 @@ class Job:
             shares=self.shares,
             meter=meter or Meter(),
             gather=lambda value: self.workers.gather(worker or 0, value),
+            num_replicas=self.num_replicas,
         )
         found.open(timeout_s=10.0)
         try:
@@ -107,14 +109,16 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(num_servers: int = 1, num_workers: int = 2, shares: list[int] | None = None) -> Iterator[Job]:
-    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers)]
-    found = Job(servers, Workers(num_workers), [""] * num_servers, shares)
+def job(
+    num_servers: int = 1, num_workers: int = 2, shares: list[int] | None = None, num_replicas: int = 0
+) -> Iterator[Job]:
+    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers * (1 + num_replicas))]
+    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, num_replicas)
 
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
 
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(num_servers)]
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(len(servers))]
     for thread in threads:
         thread.start()
     try:
@@ -589,6 +593,8 @@ def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
     sent: list[tuple[int, float]] = []
 
     class Receiver:
+        is_quiet = False
+
         def post(self, fields: dict[str, Any], payload: list[memoryview]) -> None:
             found = torch.frombuffer(payload[0], dtype=torch.float32)
             sent.append((found.data_ptr(), found[0].item()))
