@@ -296,7 +296,7 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
     "unnoticed until the end": (NoiseError, RingDDPStrategy(), r"layers\.2\.weight: norm .*, on rank 0; norm", 21),
     "a hook draws random numbers on each stage": (
         NoiseOfStagesError,
-        PipelineStrategy(balance=[4, 4], check_replicas_every_n_steps=3),
+        PipelineStrategy(balance=[4, 4], replicated=["shared"], check_replicas_every_n_steps=3),
         r"shared\.weight: norm .* rank 0; norm .* rank 1",
         2,
     ),

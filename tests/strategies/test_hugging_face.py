@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -60,7 +64,22 @@ def t5() -> PreTrainedModel:
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes, **TOKENS))
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5}
+def qwen3() -> PreTrainedModel:
+    """With norms of queries and keys."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **TOKENS))
+
+
+def bert() -> PreTrainedModel:
+    """A classifier, with three embeddings before its layers and a pooler behind them."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=8, num_labels=3, **sizes, **no_dropout)
+    return BertForSequenceClassification(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "qwen3": qwen3, "bert": bert}
 DECODERS = ["gpt2", "llama"]
 
 
@@ -102,6 +121,16 @@ class Translator(Decoder):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.model(**batch)
+
+
+class Classes(Decoder):
+    """Classifies whole texts."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "labels": batch["input_ids"][:, 0] % 3}, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step({**batch, "labels": batch["input_ids"][:, 0] % 3}, batch_idx)
 
 
 class Late(Decoder):
@@ -158,10 +187,11 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
         "val_loss": val_loss,
         "held": module.num_held,
         "logits": [output.logits for output in outputs],
-        "caches": [output.past_key_values is not None for output in outputs],
-        "tied": module.model.get_output_embeddings().weight is module.model.get_input_embeddings().weight,
+        "caches": [getattr(output, "past_key_values", None) is not None for output in outputs],
+        "tied": getattr(module.model.get_output_embeddings(), "weight", 0)
+        is module.model.get_input_embeddings().weight,
         "hooks": len(module.model._forward_pre_hooks),
-        "generates": callable(module.model.generate) and "generate" not in vars(module.model),
+        "generates": "generate" not in vars(module.model),
     }
 
 
@@ -192,6 +222,13 @@ def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> Non
 def test_trains_as_on_one_device(name: str, one_device: tuple[str, dict[str, Any]], world2: World) -> None:
     kind, reference = one_device
     assert_same(world2.run(train, kind, name), reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "options"), [("qwen3", Decoder, {}), ("bert", Classes, {"loss_reduction": "mean"})]
+)
+def test_ends_of_other_models(kind: str, cls: type[Decoder], options: dict[str, Any], world2: World) -> None:
+    assert_same(world2.run(train, kind, "pipeline_1f1b", cls, **options), train(kind, None, cls))
 
 
 def num_all_targets(batch: dict[str, Tensor]) -> int:

@@ -231,8 +231,8 @@ def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], wor
     assert results[0]["val"]["val_latest"] == pytest.approx(results[0]["latest"], rel=1e-6)
     assert results[0]["val"]["val_metric"] == pytest.approx(results[0]["val"]["val_loss"], rel=1e-6)
     assert [result["predicted"] for result in results] == [Text(30).text[:, 1].tolist()] * 2
-    # What comes before the blocks sees the same noise on every stage, in evaluation as well.
-    assert results[0]["noises"] == results[1]["noises"]
+    # What comes before the blocks sees the same noise on every stage, in evaluation as well; dry runs see it again.
+    assert list(dict.fromkeys(results[0]["noises"])) == list(dict.fromkeys(results[1]["noises"]))
 
 
 def test_four_stages_draw_the_same_random_numbers(by_hand: dict[str, Any], world4: World) -> None:

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PipelineError(RuntimeError):
-    """A module whose stages cannot run apart from each other; the message names the reason."""
+    """A module whose stages cannot run apart from each other; the message names the reason.
+
+    Args:
+        message: for people.
+        lacking: sources of the placeholders whose values were needed, if that is the reason.
+    """
+
+    def __init__(self, message: str, lacking: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.lacking = tuple(lacking)

@@ -6,7 +6,7 @@ Every function returns nothing, and raises ``ValueError`` with the obstacle and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -99,7 +99,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], known: Iterable[Tensor]) -> None:
+def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], known: Sequence[Tensor]) -> None:
     """Neither a callback nor the module has copied parameters that this rank has no values of.
 
     Args:
@@ -110,13 +110,15 @@ def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], know
     Raises:
         ValueError: it has, as averages of weights do.
     """
+    shapes = {tensor.source: tensor.shape for tensor in known if isinstance(tensor, Placeholder)}
     own = {id(tensor) for tensor in known}
     for owner in (module, *callbacks):
         entries = list(tree_iter(vars(owner)))
         parts = [part for part in (owner, *entries) if isinstance(part, Module)]
         tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
         for entry in (*entries, *tensors):
-            copied = isinstance(entry, Placeholder) and entry.source.startswith(("parameter ", "buffer "))
+            # Of another shape are values that a step has computed from it.
+            copied = isinstance(entry, Placeholder) and entry.shape == shapes.get(entry.source)
             if copied and id(entry) not in own:
                 raise ValueError(
                     f"{type(owner).__name__} keeps a copy of {entry.source}, whose values another stage of the "

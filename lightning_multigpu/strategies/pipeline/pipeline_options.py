@@ -36,6 +36,7 @@ class PipelineOptions:
     activation_checkpointing: bool | Sequence[str | type]
     check_loss: bool
     batch_dim: int
+    replicated: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)
@@ -50,6 +51,9 @@ class PipelineOptions:
             )
         if isinstance(self.balance, str):
             option_checks.check_choice("balance", self.balance, ("parameters", "time", "memory"))
+        names = self.replicated if isinstance(self.replicated, Sequence) else ()
+        if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"replicated={self.replicated!r}: pass True, or a list of names such as ['embedding']")
         self._check_stages_per_rank()
         self._check_activation_checkpointing()
         if self.split_points is not None:
@@ -161,8 +165,18 @@ class PipelineOptions:
         """
         if self.split_points is not None:
             self._check_num_split_points(num_ranks)
-            return TracedChain(module, self.module, self.split_points, device, self._schedule_code)
-        return find_chain(module, self.module, num_ranks * self.num_stages_of_rank, self._schedule_code)
+            chain: Chain = TracedChain(module, self.module, self.split_points, device, self._schedule_code)
+        else:
+            chain = find_chain(module, self.module, num_ranks * self.num_stages_of_rank, self._schedule_code)
+        self._check_replicated(module)
+        chain.replicated = self.replicated
+        return chain
+
+    def _check_replicated(self, module: Module) -> None:
+        known = {name for name, _ in (*module.named_modules(), *module.named_parameters(remove_duplicate=False))}
+        for name in self.replicated if isinstance(self.replicated, Sequence) else ():
+            if name not in known:
+                raise ValueError(f"replicated names {name!r}, which is no part of the module; name one of its parts")
 
     @property
     def _schedule_code(self) -> str:

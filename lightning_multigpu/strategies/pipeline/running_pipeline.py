@@ -112,8 +112,7 @@ class RunningPipeline:
         self._loss_forms = LossForms()
         self._is_first = True
         self._buffers_due = True
-        if self._balance_due is None and not model.is_untraced:
-            rank_zero_info(model.describe())
+        self._watched: set[Any] = set()
 
     def _new_runner(self, recorder: Recorder | None = None) -> PipelineRunner:
         model = self._model
@@ -177,9 +176,6 @@ class RunningPipeline:
             self._check(batch, others, weights, multiplier)
         self._is_checked = self._is_checked or may_check
         if is_first:
-            advice = self._model.advice(self._runner.callers)
-            if advice is not None:
-                rank_zero_info(advice)
             for places in self._model.stages.gather_objects(list(self._kept.changes)):
                 self._kept.learn(places)
         if not accumulating:
@@ -243,12 +239,12 @@ class RunningPipeline:
         """Averages a stage's own gradients first: later stages have them while earlier ones still run backward."""
         ownership = self._model.ownership
         common = ownership.common()
+        shared = {id(holding.tensor) for holding in common}
         if self._data_axis is not None:
-            of_all = {id(parameter) for parameter in common}
-            self._data_axis.average_gradients([p for p in ownership.held() if id(p) not in of_all])
+            self._data_axis.average_gradients([p for p in ownership.held() if id(p) not in shared])
         self._sums.sum_gradients(common)
         if self._data_axis is not None:
-            self._data_axis.average_gradients(common)
+            self._data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
 
     def share_buffers(self) -> None:
         """Gives all pipelines the buffers of the first; a collective of the data axis."""
@@ -272,11 +268,16 @@ class RunningPipeline:
     # The first batch
 
     def _decide_split(self, batch: Any, others: Sequence[Any]) -> None:
-        """Splits the model by its first batch, if it needs one: to be traced, or to be measured."""
-        if self._model.is_untraced:
-            with self._plugin.train_step_context():
-                self._trace("training_step", first_part(batch, self._num_micro_batches), *others, will_train=True)
-        elif self._balance_due is not None:
+        """Splits the model by its first batch: it is traced or measured, if it has to be, and watched."""
+        if "training_step" in self._watched:
+            return
+        part = first_part(batch, self._num_micro_batches)
+        with self._plugin.train_step_context():
+            if self._model.is_untraced:
+                self._trace("training_step", part, *others, will_train=True)
+            with without_differentiation():
+                self._find_uses("training_step", "training_step", part, *others)
+        if self._balance_due is not None:
             balance, self._balance_due = self._balance_due, None
             self._split_by_costs(balance, batch, others)
 
@@ -290,7 +291,26 @@ class RunningPipeline:
         with without_trace(self._model.module):
             self._model.arrange(step, will_train=will_train)
         self._model.split_again(self._model.bounds)
-        rank_zero_info(self._model.describe())
+
+    def _find_uses(self, key: Any, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Watches a step of the module when the first with this ``key`` is due, and prints the split if it changes."""
+        is_first = not self._watched
+        self._watched.add(key)
+        records: list[Record] = []
+
+        def step() -> Any:
+            with self._logs.recording(pass_on=False) as found:
+                output = self._call(hook, cloned(batch), *args, **kwargs)
+            records[:] = found
+            return output
+
+        def left() -> Any:
+            return [record.value for record in records], [vars(part) for part in self._model.module.modules()]
+
+        everyone = self._world if self._will_train else self._model.stages
+        has_moved = self._model.find_uses(step, left, seed_of(self._seed, 4), everyone)
+        if (is_first or has_moved) and self._balance_due is None:
+            rank_zero_info(self._model.describe())
 
     def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
         """Measures the layers, splits them so that the most expensive rank costs least, and prints the prediction."""
@@ -418,6 +438,9 @@ class RunningPipeline:
         """
         if self._model.is_untraced:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
+        key = (hook, *args[2:])  # of each loader
+        if key not in self._watched:
+            self._find_uses(key, hook, *args, **kwargs)
         is_last = self._model.is_last
         self._num_evaluated += 1
         seed = (self._seed, 1, self._model.module.trainer.global_step, self._num_evaluated)

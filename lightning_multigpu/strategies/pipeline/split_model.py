@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
@@ -27,6 +27,8 @@ from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChai
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.runtime.process_groups import metered_group
+from lightning_multigpu.strategies.dry_run import without_trace
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -87,7 +89,7 @@ class SplitModel:
         Raises:
             ValueError: on all ranks, if no rank has values that one of them needs.
         """
-        self._was_whole = share_values(self.ownership, world, peers)
+        self._was_whole = share_values(self.ownership, world, peers, self.group)
         self.ownership.drop()
         self.ownership.move(self.device)
 
@@ -109,17 +111,51 @@ class SplitModel:
         assert isinstance(self.chain, TracedChain)
         self.chain.arrange(step, will_train=will_train)
 
-    def split_again(self, bounds: Bounds) -> None:
-        """Gives each rank the parameters, buffers and optimizer states of its new stages."""
-        optimizers = self.module.trainer.optimizers
-        states: list[dict[str, Any]] = []
-        if any(self.stages.gather_objects(any(bool(optimizer.state) for optimizer in optimizers))):  # it was resumed
-            states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers]
-            states = self.stages.broadcast_object(states, self.group.ranks[-1])
-        self.ownership.split_again(bounds, self.stages, self.group.ranks, self.device)
+    def find_uses(self, step: Callable[[], Any], left: Callable[[], Any], seed: int, everyone: MeteredGroup) -> bool:
+        """Watches a step to find the stages that use what is outside of the layers, and moves it there.
+
+        Args:
+            step, left: as of :meth:`.UseProbe.watch`.
+            seed: of the random numbers.
+            everyone: ranks that have to agree, of all pipelines in training; a collective of theirs.
+
+        Returns:
+            Whether anything has moved.
+        """
+        has_moved = False
+        if self.group.num_ranks == 1 or not any(holding.is_outside for holding in self.ownership.holdings):
+            return has_moved
+        while True:
+            probe = UseProbe(self.chain, self.bounds, self.ownership, self.group, self.device, seed)
+            with without_trace(self.module):
+                uses = probe.watch(step, left)
+            self.chain.learn(everyone.gather_objects(uses))
+            if not self.split_again(self.bounds):
+                return has_moved
+            has_moved = True
+
+    def split_again(self, bounds: Bounds) -> bool:
+        """Gives each rank the parameters, buffers and optimizer states of its stages, and says whether any moved."""
+        with torch.inference_mode(False), torch.no_grad():
+            has_moved = self.ownership.split_again(bounds, self.group, self.device, self._move_states)
         self.bounds = bounds
-        for optimizer, state in zip(optimizers, states, strict=False):
-            optimizer.load_state_dict(self.own_optimizer_state(state, optimizer))
+        return has_moved
+
+    def _move_states(self, holding: Holding, sender: int, receivers: Sequence[int]) -> None:
+        """Sends the optimizers' states of a parameter after it."""
+        position = self.ownership.position
+        for optimizer in self.module.trainer.optimizers:
+            states = getattr(optimizer, "_optimizer", optimizer).state
+            if position == sender:
+                state = packed(states[holding.tensor], holding.name) if holding.tensor in states else None
+                for receiver in receivers:
+                    self.group.send_object(state, receiver)
+            elif position in receivers:
+                state = self.group.receive_object(sender)
+                if state is not None:
+                    states[holding.tensor] = unpacked(state, self.device)
+            if position not in holding.holders:
+                states.pop(holding.tensor, None)
 
     def modules_of(self, position: int) -> set[Module]:
         """All modules in the layers of the rank at this position; no collective."""
@@ -213,20 +249,26 @@ class SplitModel:
         return "\n".join([*lines, self.describe_ranks()])
 
     def describe_ranks(self) -> str:
-        """The parameters that each rank holds, and those that all ranks hold, as lines of text."""
+        """The parameters that each rank holds, and where those outside of the layers and shared ones are, as text."""
         held = [f"{_megabytes(size)} on rank {rank}" for rank, size in zip(self.group.ranks, self._held(), strict=True)]
+        shared: dict[tuple[int, ...], list[Holding]] = {}
+        for holding in self.ownership.holdings:
+            if holding.is_parameter and (holding.is_outside or len(holding.holders) > 1):
+                shared.setdefault(holding.holders, []).append(holding)
         lines = [f"  parameters in all: {', '.join(held)}"]
-        common = sorted(self._common(), key=lambda holding: -holding.tensor.nbytes)
-        if common:
-            names = ", ".join(f"{holding.name} ({_megabytes(holding.tensor.nbytes)})" for holding in common[:2])
-            further = f" and {len(common) - 2} more" if len(common) > 2 else ""
-            size = _megabytes(sum(holding.tensor.nbytes for holding in common))
-            lines.append(f"  all ranks hold the same {size} of them: {names}{further}")
+        for holders, holdings in sorted(shared.items()):
+            largest = sorted(holdings, key=lambda holding: -holding.tensor.nbytes)
+            names = ", ".join(f"{holding.name} ({_megabytes(holding.tensor.nbytes)})" for holding in largest[:2])
+            further = f" and {len(largest) - 2} more" if len(largest) > 2 else ""
+            lines.append(f"  {self._describe_holders(holders)}: {names}{further}")
         return "\n".join(lines)
 
-    def _common(self) -> list[Holding]:
-        """The parameters that all ranks hold."""
-        return [h for h in self.ownership.holdings if h.is_parameter and len(h.holders) == self.group.num_ranks]
+    def _describe_holders(self, holders: Sequence[int]) -> str:
+        ranks = [self.group.ranks[position] for position in holders]
+        if len(ranks) == 1:
+            return f"outside of the layers, on rank {ranks[0]}"
+        where = "all ranks" if len(ranks) == self.group.num_ranks else f"ranks {', '.join(map(str, ranks))}"
+        return f"the same on {where}"
 
     def _held(self) -> list[int]:
         """Bytes of the parameters that each rank holds, by position."""
@@ -235,32 +277,6 @@ class SplitModel:
             for position in holding.holders if holding.is_parameter else ():
                 found[position] += holding.tensor.nbytes
         return found
-
-    def advice(self, callers: Collection[Module]) -> str | None:
-        """How to split what all ranks hold, where that is over half of a rank's parameters; None where it is less.
-
-        Args:
-            callers: the modules whose forward pass calls the layers, the innermost first.
-        """
-        common = sum(holding.tensor.nbytes for holding in self._common())
-        if 2 * common <= max(self._held()):
-            return None
-        share = f"{100 * common / max(self._held()):.0f} % of the parameters of a rank are the same on all ranks"
-        times = Counter(id(parameter) for _, parameter in self.module.named_parameters(remove_duplicate=False))
-        inside = {id(parameter) for layer in self.chain.layers for parameter in layer.parameters()}
-        own = {id(h.tensor): h.tensor.nbytes for h in self._common() if times[id(h.tensor)] == 1}
-        gains = {part: sum(own.get(id(p), 0) for p in part.parameters() if id(p) not in inside) for part in callers}
-        part = max(gains, key=lambda part: gains[part], default=None)  # of equals the innermost
-        if part is None or 2 * gains[part] <= common or not self.chain.points:
-            return (
-                f"{share}: what is outside of the layers, or tied to it. Where one module's forward pass runs it and "
-                "the layers, PipelineStrategy(split_points=[...]) puts each part where it is used; tied parameters "
-                "stay on all ranks."
-            )
-        return (
-            f"{share}. To have {_megabytes(gains[part])} of them only where they are used, cut the forward pass around "
-            f"them, unchanged, with your other options: strategy={self.chain.cut_of(part)}"
-        )
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Stages number parameters alike, also after a callback has added some in the middle of the run."""
@@ -288,13 +304,14 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.3g} MB"
 
 
-def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup) -> bool:
+def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> bool:
     """Gives each rank the values that it holds, the same on all ranks; a collective of the world.
 
     Args:
         ownership: which rank holds what.
         world: all ranks.
         peers: the ranks that hold the same layers, one of each pipeline; their first gives values that rank 0 lacks.
+        group: the ranks of this pipeline.
 
     Returns:
         Whether every rank had all values.
@@ -313,7 +330,7 @@ def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup)
                 f"rank {rank} has no values of {names}, which it is to hold: configure_model() makes them from values "
                 "of layers on other ranks; make them independently of each other"
             )
-    ownership.share_held(world, peers)
+    ownership.share_held(world, peers, group)
     return False
 
 

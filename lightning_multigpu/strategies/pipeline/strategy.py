@@ -74,6 +74,9 @@ class PipelineStrategy(MultiGPUStrategy):
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             all layers, or a list of classes, names of classes ("Block") and names of layers ("blocks.3"). Under
             "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
+        replicated: modules and parameters outside of the layers, by name ("embedding"), that every rank holds; True for
+            all. By default the ranks whose stages use a parameter hold it. Pass the names of those that hooks outside
+            of steps compute with on every rank.
         check_loss: before the first step, and where the loss has a new term, check that losses and gradients of
             micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
         batch_dim: the dimension of the tensors of a training batch that counts samples, along which they are cut into
@@ -101,6 +104,7 @@ class PipelineStrategy(MultiGPUStrategy):
         pipeline_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
         activation_checkpointing: bool | Sequence[str | type] = False,
+        replicated: bool | Sequence[str] = False,
         check_loss: bool = True,
         batch_dim: int = 0,
         **options: Any,
@@ -118,6 +122,7 @@ class PipelineStrategy(MultiGPUStrategy):
             activation_checkpointing=activation_checkpointing,
             check_loss=check_loss,
             batch_dim=batch_dim,
+            replicated=replicated,
         )
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}

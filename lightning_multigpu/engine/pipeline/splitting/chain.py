@@ -30,6 +30,10 @@ class Chain:
         around: the modules that contain the layers, the container included, with their names; the outermost first.
         points: names of submodules at each of which another stage could begin; empty where none can.
         schedule: options of the schedule, as code.
+        uses: for each tensor outside of the layers, by its first name, the parts of a step that use its values, as far
+            as steps have shown: 0 before the layers, 1 + i layer i, and n + 1 behind the last of n layers.
+        replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
+        is_arranged: it is known which layer uses which parameters and buffers.
     """
 
     name: str
@@ -37,6 +41,9 @@ class Chain:
     around: Mapping[Module, str] = field(default_factory=dict)
     points: Sequence[str] = ()
     schedule: str = ""
+    uses: dict[str, set[int]] = field(default_factory=dict)
+    replicated: bool | Sequence[str] = False
+    is_arranged: bool = True
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -63,8 +70,14 @@ class Chain:
         return layers_text(start, stop)
 
     def modules(self) -> set[Module]:
-        """All modules inside of the layers; every stage has the modules outside."""
+        """All modules inside of the layers."""
         return {part for layer in self.layers for part in layer.modules()}
+
+    def learn(self, uses: Iterable[Mapping[str, Iterable[int]]]) -> None:
+        """Adds to ``uses`` what ranks have seen."""
+        for found in uses:
+            for name, parts in found.items():
+                self.uses.setdefault(name, set()).update(parts)
 
     def unassigned(self) -> Iterable[Tensor]:
         """Parameters and buffers whose layers are not known yet; all stages hold them."""

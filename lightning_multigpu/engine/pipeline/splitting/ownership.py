@@ -1,14 +1,20 @@
 """Ownership: the ranks of a pipeline that hold the values of each parameter and buffer.
 
-Tensors that belong only to layers of one rank's stages are held by that rank; the other ranks have placeholders in
-their place, under the same names and in the same order. Tensors outside of the chain, and tensors shared between ranks
-(tied weights), are held by all ranks, and their gradients are summed over the ranks.
+A tensor is held by the ranks whose stages use it; the other ranks have placeholders in its place, under the same names
+and in the same order. Gradients of a parameter that several ranks hold (tied weights) are summed over these ranks. ::
+
+    embed -> [0] -> [1] -> [2] -> [3] -> norm -> head        first stage: embed, layers 0 and 1
+                                                             last stage:  layers 2 and 3, norm, head
+
+Which parts of a step use a parameter outside of the layers is known once steps have been watched; until then, what is
+registered in front of the layers counts as used before them, and the rest as used behind them. Buffers outside of the
+layers are on all ranks, unless steps write into them before the layers.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +36,14 @@ class Holding:
     name: str
     tensor: Tensor
     holders: tuple[int, ...]
+    is_outside: bool = False
+    """It is outside of the layers."""
+
+    @property
+    def source(self) -> str:
+        """What its placeholder stands for."""
+        fix = f" (outside of the layers; replicated=[{self.name!r}] keeps it on every rank)" if self.is_outside else ""
+        return f"{'parameter' if self.is_parameter else 'buffer'} {self.name}{fix}"
 
     @property
     def is_parameter(self) -> bool:
@@ -69,9 +83,9 @@ class Ownership:
         """Buffers with values on this rank, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and not h.is_parameter]
 
-    def common(self) -> list[Parameter]:
-        """Parameters that more than one rank holds."""
-        return [h.tensor for h in self.holdings if len(h.holders) > 1 and isinstance(h.tensor, Parameter)]
+    def common(self) -> list[Holding]:
+        """Parameters that more than one rank holds, the same list on every rank."""
+        return [holding for holding in self.holdings if len(holding.holders) > 1 and holding.is_parameter]
 
     def counted(self) -> list[Parameter]:
         """The parameters that this rank counts in sums over all ranks: each parameter is counted by one rank."""
@@ -97,16 +111,34 @@ class Ownership:
         """
         self._share(self.holdings, group, source)
 
-    def share_held(self, everyone: MeteredGroup, peers: MeteredGroup) -> None:
+    def share_held(self, everyone: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> None:
         """Gives all ranks equal values if no rank has all values and each has those that it holds.
 
         Args:
             everyone: all ranks; the tensors that all hold come from its first rank.
-            peers: the ranks with this position in all pipelines; the tensors that only they hold come from the first.
+            peers: the ranks with this position in all pipelines; tensors that not all ranks hold come from the first.
+            group: the ranks of this pipeline; tensors that several of them hold come from the last of these.
         """
         self._share([h for h in self.holdings if len(h.holders) == self.num_ranks], everyone, everyone.first_rank)
+        others = [h for h in self.holdings if len(h.holders) < self.num_ranks]
+        for holding in others:
+            *receivers, sender = holding.holders
+            self._send(holding, sender, receivers, group)
+        group.finish()
         if peers.size > 1:
-            self._share([h for h in self.holdings if h.holders == (self.position,)], peers, peers.first_rank)
+            self._share([h for h in others if self.position in h.holders], peers, peers.first_rank)
+
+    def _send(self, holding: Holding, sender: int, receivers: Sequence[int], group: PipelineGroup) -> None:
+        """Sends the values of a tensor from one position to others; a collective of these."""
+        if self.position == sender:
+            for receiver in receivers:
+                group.send(holding.tensor, receiver)
+        elif self.position in receivers:
+            value = group.receive(torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype), sender)
+            if isinstance(holding.tensor, Placeholder):
+                self._exchange(holding, value)
+            else:
+                holding.tensor.data.copy_(value)
 
     def _share(self, holdings: Sequence[Holding], group: MeteredGroup, source: int) -> None:
         for part in _in_parts(holdings):
@@ -121,11 +153,10 @@ class Ownership:
         for holding in self.holdings:
             if self.position in holding.holders:
                 continue
-            source = f"{'parameter' if holding.is_parameter else 'buffer'} {holding.name}"
             if isinstance(holding.tensor, Placeholder):
-                holding.tensor.source = source
+                holding.tensor.sources = (holding.source,)
             else:
-                self._exchange(holding, Placeholder(holding.tensor.data, source))
+                self._exchange(holding, Placeholder(holding.tensor.data, holding.source))
 
     def move(self, device: torch.device) -> None:
         """Moves the tensors that this rank holds to its device, except those that may become another rank's."""
@@ -151,15 +182,14 @@ class Ownership:
                 yield holding, group.receive(value, holding.holders[0])
         group.finish()
 
-    def restore(self, group: MeteredGroup, ranks: Sequence[int], holdings: Sequence[Holding] | None = None) -> None:
-        """Brings values into the host's memory of every rank of ``group``.
+    def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
+        """Brings all values into the host's memory of every rank of ``group``.
 
         Args:
             group: the stages.
             ranks: the world's rank at each position.
-            holdings: those to bring; by default all.
         """
-        for part in _in_parts(self.holdings if holdings is None else holdings):
+        for part in _in_parts(self.holdings):
             for position in range(self.num_ranks):
                 mine = [holding for holding in part if holding.holders[-1] == position]
                 values = [self._host_copy(holding) for holding in mine]
@@ -171,27 +201,37 @@ class Ownership:
                         holding.tensor.data.copy_(value)
 
     def split_again(
-        self, bounds: Sequence[tuple[int, int]], group: MeteredGroup, ranks: Sequence[int], device: torch.device
-    ) -> None:
-        """Splits the layers anew, and moves tensors to the ranks that hold them from now on. A collective of ``group``.
+        self,
+        bounds: Sequence[tuple[int, int]],
+        group: PipelineGroup,
+        device: torch.device,
+        moved: Callable[[Holding, int, list[int]], None] = lambda holding, sender, receivers: None,
+    ) -> bool:
+        """Moves tensors to the ranks that hold them from now on, and says whether any moved. A collective of ``group``.
 
-        Parameters stay the same Python objects. Moving tensors are for a moment in the host's memory of every rank.
+        Parameters stay the same Python objects. A tensor that moves is for a moment in the host's memory of the ranks
+        that it comes from and goes to.
 
         Args:
             bounds: the layers ``[start, stop)`` of each stage.
-            group: the stages.
-            ranks: the world's rank at each position.
+            group: the ranks of the pipeline.
             device: where this rank computes.
+            moved: called on every rank with a parameter, the position that has sent it, and those that have received it
+                and did not hold it before.
 
         Raises:
             PipelineError: a parameter cannot be exchanged, because something refers to it.
         """
-        holders = {h.name: h.holders for h in _holdings(self._module, self._chain, bounds, self.num_ranks)}
-        moving = [holding for holding in self.holdings if holding.holders != holders[holding.name]]
+        new = {h.name: h for h in _holdings(self._module, self._chain, bounds, self.num_ranks)}
+        moving = [holding for holding in self.holdings if holding.holders != new[holding.name].holders]
         before = [holding.tensor for holding in moving]
-        self.restore(group, ranks, moving)
         for holding in moving:
-            holding.holders = holders[holding.name]
+            old, holding.holders = holding.holders, new[holding.name].holders
+            receivers = [position for position in holding.holders if position not in old]
+            self._send(holding, old[-1], receivers, group)
+            if holding.is_parameter:
+                moved(holding, old[-1], receivers)
+        group.finish()
         self.drop()
         self.move(device)
         for holding, tensor in zip(moving, before, strict=True):
@@ -201,6 +241,7 @@ class Ownership:
                     "refers to it, such as a weak reference; leave that out or, where the balance is measured, use "
                     "balance='parameters'"
                 )
+        return bool(moving)
 
     def _host_copy(self, holding: Holding) -> Tensor:
         tensor = holding.tensor
@@ -239,24 +280,57 @@ class Ownership:
 
 
 def _holdings(module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int) -> Iterator[Holding]:
-    holders: dict[int, set[int]] = {}
-    inside = chain.modules()
-    for stage, (start, stop) in enumerate(bounds):
-        for layer in chain.layers[start:stop]:
-            for _, tensor in _named_tensors(layer):
-                holders.setdefault(id(tensor), set()).add(stage % num_ranks)
     everywhere = set(range(num_ranks))
-    for part in module.modules():
-        if part not in inside:
-            for own in (*part._parameters.values(), *part._buffers.values()):
-                if own is not None:
-                    holders[id(own)] = everywhere
-    seen: set[int] = set()
+    positions = [0, *(s % num_ranks for s, bound in enumerate(bounds) for _ in range(*bound)), num_ranks - 1]
+    holders: dict[int, set[int]] = {}
+    for position, layer in zip(positions[1:-1], chain.layers, strict=True):
+        for _, tensor in _named_tensors(layer):
+            holders.setdefault(id(tensor), set()).add(position)
+    outside = _parts_outside(module, chain)
+    untraced = set() if chain.is_arranged else {id(t) for part in chain.modules() for t in _own_tensors(part)}
+    names: dict[int, list[str]] = {}
     for name, tensor in _named_tensors(module):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found = holders.get(id(tensor), everywhere)  # layers that have not been traced, or are not used
-            yield Holding(name, tensor, tuple(sorted(found if len(found) == 1 else everywhere)))
+        names.setdefault(id(tensor), []).append(name)
+    for name, tensor in _named_tensors(module):
+        if name != names[id(tensor)][0]:
+            continue
+        found = holders.get(id(tensor), set())
+        is_outside = id(tensor) in outside or not found  # what no layer uses can only be used outside of them
+        if is_outside:
+            uses = chain.uses.get(name, set())
+            is_read_only = not (uses or isinstance(tensor, Parameter))
+            if is_read_only or id(tensor) in untraced or _is_replicated(chain, names[id(tensor)]):
+                found = everywhere
+            else:
+                found = found | {positions[part] for part in uses or outside.get(id(tensor), {-1})}
+        yield Holding(name, tensor, tuple(sorted(found)), is_outside)
+
+
+def _parts_outside(module: Module, chain: Chain) -> dict[int, set[int]]:
+    """The parts of a step that are expected to use each tensor outside of the layers, by its ``id``.
+
+    The order in which modules are registered tells: 0 before the layers, -1 behind them.
+    """
+    found: dict[int, set[int]] = {}
+    inside, part = chain.modules(), 0
+    for child in module.modules():
+        if child in inside:
+            part = -1
+            continue
+        for tensor in _own_tensors(child):
+            found.setdefault(id(tensor), set()).add(part)
+    return found
+
+
+def _own_tensors(module: Module) -> list[Tensor]:
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+def _is_replicated(chain: Chain, names: Sequence[str]) -> bool:
+    """Whether the user wants a tensor outside of the layers, which has these names, on all ranks."""
+    if isinstance(chain.replicated, bool):
+        return chain.replicated
+    return any(f"{name}.".startswith(f"{wanted}.") for name in names for wanted in chain.replicated)
 
 
 def _with_values(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Placeholder tensors: they take no memory and stand for values that only other stages hold.
 
 A placeholder has the shape, dtype and device of the real tensor and no values. Everything computed from a placeholder
-is a placeholder too, and remembers its source. So code that only passes values on keeps working, optimizers and
+is a placeholder too, and remembers its sources. So code that only passes values on keeps working, optimizers and
 ``state_dict`` see every parameter in its place, and a result that needs the missing values differs from a real one.
 ``torch.equal`` compares placeholders by identity: a placeholder equals itself only.
 """
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 
-_OURS = ("source", "fixed", "_is_param")
+_OURS = ("sources", "fixed", "_is_param")
 
 
 class Placeholder(Tensor):
@@ -27,9 +27,12 @@ class Placeholder(Tensor):
         source: the tensor that it stands for, for messages: "parameter layers.3.weight".
         device: another device than that of ``like``.
         fixed: writing into it raises; otherwise writing changes nothing.
+
+    Attributes:
+        sources: of all placeholders that it has been computed from.
     """
 
-    source: str
+    sources: tuple[str, ...]
     fixed: bool
 
     @staticmethod
@@ -41,8 +44,13 @@ class Placeholder(Tensor):
         )
 
     def __init__(self, like: Tensor, source: str, device: torch.device | None = None, *, fixed: bool = False) -> None:
-        self.source = source
+        self.sources = (source,)
         self.fixed = fixed
+
+    @property
+    def source(self) -> str:
+        """The first of the sources."""
+        return self.sources[0]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Placeholder({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -54,7 +62,8 @@ class Placeholder(Tensor):
         raise self._missing("tolist")
 
     def _missing(self, operation: object) -> PipelineError:
-        return PipelineError(f"a step computes with {self.source}, whose values are on another stage ({operation})")
+        message = f"a step computes with {self.source}, whose values are on another stage ({operation})"
+        return PipelineError(message, self.sources)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,9 +72,12 @@ class Placeholder(Tensor):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.equal.default:  # how Lightning looks for a parameter in an optimizer
             return args[0] is args[1]
-        mine = next(t for t in tree_iter((args, kwargs)) if isinstance(t, Placeholder))
+        mine, *others = (t for t in tree_iter((args, kwargs)) if isinstance(t, Placeholder))
+        sources = mine.sources
+        if others:
+            sources = tuple(dict.fromkeys((*sources, *(source for other in others for source in other.sources))))
         if func._schema.is_mutable:
-            return _unchanged(func, args, mine)
+            return _unchanged(func, args, mine, sources)
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else mine.device
         meta_args, meta_kwargs = tree_map_only(Tensor, _shape_only, (args, kwargs))
         if "device" in kwargs:
@@ -73,8 +85,14 @@ class Placeholder(Tensor):
         try:
             results = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise PipelineError(f"{mine._missing(func)}: {error}") from error
-        return tree_map_only(Tensor, lambda result: Placeholder(result, mine.source, device), results)
+            raise PipelineError(f"{mine._missing(func)}: {error}", sources) from error
+
+        def placeholder(result: Tensor) -> Placeholder:
+            made = Placeholder(result, mine.source, device)
+            made.sources = sources
+            return made
+
+        return tree_map_only(Tensor, placeholder, results)
 
 
 def exchange(old: Tensor, new: Tensor) -> None:
@@ -99,10 +117,12 @@ def _shape_only(tensor: Tensor) -> Tensor:
     return tensor.to("meta")
 
 
-def _unchanged(func: Any, args: Any, mine: Placeholder) -> Any:
+def _unchanged(func: Any, args: Any, mine: Placeholder, sources: tuple[str, ...]) -> Any:
     """Writing into a placeholder changes nothing; writing one into a real tensor would lose the tensor's values."""
     if args and isinstance(args[0], Placeholder):
         if args[0].fixed:
             raise PipelineError(f"{args[0].source} is changed in place, which would be lost between stages")
+        args[0].sources = sources
         return args[0]
-    raise PipelineError(f"{func} writes {mine.source}, whose values are on another stage, into a tensor of this stage")
+    message = f"{func} writes {mine.source}, whose values are on another stage, into a tensor of this stage"
+    raise PipelineError(message, sources)

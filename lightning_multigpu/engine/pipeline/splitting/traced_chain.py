@@ -37,7 +37,7 @@ class Piece(Module):
         self.names: tuple[str, ...] = ()
 
     def forward(self, arrived: tuple[Tensor, ...], trace: Trace, leaves: list[Any]) -> tuple[Any, ...]:
-        """Runs the piece on the previous piece's result and on the arguments of the whole module."""
+        """Runs the piece on the previous piece's result and on those arguments of the whole module that it uses."""
         piece = trace.pieces[self.index]
         if piece.changes_arrived:
             arrived = tuple(tensor.clone() for tensor in arrived)
@@ -107,7 +107,6 @@ class TracedChain(Chain):
         self._traces: dict[Any, Trace] = {}
         self._arranging = self._will_train = False
         self.is_arranged = False
-        """Whether it is known which piece uses which parameters and buffers."""
         self._is_all = self._whole is module  # what runs before its forward pass may need any parameter
         self._parts = tuple(self._whole.modules())
 
@@ -172,7 +171,8 @@ class TracedChain(Chain):
             raise _Arranged
         values: Any = ()
         for piece in self.layers:
-            values = piece(values, trace, leaves)
+            used = {index - len(trace.tensors) for index in trace.pieces[piece.index].inputs}
+            values = piece(values, trace, [leaf if i in used else None for i, leaf in enumerate(leaves)])
         return tree_unflatten(list(values), trace.output)
 
     @contextmanager

@@ -22,7 +22,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 
@@ -54,23 +54,31 @@ class StageSums:
     def __init__(self, group: PipelineGroup) -> None:
         self._group = group
 
-    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Gives every stage the sum of the stages' gradients; a stage without a gradient counts as zero.
+    def sum_gradients(self, common: Sequence[Holding]) -> None:
+        """Gives every holder of a parameter the sum of the ranks' gradients; a rank without a gradient counts as zero.
 
         Each path from a parameter to the loss runs through exactly one stage, so the sum is the gradient. Parameters
-        without a gradient on any stage keep none.
+        without a gradient on any rank keep none.
+
+        Args:
+            common: parameters that several ranks hold, the same on every rank.
         """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = {h.tensor: h.holders for h in common if isinstance(h.tensor, Parameter) and h.tensor.requires_grad}
         if not trained:
             return
         kinds = torch.tensor([_kind(parameter) for parameter in trained], dtype=torch.uint8, device=self._group.device)
         self._all_reduce(kinds, dist.ReduceOp.MAX)
-        kind_of = dict(zip(trained, kinds.tolist(), strict=True))
-        for parameter in trained:
-            if kind_of[parameter] == _SPARSE:
+        on_all: list[Parameter] = []
+        for (parameter, holders), kind in zip(trained.items(), kinds.tolist(), strict=True):
+            if kind != _NONE and len(holders) < self._group.num_ranks:
+                self._sum_between(parameter, holders, is_sparse=kind == _SPARSE)
+            elif kind == _SPARSE:
                 self._sum_sparse(parameter)
-        for gradients in alike(_gradients([parameter for parameter in trained if kind_of[parameter] == _DENSE])):
+            elif kind == _DENSE:
+                on_all.append(parameter)
+        for gradients in alike(_gradients(on_all)):
             apply_flat(self._all_reduce, gradients)
+        self._group.finish()
 
     def norm(self, parameters: Sequence[Parameter]) -> Tensor:
         """The 2-norm of the gradients of all stages' ``parameters`` together, the same on every stage."""
@@ -92,15 +100,35 @@ class StageSums:
         self._all_reduce(value, dist.ReduceOp.MAX)
         return flag.copy_(value)
 
+    def _sum_between(self, parameter: Parameter, holders: Sequence[int], *, is_sparse: bool) -> None:
+        """Sums on the last of the holders, which sends the sum to the others."""
+        *others, last = holders
+        position, group = dist.get_rank(self._group.process_group), self._group
+        if position not in holders:
+            return
+        gradient = _sparse_gradient(parameter) if is_sparse else _gradients([parameter])[0]
+
+        def send(target: int) -> None:
+            group.send_object(gradient, target) if is_sparse else group.send(gradient, target)
+
+        def receive(source: int) -> Tensor:
+            if is_sparse:
+                received: Tensor = group.receive_object(source).to(gradient.device)
+                return received
+            return group.receive(torch.empty_like(gradient), source)
+
+        if position == last:
+            for other in others:
+                gradient = gradient + receive(other)
+            for other in others:
+                send(other)
+        else:
+            send(last)
+            gradient = receive(last)
+        parameter.grad = gradient
+
     def _sum_sparse(self, parameter: Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            indices = torch.empty((1, 0), dtype=torch.int64)
-            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-            gradient = torch.sparse_coo_tensor(
-                indices, values, parameter.shape, device=parameter.device, check_invariants=False, is_coalesced=True
-            )
-        gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
+        gradient = _sparse_gradient(parameter)
         self._all_reduce(gradient)
         parameter.grad = gradient
 
@@ -240,10 +268,11 @@ class RemoteGradients:
         """
         shown: list[Parameter] = []
         parameters = [(h.name, h.tensor) for h in self._ownership.holdings if isinstance(h.tensor, Parameter)]
+        counted = {id(parameter) for parameter in self._ownership.counted()}
         own = torch.zeros(len(parameters), 1 + len(_ORDERS), dtype=torch.float64)
         for row, (_, parameter) in zip(own, parameters, strict=True):
             gradient = parameter.grad
-            if gradient is not None:  # every stage has the gradients of common parameters, and needs no norms of them
+            if gradient is not None and id(parameter) in counted:  # by one of the ranks that have it
                 values = gradient.coalesce().values() if gradient.is_sparse else gradient
                 norms = [torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS]
                 row.copy_(torch.stack([torch.ones(()), *norms]))
@@ -263,6 +292,18 @@ def _kind(parameter: Parameter) -> int:
     if parameter.grad is None:
         return _NONE
     return _SPARSE if parameter.grad.is_sparse else _DENSE
+
+
+def _sparse_gradient(parameter: Parameter) -> Tensor:
+    """The parameter's gradient in sparse form; an empty one if it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty((1, 0), dtype=torch.int64)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+        gradient = torch.sparse_coo_tensor(
+            indices, values, parameter.shape, device=parameter.device, check_invariants=False, is_coalesced=True
+        )
+    return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
 
 
 def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:

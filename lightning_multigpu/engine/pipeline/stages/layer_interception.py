@@ -4,9 +4,9 @@ Every stage runs the user's step from its beginning. Layers of earlier stages co
 The first layer of this stage gets the received tensors in their place. After its last layer the stage ends the step;
 on the last stage the rest of the step runs and returns the loss::
 
-    stage 0        embed -> [0] -> [1] -> end
+    stage 0       [embed]-> [0] -> [1] -> end
     stage 1        embed ->  0  ->  1  -> [2] -> [3] -> end                [ ] computed, otherwise skipped
-    stage 2        embed ->  0  ->  1  ->  2  ->  3  -> [4] -> head -> loss
+    stage 2        embed ->  0  ->  1  ->  2  ->  3  -> [4] -> [head] -> [loss]
 
 This is correct only if each layer's input is the previous layer's output. Every call on every stage is checked for
 that, and any other use of the layers raises.
@@ -135,8 +135,6 @@ class LayerInterception:
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._enter = enter
-        self.callers: list[Module] | None = None
-        """The modules whose forward pass calls the layers, the innermost first; None before the first training step."""
         self._with_grad = False
         self._next = 0
         self._running = False
@@ -215,7 +213,8 @@ class LayerInterception:
         if lost is not None:
             raise PipelineError(
                 f"what the step returns depends on {lost.source}, whose values are on another stage: outside of the "
-                "split part only the split part's result may be used"
+                "split part only the split part's result may be used",
+                lost.sources,
             )
         return False, result
 
@@ -247,8 +246,6 @@ class LayerInterception:
         self._check_input(index, given)
         self._next = index + 1
         if index == 0:
-            if self.callers is None and self._with_grad:
-                self.callers = self._find_callers()
             self._enter(Region.WITHIN)
         if index < self.start:
             output = self._skip(index)
@@ -256,13 +253,14 @@ class LayerInterception:
             return output
         arriving = self._incoming if index == self.start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
+        self._begin_part(1 + index)
         if missing is not None:
             raise PipelineError(
                 f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another stage: "
                 "besides the previous layer's output a layer can take only what every stage computes itself; "
-                f"{self._other_ways()}"
+                f"{self._other_ways()}",
+                missing.sources,
             )
-        self._begin_part(1 + index)
         if arriving:
             assert self._arrived is not None
             values = self._arrived.tensors if self._values is None else self._values()

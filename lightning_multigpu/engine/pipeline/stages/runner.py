@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
@@ -110,11 +110,6 @@ class PipelineRunner:
     def is_past_chain(self) -> bool:
         """Whether the running step has passed all layers, so that no other stage waits for this one."""
         return self._layers.is_past_chain
-
-    @property
-    def callers(self) -> Sequence[Module]:
-        """The modules whose forward pass calls the layers in training, the innermost first; empty before that."""
-        return self._layers.callers or ()
 
     def train(
         self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]

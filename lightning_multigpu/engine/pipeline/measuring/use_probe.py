@@ -1,0 +1,246 @@
+"""Use probe: finds by watching a step which parts of it use the tensors outside of the layers.
+
+Values that a step computes before the layers remember which of these tensors they come from, on every rank, also where
+the tensor is a placeholder. Such a value is used where a layer or what is behind the layers computes with it::
+
+    tokens.weight -> embedding -> [0] -> [1] -> [2] -> norm -> head         tokens.weight: before the layers
+    bias.weight   -> bias table ---+------+------+                          bias.weight:   before, and layers 0, 1 and 2
+                                                                            norm.weight, head.weight: behind the layers
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
+
+Uses = dict[str, set[int]]
+"""Parts of a step by the names of the tensors that they use; as of :class:`Chain`."""
+
+_READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class UseProbe:
+    """Watches steps on the stages of one rank.
+
+    Args:
+        chain: all layers.
+        bounds: the layers ``[start, stop)`` of each stage.
+        ownership: the tensors that this rank holds.
+        group: the ranks of the pipeline; None if this rank has all layers.
+        device: where this rank computes.
+        seed: of the random numbers, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        bounds: Sequence[tuple[int, int]],
+        ownership: Ownership,
+        group: PipelineGroup | None,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._chain = chain
+        self._bounds = bounds
+        self._ownership = ownership
+        self._group = group
+        self._device = device
+        self._seed = seed
+        self._watch = _Watch(ownership, len(chain) + 1)
+        self._layers = LayerInterception(chain, *bounds[ownership.position], self._begin_part, self._run_layer)
+
+    def watch(self, step: Callable[[], Any], left: Callable[[], Any] = lambda: None) -> Uses:
+        """What this rank's stages have used; a collective of the pipeline. Random states are left unchanged.
+
+        A step that needs values that the rank lacks is not run to its end; what it needs counts as used.
+
+        Args:
+            step: runs the user's step.
+            left: returns what the step leaves for others, such as logged values, in nested containers; called after
+                the last stage's step.
+
+        Raises:
+            PipelineError: the step cannot be split; or whatever the step raises.
+        """
+        position, num_ranks = self._ownership.position, self._ownership.num_ranks
+        before = {h.name: h.tensor.clone() for h in self._ownership.holdings if h.is_outside and not h.is_parameter}
+        with preserved_random_state(self._device), self._layers.installed():
+            for stage in range(position, len(self._bounds), num_ranks):
+                self._run_stage(stage, step, left, (position - 1) % num_ranks, (position + 1) % num_ranks)
+        if position == 0:
+            tensors = {holding.name: holding.tensor for holding in self._ownership.holdings}
+            for name in before:
+                if not torch.equal(before[name], tensors[name]):
+                    self._watch.uses.setdefault(name, set()).add(0)
+        if self._group is not None:
+            self._group.finish()
+            gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+        return self._watch.uses
+
+    def _run_stage(
+        self, stage: int, step: Callable[[], Any], left: Callable[[], Any], previous: int, following: int
+    ) -> None:
+        start, stop = self._bounds[stage]
+        self._layers.select(start, stop)
+        arrived: list[Activations] = []
+
+        def receive() -> Activations:
+            assert self._group is not None
+            if not arrived:
+                if not self._group.receive_object(previous):
+                    raise _Abandoned
+                found = self._group.receive_activations(previous, self._device, gradients=True)
+                # Copies, so that a layer may work in place, as it may on any tensor that is no leaf.
+                arrived.append(Activations(found.structure, tuple(tensor.clone() for tensor in found.tensors)))
+            return arrived[0]
+
+        output = None
+        self._watch.runs_first_stage = start == 0
+        try:
+            with self._watch:
+                ended, result = self._layers.run(step, None if start == 0 else receive)
+            if ended:
+                output = Activations.of(result)
+            elif self._layers.is_last:
+                self._watch.take((result, self._watch.left_in(left())), len(self._chain) + 1)
+        except _Abandoned:
+            pass
+        except PipelineError as error:
+            if not self._watch.lacks(error.lacking):
+                raise
+            if start and not arrived:
+                self._drop_arriving(previous)
+        if self._group is not None and stop < len(self._chain):
+            self._group.send_object(output is not None, following)
+            if output is not None:
+                self._group.send_activations(output, following)
+
+    def _drop_arriving(self, previous: int) -> None:
+        assert self._group is not None
+        if self._group.receive_object(previous):
+            self._group.receive_activations(previous, self._device)
+
+    def _begin_part(self, part: int) -> None:
+        set_random_state(seed_of(self._seed, part), self._device)
+        self._watch.part = part
+
+    def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._watch.take((args, kwargs), 1 + index)
+        output = forward(*args, **kwargs)
+        self._watch.part = 0  # between two layers steps compute as before the first
+        self._watch.computed(output)
+        return output
+
+
+class _Abandoned(BaseException):
+    """Raised through the user's step where the stage before has not run to its end."""
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which parts of a step compute with tensors outside of the layers, or with what comes from them.
+
+    Attributes:
+        part: of the step, that is running; 0 also between the layers.
+        runs_first_stage: values that are computed before the layers are used by this stage itself.
+        uses: found so far.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ownership: Ownership, last_part: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.part = 0
+        self.runs_first_stage = False
+        self.uses: Uses = {}
+        self._last_part = last_part
+        outside = [holding for holding in ownership.holdings if holding.is_outside]
+        self._by_source = {holding.source: {holding.name} for holding in outside}
+        self._by_storage = {
+            _storage(h.tensor): {h.name} for h in outside if h.is_parameter and not isinstance(h.tensor, Placeholder)
+        }
+        self._outside = {id(holding.tensor) for holding in outside}
+        self._kept: list[torch.UntypedStorage] = []  # kept alive, so that no other tensor gets the same memory
+        self._drawn: set[str] = set()
+
+    def take(self, value: Any, part: int) -> None:
+        """A part of the step takes the tensors within nested containers."""
+        self._note(self._names(value), {part})
+
+    def lacks(self, sources: Iterable[str]) -> bool:
+        """The running part needs values of placeholders with these sources; false if none of them is outside."""
+        names = {name for source in sources for name in self._by_source.get(source, ())}
+        self._note(names, {self.part} if self.part else range(1 + self._last_part))
+        return bool(names)
+
+    def left_in(self, value: Any) -> list[Tensor]:
+        """The tensors within nested containers, without those outside of the layers themselves."""
+        found = (entry for entry in tree_iter(value) if isinstance(entry, Tensor))
+        return [tensor for tensor in found if id(tensor) not in self._outside]
+
+    def computed(self, output: Any) -> None:
+        """A layer has returned this, and perhaps changed its input in place: the next stage gets it from there."""
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and torch._C._has_storage(tensor):
+                self._by_storage.pop(_storage(tensor), None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a traced chain meets arguments of a new kind
+            return func(*args, **kwargs)
+        names = self._names((args, kwargs))
+        if self.part:
+            self._note(names, {self.part})
+            return func(*args, **kwargs)
+        if names and self.runs_first_stage:
+            self._note(names, {0})
+        if isinstance(func, torch._ops.OpOverload):
+            self._note(self._needed_everywhere(func, args, names), range(1 + self._last_part))
+        results = func(*args, **kwargs)
+        if names:
+            for tensor in tree_iter(results):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, Placeholder):
+                    self._by_storage.setdefault(_storage(tensor), set()).update(names)
+                    self._kept.append(tensor.untyped_storage())
+        return results
+
+    def _needed_everywhere(self, func: Any, args: Any, names: set[str]) -> set[str]:
+        """The tensors without whose values an operation before the layers makes stages differ."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if names:  # a placeholder draws no random numbers: what is drawn later would differ
+                self._drawn |= names
+                return set()
+            return self._drawn
+        changes_another = func._schema.is_mutable and args and not self._names(args[0])
+        return names if changes_another or any(tag in func.tags for tag in _READS_VALUES) else set()
+
+    def _note(self, names: Iterable[str], parts: Iterable[int]) -> None:
+        for name in names:
+            self.uses.setdefault(name, set()).update(parts)
+
+    def _names(self, value: Any) -> set[str]:
+        """The tensors outside of the layers that a value comes from."""
+        found: set[str] = set()
+        for tensor in tree_iter(value):
+            if isinstance(tensor, Placeholder):
+                found.update(*(self._by_source.get(source, ()) for source in tensor.sources))
+            elif isinstance(tensor, Tensor) and torch._C._has_storage(tensor):
+                found.update(self._by_storage.get(_storage(tensor), ()))
+        return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,339 @@
+"""What stands before and behind the layers lives on the stages that use it, and trains as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from tests.strategies.tasks import Case, make_trainer
+from tests.world import World
+
+VOCABULARY, LENGTH, WIDTH = 40, 3, 6
+CASE = Case(max_epochs=2, trainer={"accumulate_grad_batches": 2})
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x) + bias)
+
+
+class Wide(L.LightningModule):
+    """Its embedding and head are larger than its layers."""
+
+    clip: float | None = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.build()
+        self.accuracy = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+        self.held: list[set[str]] = []
+
+    def build(self) -> None:
+        torch.manual_seed(6)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens)  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.behind(self.through(self.embedded(tokens), torch.zeros(())))
+
+    def through(self, x: Tensor, bias: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+    def behind(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.held.append({name for name, value in self.named_parameters() if not isinstance(value, Placeholder)})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Tied(Wide):
+    def build(self) -> None:
+        super().build()
+        self.head.weight = self.tokens.weight
+
+
+class SparseTied(Tied):
+    clip = None  # not for sparse gradients
+
+    def build(self) -> None:
+        super().build()
+        self.tokens.sparse = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Reversed(Wide):
+    """Registers its parts in another order than it uses them."""
+
+    def build(self) -> None:
+        torch.manual_seed(6)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+
+
+class Biased(Wide):
+    """Every layer adds what is computed before the layers."""
+
+    def build(self) -> None:
+        super().build()
+        self.bias = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.behind(self.through(self.embedded(tokens), self.bias(torch.arange(LENGTH))))
+
+
+class EmbeddingLoss(Wide):
+    """A term of the loss needs the embeddings."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.term = self.embedded(tokens)
+        return self.behind(self.through(self.term, torch.zeros(())))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + self.term.square().mean()
+
+
+class Branching(Wide):
+    """What it computes before the layers depends on values."""
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        x = super().embedded(tokens)
+        return x.neg() if x.abs().max() > 0 else x
+
+
+class Normed(Wide):
+    """Keeps statistics of what it computes before the layers."""
+
+    def build(self) -> None:
+        super().build()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.norm(super().embedded(tokens))  # type: ignore[no-any-return]
+
+
+class Noisy(Wide):
+    """Draws the noise of its layers behind that of its embeddings."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.embedded(tokens), 0.5, self.training)
+        return self.behind(self.through(x, torch.rand(WIDTH)))
+
+
+class Logging(Wide):
+    """Logs, and keeps, what it computes before the layers."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.log("size", self.embedded(batch["tokens"]).square().mean())
+        return self.loss(batch)
+
+
+class Metric(Wide):
+    """Its validation uses the head on the embeddings, when the optimizer has states already."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        found = self.head(self.embedded(batch["tokens"])).argmax(-1)
+        super().validation_step(batch, batch_idx)
+        self.accuracy(found.double().mean())
+        self.log("val_found", self.accuracy)
+
+
+class Text(Dataset[Any]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        text = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": text[:-1], "targets": text[1:]}
+
+
+def train(cls: type[Wide], strategy: Any, ranks: int, path: Path | None = None, resume: Path | None = None) -> Any:
+    module = cls().double()
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, gradient_clip_val=cls.clip)
+    if resume is not None:
+        trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, DataLoader(Text(), batch_size=8), DataLoader(Text(), batch_size=16), ckpt_path=resume)
+    if path is not None:
+        trainer.save_checkpoint(path)
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "losses": module.losses,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "held": module.held,
+    }
+
+
+def pipelined(classes: list[type[Wide]], ranks: int, **options: Any) -> list[Any]:
+    options = {"num_micro_batches": 4, **options}
+    return [train(cls, PipelineStrategy(**options), ranks) for cls in classes]
+
+
+def outside(result: Any) -> list[set[str]]:
+    """The parameters outside of the layers that a rank held after the first batch, and after the last."""
+    batches = result["held"][0], result["held"][-1]
+    return [{name for name in held if not name.startswith("layers")} for held in batches]
+
+
+def assert_same(results: list[Any], reference: Any) -> None:
+    for result in results:
+        assert list(result["weights"]) == list(reference["weights"])
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+
+
+TOKENS, HEAD, BIAS = "tokens.weight", "head.weight", "bias.weight"
+ON_FOUR: dict[type[Wide], list[set[str]]] = {  # by position
+    Wide: [{TOKENS}, set(), set(), {HEAD}],
+    Tied: [{TOKENS}, set(), set(), {TOKENS}],
+    SparseTied: [{TOKENS}, set(), set(), {TOKENS}],
+    Reversed: [{TOKENS}, set(), set(), {HEAD}],
+    Biased: [{TOKENS, BIAS}, {BIAS}, {BIAS}, {HEAD, BIAS}],
+    EmbeddingLoss: [{TOKENS}, set(), set(), {TOKENS, HEAD}],
+}
+
+
+def test_each_stage_has_what_it_uses(world4: World) -> None:
+    """An embedding and a head were on all ranks, with gradients and optimizer states."""
+    results = world4.run(pipelined, list(ON_FOUR), 4)
+    for kind, (cls, expected) in enumerate(ON_FOUR.items()):
+        of_ranks = [result[kind] for result in results]
+        assert [outside(result)[-1] for result in reversed(of_ranks)] == expected, cls
+        assert_same(of_ranks, train(cls, "auto", 1))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
+def test_under_other_schedules(schedule: str, world2: World) -> None:
+    kinds: list[type[Wide]] = [Tied, Biased, Reversed]
+    results = world2.run(pipelined, kinds, 2, schedule=schedule)
+    for kind, cls in enumerate(kinds):
+        assert_same([result[kind] for result in results], train(cls, "auto", 1))
+
+
+def test_pipelines_side_by_side_move_alike(world4: World) -> None:
+    kinds: list[type[Wide]] = [Reversed, Tied]
+    results = world4.run(pipelined, kinds, 4, pipeline_parallel_size=2)  # on the same batches
+    for kind, cls in enumerate(kinds):
+        assert_same([result[kind] for result in results], train(cls, "auto", 1))
+
+
+KEPT: dict[type[Wide], list[set[str]]] = {
+    Branching: [{TOKENS}, {TOKENS, HEAD}],
+    Logging: [{TOKENS}, {TOKENS, HEAD}],
+}
+
+
+def test_values_that_a_stage_needs_are_there(world2: World) -> None:
+    last, first = world2.run(pipelined, list(KEPT), 2)
+    for kind, (cls, expected) in enumerate(KEPT.items()):
+        assert [outside(first[kind])[-1], outside(last[kind])[-1]] == expected, cls
+        assert_same([last[kind], first[kind]], train(cls, "auto", 1))
+
+
+def test_statistics_before_the_layers_are_those_of_one_device(world2: World) -> None:
+    last, first = world2.run(pipelined, [Normed], 2, num_micro_batches=1)
+    assert_same([*last, *first], train(Normed, "auto", 1))
+
+
+def test_random_numbers_behind_those_of_a_placeholder_are_the_same_on_all_stages(world2: World) -> None:
+    """A placeholder draws none."""
+    (last,), (first,) = world2.run(pipelined, [Noisy], 2)
+    assert outside(first)[-1] == {TOKENS}
+    assert outside(last)[-1] == {TOKENS, HEAD}
+
+
+def test_what_validation_alone_uses_moves_there_with_its_optimizer_states(world2: World) -> None:
+    last, first = world2.run(pipelined, [Metric], 2)
+    assert outside(first[0]) == [{TOKENS}, {TOKENS, HEAD}]
+    assert outside(last[0]) == [{HEAD}, {TOKENS, HEAD}]
+    assert_same([last[0], first[0]], train(Metric, "auto", 1))
+
+
+def test_names_that_every_rank_holds(world2: World) -> None:
+    last, first = world2.run(pipelined, [Wide], 2, replicated=["tokens"])
+    assert outside(first[0]) == [{TOKENS}] * 2
+    assert outside(last[0]) == [{TOKENS, HEAD}] * 2
+    assert_same([last[0], first[0]], train(Wide, "auto", 1))
+
+
+def test_names_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="replicated names 'embedding', which is no part of the module"):
+        train(Wide, PipelineStrategy(replicated=["embedding"]), 2)
+    with pytest.raises(ValueError, match=r"replicated='tokens': pass True, or a list of names"):
+        PipelineStrategy(replicated="tokens")
+
+
+class Looking(Wide):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            float(self.tokens.weight.detach().sum())
+
+
+def test_a_hook_that_looks_at_them_is_told_how_to_keep_them(world2: World) -> None:
+    words = r"computes with parameter tokens.weight \(outside of the layers; replicated=\['tokens.weight'\] keeps it"
+    with pytest.raises(PipelineError, match=words):
+        world2.run(pipelined, [Looking], 2)
+    world2.kill()
+
+
+def resumed(path: Path, own: Path) -> Any:
+    return train(Tied, PipelineStrategy(num_micro_batches=4), 4, path=own, resume=path)
+
+
+def test_checkpoints_are_those_of_one_device(world4: World, tmp_path: Path) -> None:
+    train(Tied, "auto", 1, path=tmp_path / "one")
+    reference = train(Tied, "auto", 1, path=tmp_path / "three", resume=tmp_path / "one")
+    assert_same(world4.run(resumed, tmp_path / "one", tmp_path / "own"), reference)
+    found, expected = (torch.load(tmp_path / name, weights_only=False) for name in ("own", "three"))
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    states, of_one = (checkpoint["optimizer_states"][0]["state"] for checkpoint in (found, expected))
+    assert states.keys() == of_one.keys()
+    for number, state in of_one.items():
+        torch.testing.assert_close(states[number], state, rtol=1e-9, atol=1e-12)
+
+
+def test_where_each_of_them_lives_is_printed(world2: World) -> None:
+    world2.run(pipelined, [Wide, Tied], 2)
+    wide, tied = world2.output(0).split("Pipeline over ")[1:]
+    assert "stage 1 on rank 0: layers 2 to 3, 0.000672 MB of parameters" in wide
+    assert "parameters in all: 0.00259 MB on rank 1, 0.00259 MB on rank 0" in wide
+    assert "outside of the layers, on rank 1: tokens.weight (0.00192 MB)" in wide
+    assert "outside of the layers, on rank 0: head.weight (0.00192 MB)" in wide
+    assert "the same on all ranks: tokens.weight (0.00192 MB)" in tied
