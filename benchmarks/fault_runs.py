@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.fault_runs --runs 15`` runs 15 of all combinations of fault, place, rank and launcher, one
 after another; ``--only kill,stop training popen`` those that have one of the words in each of the arguments. Controls
-are among them: what a job has to survive, with the weights of a run without faults. The launcher ``hosts`` starts one
-rank on each of two emulated hosts, and needs root.
+are among them: what a job has to survive, with the weights of a run without faults. With ``--strategy replicated_ps``,
+sync_ps with replicas, the end of a server or of its replica (kill-server) is one of them. The launcher ``hosts`` starts
+one rank on each of two emulated hosts, and needs root.
 
 With ``--results FILE`` each run is appended to that file as a line of JSON, and runs that are in it are skipped:
 a program that was ended goes on where it stopped. The tables are made of the whole file. There are fewer combinations
@@ -36,7 +37,16 @@ import torch
 
 from benchmarks.fault_job import FaultJob, Outcome
 from lightning_multigpu.faults import PLACES
-from tests.launch.fault_script import CONTROLS, FAILURE_TIMEOUT_S, HOST_KINDS, KINDS, RANKS, STRATEGIES, must_survive
+from tests.launch.fault_script import (
+    CONTROLS,
+    FAILURE_TIMEOUT_S,
+    HOST_KINDS,
+    KINDS,
+    RANKS,
+    SERVER_KINDS,
+    STRATEGIES,
+    must_survive,
+)
 from tests.launch.outside_faults import CONTROL_S
 
 LAUNCHERS = ("popen", "spawn", "external", "hosts")
@@ -67,11 +77,12 @@ class Combination:
         return [method, self.kind, self.where, str(self.rank), str(step), str(workers), strategy]
 
 
-def combinations(only: list[str], runs: int | None) -> list[Combination]:
+def combinations(only: list[str], runs: int | None, strategy: str = "ring_ddp") -> list[Combination]:
     """The combinations that were asked for, in an order that mixes them; the same every time."""
+    kinds = (*KINDS, *HOST_KINDS, *CONTROLS, *(SERVER_KINDS if strategy == "replicated_ps" else ()))
     every = [
         Combination(*values)
-        for values in itertools.product((*KINDS, *HOST_KINDS, *CONTROLS), PLACES, range(RANKS), LAUNCHERS)
+        for values in itertools.product(kinds, PLACES, range(RANKS), LAUNCHERS)
         if makes_sense(*values)
     ]
     known = set().union(*(combination.words() for combination in every))
@@ -127,7 +138,9 @@ def read_results(path: Path, strategy: str) -> list[tuple[Combination, Outcome]]
 
 
 def makes_sense(kind: str, where: str, rank: int, launcher: str) -> bool:
-    """Hosts can only fail where there are several, and a guardian or a whole job only where it has begun."""
+    """Hosts fail where there are several, guardians and jobs once they have begun, servers where a rank started one."""
+    if kind in SERVER_KINDS:
+        return where not in ("joining", "end of fit") and (rank == 0 or launcher == "hosts")
     if where == "joining" and (kind in HOST_KINDS or "guardian" in kind):
         return False
     return launcher == "hosts" or kind not in HOST_KINDS
@@ -146,7 +159,7 @@ def row(combination: Combination, outcome: Outcome) -> str:
 
 def main() -> int:
     options = arguments()
-    chosen = repeated(combinations(options.only, None), options.runs)[options.skip :]
+    chosen = repeated(combinations(options.only, None, options.strategy), options.runs)[options.skip :]
     kept = [] if options.results is None else read_results(options.results, options.strategy)
     if kept:
         print(f"{len(kept)} runs are in {options.results}")

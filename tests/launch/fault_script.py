@@ -17,7 +17,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_multigpu import PipelineStrategy, RingDDPStrategy, faults
+from lightning_multigpu import ParameterServerStrategy, PipelineStrategy, RingDDPStrategy, faults
 from tests.launch import outside_faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
@@ -56,6 +56,10 @@ CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
     "pause": lambda spot: spot.call(outside_faults.pause),
     "suspend": lambda spot: spot.call(outside_faults.suspend),
 }
+# Those that a job with replicas of parameter servers must survive.
+SERVER_KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
+    "kill-server": lambda spot: spot.call(outside_faults.kill_server),
+}
 
 
 def must_survive(kind: str, where: str) -> bool:
@@ -64,7 +68,7 @@ def must_survive(kind: str, where: str) -> bool:
     SIGINT to a worker of a loader is what every Ctrl-C at a terminal brings along: the rank decides what to do, and the
     worker goes on until it is ended.
     """
-    return kind == "nothing" or kind in CONTROLS or (kind, where) == ("interrupt", "data")
+    return kind in ("nothing", *CONTROLS, *SERVER_KINDS) or (kind, where) == ("interrupt", "data")
 
 
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
@@ -75,6 +79,13 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
         hang_report_s=HANG_REPORT_S,
     ),
     "pipeline_1f1b": lambda _: PipelineStrategy(
+        failure_timeout_s=FAILURE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        hang_report_s=HANG_REPORT_S,
+    ),
+    "replicated_ps": lambda method: ParameterServerStrategy(
+        replicas=1,
+        start_method=method,
         failure_timeout_s=FAILURE_TIMEOUT_S,
         join_timeout_s=JOIN_TIMEOUT_S,
         hang_report_s=HANG_REPORT_S,
@@ -104,7 +115,9 @@ def main() -> None:
     ]
     if kind != "nothing":
         callbacks.append(
-            {**KINDS, **HOST_KINDS, **CONTROLS}[kind](faults.at(rank=int(rank), step=int(step), where=where))
+            {**KINDS, **HOST_KINDS, **CONTROLS, **SERVER_KINDS}[kind](
+                faults.at(rank=int(rank), step=int(step), where=where)
+            )
         )  # type: ignore[arg-type]
     num_nodes = int(os.environ.get("NUM_NODES", "1"))
     trainer = make_trainer(
