@@ -139,7 +139,7 @@ def test_training_goes_on_bit_for_bit_whenever_a_server_is_killed() -> None:
     with replicated(2) as (found, counted):
         assert_same(results_of(found), expected)
     for where, number in [("gets", counted.got), ("sends", counted.sent)]:
-        for at in [*range(1, 9), *range(9, number - 3, 11)]:
+        for at in [*range(1, 9), *range(9, number - 3, 17)]:
             with replicated(2, **{where: at}) as (found, killed):
                 assert_same(results_of(found), expected)
                 assert killed.is_dead
@@ -201,11 +201,12 @@ def asynchronous_training(connections: ServerConnections) -> tuple[list[tuple[in
     return trained, [parameter.detach() for parameter in parameters]
 
 
-def asynchronous_results(found: Job) -> None:
+def asynchronous_results(found: Job, max_staleness: int | None) -> None:
     """Trains, and checks that each batch was trained on once, and that each update is in the weights."""
 
     def work(worker: int) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        with found.connections(worker, consistency=ASYNCHRONOUS) as connections:
+        rules = Consistency(is_synchronous=False, max_staleness=max_staleness)
+        with found.connections(worker, consistency=rules) as connections:
             return asynchronous_training(connections)
 
     (by_first, ends), (by_second, others) = found.workers.run(work)
@@ -219,16 +220,50 @@ def asynchronous_results(found: Job) -> None:
     assert_equal(others, wanted)
 
 
-@pytest.mark.parametrize("num_servers", [1, 2], ids=["the dealer of batches", "another"])
-def test_asynchronous_workers_train_on_each_batch_once_whenever_a_server_is_killed(num_servers: int) -> None:
+@pytest.mark.parametrize(
+    ("num_servers", "max_staleness"), [(1, None), (2, 1)], ids=["the dealer of batches", "another"]
+)
+def test_asynchronous_workers_train_on_each_batch_once_whenever_a_server_is_killed(
+    num_servers: int, max_staleness: int | None
+) -> None:
     with replicated(num_servers) as (found, counted):
-        asynchronous_results(found)
+        asynchronous_results(found, max_staleness)
     for where, number in [("gets", counted.got), ("sends", counted.sent)]:
-        for at in [*range(1, 5), *range(5, number * 3 // 4, 23)]:
+        for at in [*range(1, 5), *range(5, number * 3 // 4, 31)]:
             with replicated(num_servers, **{where: at}) as (found, killed):
-                asynchronous_results(found)
+                asynchronous_results(found, max_staleness)
                 assert killed.is_dead, f"{where} {at} of {number}"
             assert found.problems[-1] == ""
+
+
+def test_a_worker_and_the_dealer_of_batches_may_end_together() -> None:
+    """The replica deals what the worker had; what it trained on and had not said everywhere may come once more."""
+
+    def work(worker: int) -> list[int]:
+        trained: list[int] = []
+        with contextlib.suppress(ServerError), found.connections(worker, consistency=ASYNCHRONOUS) as connections:
+            parameters = weights()
+            optimizer = optim.SGD(parameters, lr=0.1)
+            assert RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL)).imbalance >= 1.0
+            coordination = Coordination(connections)
+            coordination.start()
+            while (number := coordination.next_batch(0, first=0, num_batches=20, limit=None)) is not None:
+                if worker == 1 and len(trained) == 2:
+                    killed.kill()
+                    connections.cut()
+                optimizer.step()
+                trained.append(number)
+                coordination.trained(0, number)
+                while worker == 0 and len(trained) == 2 and not connections.ended:
+                    time.sleep(0.01)
+            assert worker == 0
+            coordination.await_epoch(0)
+        return trained
+
+    with replicated() as (found, killed):
+        first, second = found.workers.run(work)
+    assert {*first, *second} == {*range(20)}
+    assert len(first) + len(second) <= 21
 
 
 def test_each_worker_pushes_to_both_and_pulls_from_one() -> None:
