@@ -1,0 +1,156 @@
+"""``nn.MultiheadAttention`` with its heads split over the ranks of a tensor group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+
+
+class SplitMultiheadAttention(nn.MultiheadAttention):
+    """Attention of whose heads each rank computes a part; ``out_proj`` sums what they give.
+
+    ====================  ==========================  ========================================================
+    N ranks, E features   shape on each rank          in backward
+    ====================  ==========================  ========================================================
+    query, key, value     (batch, length, E)          gradients, summed over the ranks
+    in_proj_weight        (3 E / N, E)                gradient, this rank's own; so are those of the biases
+    out_proj.weight       (E, E / N)                  gradient, this rank's own
+    output                (batch, length, E), summed  gradient, the same on all
+    ====================  ==========================  ========================================================
+
+    Communication of self-attention: one all-reduce of the output's size in forward, and one of the input's size in
+    backward; with other keys or values one more in backward for each tensor. ``need_weights=True``, torch's default,
+    costs one more in forward, of the averaged weights' size, also where the weights are not used.
+
+    After Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Make it of a module with :meth:`of`.
+    """
+
+    group: TensorGroup
+    meter_name: str
+    sequence_dim: int | None = None
+    keeps_gathered = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("make an nn.MultiheadAttention, and split it with SplitMultiheadAttention.of")
+
+    @classmethod
+    def of(cls, attention: nn.MultiheadAttention, group: TensorGroup, *, name: str = "") -> SplitMultiheadAttention:
+        """Splits an attention in place: its parameters, hooks and places in modules stay.
+
+        Raises:
+            ValueError: it adds keys or values of its own, which belong to all heads.
+        """
+        if attention.bias_k is not None or attention.add_zero_attn:
+            raise ValueError("attention with add_bias_kv or add_zero_attn cannot be split")
+        attention.__class__ = cls
+        assert isinstance(attention, cls)
+        attention._become(group, name)
+        return attention
+
+    def _become(self, group: TensorGroup, name: str) -> None:
+        self.group, self.meter_name = group, name or type(self).__name__
+        size, unit = self.embed_dim, self.head_dim
+        self.heads = group.bounds(self.num_heads)[group.rank]
+        fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)
+        single = ParameterSplit.even(size, group.size, unit=unit)
+        if self.in_proj_weight is not None:
+            cut(self.in_proj_weight, fused, group.rank)
+        else:
+            for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+                cut(weight, single, group.rank)
+        if self.in_proj_bias is not None:
+            cut(self.in_proj_bias, fused, group.rank)
+        RowSplitLinear.of(self.out_proj, group, unit=unit, name=self.meter_name)
+        self._qkv_same_embed_dim = False  # torch's fast path, which computes all heads, then leaves this one alone
+
+    @override
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention``; the weights are those of all heads.
+
+        Raises:
+            ValueError: ``average_attn_weights=False``, which would gather the weights of all heads.
+        """
+        if need_weights and not average_attn_weights:
+            raise ValueError("average_attn_weights=False needs the weights of all heads, which are on different ranks")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        has_batch, batch_dim = query.dim() == 3, 0 if self.batch_first else 1
+        projected = [part if has_batch else part.unsqueeze(batch_dim) for part in self._project(query, key, value)]
+        if not self.batch_first:
+            projected = [part.transpose(0, 1) for part in projected]
+        start, stop = self.heads
+        heads = stop - start
+        q, k, v = (part.unflatten(-1, (heads, self.head_dim)).transpose(1, 2) for part in projected)
+        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
+        if self.training:
+            self.group.random.enter(q.device)
+        dropout = self.dropout if self.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+            own = (scores if mask is None else scores + mask).softmax(-1)
+            own = F.dropout(own, dropout) if dropout else own
+            mixed = own @ v
+            weights = summed(own.sum(1), self.group, f"{self.meter_name} weights") / self.num_heads
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if not self.batch_first:
+            mixed = mixed.transpose(0, 1)
+        output = self.out_proj(mixed)
+        if not has_batch:
+            return output.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """This rank's queries, keys and values: (..., heads of this rank x head_dim) each."""
+        if self.in_proj_weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        elif query is key and key is value:
+            return list(column_linear(query, self.in_proj_weight, self.in_proj_bias, self).chunk(3, -1))
+        else:
+            weights = list(self.in_proj_weight.chunk(3))
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        inputs = zip((query, key, value), weights, biases, strict=True)
+        return [column_linear(each, weight, bias, self) for each, weight, bias in inputs]
+
+    def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, num_keys: int) -> Tensor | None:
+        """What is added to the scores (batch, heads of this rank, queries, keys)."""
+        total: Tensor | None = None
+        if mask is not None:
+            total = _added(mask, q.dtype)
+            if total.dim() == 3:
+                start, stop = self.heads
+                total = total.unflatten(0, (-1, self.num_heads))[:, start:stop]
+        if padding is not None:
+            of_keys = _added(padding, q.dtype).view(-1, 1, 1, num_keys)
+            total = of_keys if total is None else total + of_keys
+        return total
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers: a boolean one is true where nothing may be seen."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+    return mask.to(dtype)

@@ -1,0 +1,490 @@
+"""Linear layers and embeddings whose weights are split over the ranks of a tensor group.
+
+A column layer and the row layer behind it make a block. Each rank computes its part of what lies between, and the block
+communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 2019)::
+
+               column layer            between            row layer
+    rank 0   x --- A[:h/2] ---> y0 --- gelu, ... ---> z0 --- B[:, :h/2] ---+
+                                                                           sum ---> out      forward
+    rank 1   x --- A[h/2:] ---> y1 --- gelu, ... ---> z1 --- B[:, h/2:] ---+
+
+    dx <--- sum of what both ranks compute                                     <--- d out    backward
+
+With ``sequence_dim`` the activations outside of the block are split along the sequence (Korthikanti et al., 2022): the
+sum at the end becomes a reduce-scatter, and an all-gather stands at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+
+
+class _Split:
+    """What all layers of a tensor group have: the group, and the layer's name in the meter."""
+
+    group: TensorGroup
+    meter_name: str
+
+    def _joins(self, group: TensorGroup, name: str) -> None:
+        self.group = group
+        self.meter_name = name or type(self).__name__
+
+
+class ColumnSplitLinear(_Split, nn.Linear):
+    """A linear layer of whose outputs each rank computes a part.
+
+    ============  ===========================  ==========================================================
+    N ranks       shape on each rank           in backward
+    ============  ===========================  ==========================================================
+    input         (..., in)                    gradient (..., in), summed over the ranks
+    weight        (out / N, in)                gradient (out / N, in), this rank's own
+    bias          (out / N)                    gradient (out / N), this rank's own
+    output        (..., out / N)               gradient (..., out / N)
+    ============  ===========================  ==========================================================
+
+    Communication: nothing in forward, and one all-reduce of the input's size in backward, beside which the gradient of
+    the weight is computed. With ``sequence_dim`` the input is (..., sequence / N, ..., in): one all-gather in forward
+    and one reduce-scatter in backward; and one more all-gather in backward unless ``keeps_gathered``.
+
+    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Args:
+        in_features, out_features, bias, device, dtype: those of the whole layer.
+        group: the ranks.
+        sections: lengths of the parts of the output that are split one by one: of queries, keys and values, for
+            example, in a fused projection. One by default.
+        unit: outputs that stay on one rank, of a head for example; or one number for each section.
+        gather_output: every rank gets all outputs, (..., out), by one all-gather in forward.
+        sequence_dim: the dimension of the input that is split over the ranks.
+        sequence_length: of the whole input, by which its parts are known; by default N times this rank's.
+        keeps_gathered: with ``sequence_dim``, keep the gathered input for backward instead of gathering it again.
+        name: in the meter.
+    """
+
+    enters_region = True
+    gather_output = False
+    sequence_dim: int | None = None
+    sequence_length: int | None = None
+    keeps_gathered = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: TensorGroup,
+        sections: Sequence[int] = (),
+        unit: int | Sequence[int] = 1,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        sequence_length: int | None = None,
+        keeps_gathered: bool = True,
+        name: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.sequence_dim, self.sequence_length, self.keeps_gathered = sequence_dim, sequence_length, keeps_gathered
+        self._become(group, sections=sections, unit=unit, gather_output=gather_output, name=name)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, group: TensorGroup, **options: Any) -> ColumnSplitLinear:
+        """Makes a linear layer this one, in place: its parameters, hooks and places in modules stay."""
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear._become(group, **options)
+        return linear
+
+    def _become(
+        self,
+        group: TensorGroup,
+        *,
+        sections: Sequence[int] = (),
+        unit: int | Sequence[int] = 1,
+        gather_output: bool = False,
+        name: str = "",
+    ) -> None:
+        self._joins(group, name)
+        self.split: ParameterSplit = ParameterSplit.even(
+            self.out_features, group.size, dim=0, sections=sections, unit=unit
+        )
+        self.gather_output = gather_output
+        self.enters_region = not gather_output
+        cut(self.weight, self.split, group.rank)
+        if self.bias is not None:
+            cut(self.bias, self.split, group.rank)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        output = column_linear(input, self.weight, self.bias, self)
+        if self.gather_output:
+            return gather_last(output, self.group, self.split, self.meter_name)
+        if self.enters_region and self.training:
+            self.group.random.enter(input.device)
+        return output
+
+
+class RowSplitLinear(_Split, nn.Linear):
+    """A linear layer whose inputs are split: each rank computes a part of the sum that makes an output.
+
+    ============  ===========================  ==========================================================
+    N ranks       shape on each rank           in backward
+    ============  ===========================  ==========================================================
+    input         (..., in / N)                gradient (..., in / N)
+    weight        (out, in / N)                gradient (out, in / N), this rank's own
+    bias          (out), the same on all       gradient (out), the same on all
+    output        (..., out), summed           gradient (..., out), the same on all
+    ============  ===========================  ==========================================================
+
+    Communication: one all-reduce of the output's size in forward, and nothing in backward. With ``sequence_dim`` the
+    output is (..., sequence / N, ..., out): one reduce-scatter in forward, one all-gather in backward.
+
+    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Args:
+        in_features, out_features, bias, device, dtype: those of the whole layer.
+        group: the ranks.
+        unit: inputs that stay on one rank, of a head for example.
+        split_input: the input is whole, (..., in), and each rank takes its part.
+        sequence_dim: the dimension along which the output is split over the ranks.
+        name: in the meter.
+    """
+
+    split_input = False
+    sequence_dim: int | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: TensorGroup,
+        unit: int = 1,
+        split_input: bool = False,
+        sequence_dim: int | None = None,
+        name: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.sequence_dim = sequence_dim
+        self._become(group, unit=unit, split_input=split_input, name=name)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, group: TensorGroup, **options: Any) -> RowSplitLinear:
+        """Makes a linear layer this one, in place: its parameters, hooks and places in modules stay."""
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear._become(group, **options)
+        return linear
+
+    def _become(self, group: TensorGroup, *, unit: int = 1, split_input: bool = False, name: str = "") -> None:
+        self._joins(group, name)
+        self.split: ParameterSplit = ParameterSplit.even(self.in_features, group.size, dim=1, unit=unit)
+        self.split_input = split_input
+        cut(self.weight, self.split, group.rank)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if self.split_input:
+            input = split_last(input, self.group, self.split, self.meter_name)
+        self.group.random.leave(input.device)
+        input, weight, bias = _cast(input, self.weight, self.bias)
+        output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
+        return output
+
+
+class VocabSplitEmbedding(_Split, nn.Embedding):
+    """An embedding of whose rows each rank has a part.
+
+    ============  ===========================  ==========================================================
+    N ranks       shape on each rank           in backward
+    ============  ===========================  ==========================================================
+    input         (...), integers              -
+    weight        (num / N, dim)               gradient (num / N, dim), this rank's own
+    output        (..., dim), summed           gradient (..., dim), the same on all
+    ============  ===========================  ==========================================================
+
+    Communication: one all-reduce of the output's size in forward, and nothing in backward. With ``sequence_dim`` the
+    output is split along that dimension: one reduce-scatter in forward, one all-gather in backward.
+
+    Initialised as ``nn.Embedding`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: those of the whole embedding.
+        group: the ranks.
+        sequence_dim: the dimension along which the output is split over the ranks.
+        name: in the meter.
+    """
+
+    sequence_dim: int | None = None
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: TensorGroup,
+        sequence_dim: int | None = None,
+        name: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.sequence_dim = sequence_dim
+        self._become(group, name=name)
+
+    @classmethod
+    def of(cls, embedding: nn.Embedding, group: TensorGroup, **options: Any) -> VocabSplitEmbedding:
+        """Makes an embedding this one, in place: its parameters, hooks and places in modules stay.
+
+        Raises:
+            ValueError: it has an option that looks at all rows.
+        """
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, option):
+                raise ValueError(f"an embedding with {option} cannot be split over its rows")
+        embedding.__class__ = cls
+        assert isinstance(embedding, cls)
+        embedding._become(group, **options)
+        return embedding
+
+    def _become(self, group: TensorGroup, *, name: str = "") -> None:
+        self._joins(group, name)
+        self.split: ParameterSplit = ParameterSplit.even(self.num_embeddings, group.size)
+        cut(self.weight, self.split, group.rank)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        ((start, stop),) = self.split.ranges[self.group.rank]
+        elsewhere = (input < start) | (input >= stop)
+        padding = None
+        if self.padding_idx is not None and start <= self.padding_idx < stop:
+            padding = self.padding_idx - start
+        if stop == start:
+            rows = self.weight.new_zeros(*input.shape, self.embedding_dim)
+        else:
+            rows = F.embedding((input - start).masked_fill(elsewhere, 0), self.weight, padding)
+            rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        output: Tensor = _Sum.apply(rows, self)  # type: ignore[no-untyped-call]
+        return output
+
+
+def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+    """``F.linear`` with this rank's rows of a weight (out / N, in); the gradient of the input is summed over the ranks.
+
+    Args:
+        input: (..., in), the same on every rank, or a part of it where the layer has a ``sequence_dim``.
+        weight: (out / N, in).
+        bias: (out / N), or None.
+        layer: has the group, ``meter_name``, ``sequence_dim`` and ``keeps_gathered``.
+    """
+    input, weight, bias = _cast(input, weight, bias)
+    output: Tensor = _ColumnLinear.apply(input, weight, bias, layer)  # type: ignore[no-untyped-call]
+    return output
+
+
+def summed(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
+    """The sum of a tensor over the ranks, which go on with it alike; one all-reduce in forward, none in backward."""
+    total: Tensor = _Summed.apply(tensor, group, name)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gather_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
+    """The whole tensor (..., size) of parts (..., size / N) that ranks have computed; the gradient is cut again.
+
+    One all-gather in forward, nothing in backward: all ranks go on alike with the whole tensor.
+    """
+    whole: Tensor = _GatherLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
+    """This rank's part (..., size / N) of a tensor that all ranks have; the gradients of all parts are gathered."""
+    part: Tensor = _SplitLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
+    return part
+
+
+def gather_sequence(tensor: Tensor, group: TensorGroup, dim: int, length: int, name: str) -> Tensor:
+    """The whole tensor of parts of a sequence; in backward the parts of the gradient are summed over the ranks, or cut.
+
+    For activations that go on alike on all ranks: the gradient, the same on all, is cut again.
+    """
+    whole: Tensor = _GatherSequence.apply(tensor, group, dim, length, name)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Tensor:
+    """This rank's part of a sequence that all ranks have; in backward the parts of the gradient are gathered."""
+    part: Tensor = _SplitSequence.apply(tensor, group, dim, name)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+        ctx.layer, dim = layer, layer.sequence_dim
+        whole = input
+        if dim is not None:
+            ctx.bounds = layer.group.bounds(layer.sequence_length or input.shape[dim] * layer.group.size)
+            whole = layer.group.all_gather(input, dim, ctx.bounds, layer.meter_name)
+        ctx.save_for_backward(whole if layer.keeps_gathered else input, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        input, weight = ctx.saved_tensors
+        layer = ctx.layer
+        group, dim, name = layer.group, layer.sequence_dim, layer.meter_name
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_input = pending = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = (rows @ weight).view(*gradient.shape[:-1], weight.shape[1])
+            if dim is None:
+                pending = group.begin_all_reduce(of_input, name)
+        if ctx.needs_input_grad[1]:
+            if dim is not None and not layer.keeps_gathered:
+                input = group.all_gather(input, dim, ctx.bounds, name)
+            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if pending is not None:
+            of_input = pending.finish()
+        elif of_input is not None:
+            assert dim is not None
+            of_input = group.reduce_scatter(of_input, dim, ctx.bounds, name)
+        return of_input, of_weight, of_bias, None
+
+
+class _RowLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: RowSplitLinear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(input, weight)
+        output = _joined(F.linear(input, weight), layer)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        input, weight = ctx.saved_tensors
+        gradient = _whole_gradient(gradient, input.shape, ctx.layer)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = (rows @ weight).view(input.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
+        return of_input, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _Sum(Function):
+    """The sum over ranks of what each has computed of an embedding."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layer: VocabSplitEmbedding) -> Tensor:
+        ctx.layer, ctx.shape = layer, rows.shape
+        return _joined(rows.detach().clone(), layer)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _whole_gradient(gradient, ctx.shape, ctx.layer), None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
+        return group.all_reduce(tensor.detach().clone(), name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient, None, None
+
+
+class _GatherLast(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
+        ctx.rank, ctx.split = group.rank, split
+        return _along_last(split).gather(tensor, group, name).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _along_last(ctx.split).part(gradient, ctx.rank), None, None, None
+
+
+class _SplitLast(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
+        ctx.group, ctx.split, ctx.name = group, split, name
+        return _along_last(split).part(tensor, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _along_last(ctx.split).gather(gradient, ctx.group, ctx.name).contiguous(), None, None, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, length: int, name: str) -> Tensor:
+        ctx.bounds, ctx.rank, ctx.dim = group.bounds(length), group.rank, dim
+        return group.all_gather(tensor, dim, ctx.bounds, name).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        start, stop = ctx.bounds[ctx.rank]
+        return gradient.narrow(ctx.dim, start, stop - start), None, None, None, None
+
+
+class _SplitSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.name = group, dim, name
+        ctx.bounds = group.bounds(tensor.shape[dim])
+        start, stop = ctx.bounds[group.rank]
+        return tensor.narrow(dim, start, stop - start).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.name).contiguous(), None, None, None
+
+
+def _joined(partial: Tensor, layer: RowSplitLinear | VocabSplitEmbedding) -> Tensor:
+    """The sum over ranks, or this rank's part of it along the sequence."""
+    group, dim = layer.group, layer.sequence_dim
+    if dim is None:
+        return group.all_reduce(partial.contiguous(), layer.meter_name)
+    return group.reduce_scatter(partial, dim, group.bounds(partial.shape[dim]), layer.meter_name)
+
+
+def _whole_gradient(gradient: Tensor, shape: torch.Size, layer: RowSplitLinear | VocabSplitEmbedding) -> Tensor:
+    group, dim = layer.group, layer.sequence_dim
+    if dim is None:
+        return gradient
+    return group.all_gather(gradient, dim, group.bounds(shape[dim]), layer.meter_name)
+
+
+def _along_last(split: ParameterSplit) -> ParameterSplit:
+    return ParameterSplit(-1, split.ranges)
+
+
+def _cast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the dtype of autocast, if that is on."""
+    kind = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,120 @@
+"""Which part of a parameter each rank has.
+
+A parameter is cut along one dimension into sections of consecutive entries, and each rank has one part of each
+section. A fused projection of queries, keys and values has three sections; with two ranks (q0 is rank 0's)::
+
+    whole    | q0 q0 q1 q1 | k0 k0 k1 k1 | v0 v0 v1 v1 |
+    rank 0   | q0 q0 k0 k0 v0 v0 |
+    rank 1   | q1 q1 k1 k1 v1 v1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_multigpu.communication.ring import chunk_bounds
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+
+_ATTRIBUTE = "_lightning_multigpu_split"
+
+
+@dataclass(frozen=True)
+class ParameterSplit:
+    """The cut of a parameter, the same on all ranks.
+
+    Attributes:
+        dim: the dimension that is cut.
+        ranges: of each rank, the entries of the whole parameter that it has, as first and one-past-last indices.
+    """
+
+    dim: int
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def even(cls, size: int, num_ranks: int, *, dim: int = 0, sections: Sequence[int] = (), unit: int = 1) -> Any:
+        """The cut of ``size`` entries, as even as can be in whole units.
+
+        Args:
+            size: of the dimension.
+            num_ranks: the number of parts.
+            dim: the dimension.
+            sections: lengths of the sections; one by default.
+            unit: entries that stay together, of a head for example; or one for each section.
+
+        Raises:
+            ValueError: the sections do not add up to the size, or are no whole numbers of units.
+        """
+        lengths = list(sections) or [size]
+        units = unit if isinstance(unit, Sequence) else [unit] * len(lengths)
+        if sum(lengths) != size or any(length % each for length, each in zip(lengths, units, strict=True)):
+            raise ValueError(f"{size} entries cannot be cut into sections of {lengths} in units of {units}")
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
+        start = 0
+        for length, each in zip(lengths, units, strict=True):
+            for rank, (a, b) in enumerate(chunk_bounds(length // each, num_ranks)):
+                ranges[rank].append((start + a * each, start + b * each))
+            start += length
+        return cls(dim, tuple(map(tuple, ranges)))
+
+    @property
+    def whole_size(self) -> int:
+        """Entries of the whole parameter along the dimension."""
+        return max(stop for ranges in self.ranges for _, stop in ranges)
+
+    def size(self, rank: int) -> int:
+        """Entries of a rank's part along the dimension."""
+        return sum(stop - start for start, stop in self.ranges[rank])
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """A copy of a rank's part of a whole tensor, which may have more dimensions behind."""
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        return torch.cat(pieces, self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of the parts of all ranks."""
+        pieces = [
+            (start, part.narrow(self.dim, offset, stop - start))
+            for ranges, part in zip(self.ranges, parts, strict=True)
+            for (start, stop), offset in zip(ranges, _offsets(ranges), strict=True)
+        ]
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], self.dim)
+
+    def gather(self, part: Tensor, group: TensorGroup, name: str) -> Tensor:
+        """The whole tensor of this rank's part and those of the others; a collective."""
+        bounds, start = [], 0
+        for rank in range(group.size):
+            bounds.append((start, start + self.size(rank)))
+            start += self.size(rank)
+        gathered = group.all_gather(part, self.dim, bounds, name)
+        return self.whole([gathered.narrow(self.dim, a, b - a) for a, b in bounds])
+
+
+def split_of(parameter: Tensor) -> ParameterSplit | None:
+    """The cut of a parameter; None if every rank has all of it."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def cut(parameter: Parameter, split: ParameterSplit, rank: int) -> None:
+    """Makes a whole parameter a rank's part of it, in place: optimizers and modules keep the object."""
+    if split_of(parameter) is not None:
+        if split_of(parameter) != split:
+            raise ValueError("a parameter that two layers share cannot be cut in two ways")
+        return
+    parameter.data = split.part(parameter.data, rank)
+    if parameter.grad is not None:
+        parameter.grad = None
+    setattr(parameter, _ATTRIBUTE, split)
+
+
+def _offsets(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    offsets, offset = [], 0
+    for start, stop in ranges:
+        offsets.append(offset)
+        offset += stop - start
+    return offsets

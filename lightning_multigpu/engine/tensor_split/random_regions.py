@@ -1,0 +1,50 @@
+"""Random numbers between a layer that splits activations and the one that joins them.
+
+Outside of such a region all ranks of a tensor group have the same activations, and must draw the same random numbers:
+the same dropout mask. Inside a region they have different parts, and must draw different ones. A region's numbers
+follow from those outside of it, so that an activation checkpoint that computes the region again draws the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LARGEST_SEED = 2**62
+
+
+class RandomRegions:
+    """The random states of a rank inside and outside of regions; one for all layers of a group.
+
+    Args:
+        rank: of this process in the group.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._outside: Tensor | None = None
+        self._outside_on_gpu: Tensor | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """From here on numbers differ between ranks; within a region it does nothing.
+
+        Args:
+            device: of the activations, whose numbers differ beside those of the CPU.
+        """
+        if self._outside is not None:
+            return
+        seed = int(torch.randint(_LARGEST_SEED, ()))  # the same on all ranks
+        self._outside = torch.get_rng_state()
+        if device.type == "cuda":
+            self._outside_on_gpu = torch.cuda.get_rng_state(device)
+            torch.cuda.manual_seed(seed + 1 + self._rank)
+        torch.default_generator.manual_seed(seed + 1 + self._rank)
+
+    def leave(self, device: torch.device) -> None:
+        """From here on all ranks draw the same numbers; outside of a region it does nothing."""
+        if self._outside is None:
+            return
+        torch.set_rng_state(self._outside)
+        if self._outside_on_gpu is not None:
+            torch.cuda.set_rng_state(self._outside_on_gpu, device)
+        self._outside = self._outside_on_gpu = None

@@ -1,0 +1,252 @@
+"""The ranks among which layers are split, and the collectives on activations that their layers need."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.ring import chunk_bounds
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
+
+_BESIDE_FROM_BYTES = 1 << 20
+"""Smaller tensors are reduced at once: to hand one to the thread costs more than it hides."""
+
+Bounds = Sequence[tuple[int, int]]
+"""First and one-past-last index of each rank's part, one after the other."""
+
+
+class Pending(Protocol):
+    """A tensor that is being reduced."""
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, reduced."""
+
+
+class _Done:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def finish(self) -> Tensor:
+        return self._tensor
+
+
+class _OnStream(_Done):
+    """A collective of NCCL, which runs beside the device's compute stream."""
+
+    def __init__(self, tensor: Tensor, work: Any, transfer: Any) -> None:
+        super().__init__(tensor)
+        self._work, self._transfer = work, transfer
+
+    def finish(self) -> Tensor:
+        self._work.wait()
+        self._transfer.finish()
+        return self._tensor
+
+
+class _Beside(_Done):
+    """A reduction on the group's thread."""
+
+    def __init__(self, tensor: Tensor, meter: Meter) -> None:
+        super().__init__(tensor)
+        self._meter = meter
+        self.over = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self) -> Tensor:
+        start_s = self._meter.now()
+        self.over.wait()
+        self._meter.waited(start_s, self._meter.now())
+        if self.error is not None:
+            raise self.error
+        return self._tensor
+
+
+class TensorGroup:
+    """The collectives of the ranks that share each layer; all ranks must call the same ones in the same order.
+
+    CPU tensors of ranks on one host are reduced through shared memory, others by the group's back end. Sums have the
+    same bits on every rank. Making one is a collective of the group.
+
+    Args:
+        group: the ranks.
+        meter: told of every transfer, under the name of the layer.
+        shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
+
+    Attributes:
+        rank: of this process in the group.
+        size: the number of ranks.
+        random: the random numbers between layers that split activations and those that join them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, meter: Meter | None = None, shared_memory: bool = True) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.random = RandomRegions(self.rank)
+        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._meter = meter or Meter()
+        self._ranks = ranks_text(dist.get_process_group_ranks(group))
+        self._shared: SharedMemoryAllReduce | None = None
+        if shared_memory and not self._is_nccl and self.size > 1:
+            try:
+                self._shared = SharedMemoryAllReduce(group)
+            except SharedMemoryUnavailableError:  # on all ranks: some are on other hosts, or in other containers
+                pass
+        self._work: queue.SimpleQueue[tuple[_Beside, str] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def bounds(self, size: int) -> list[tuple[int, int]]:
+        """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""
+        return chunk_bounds(size, self.size)
+
+    def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
+        """Sums ``tensor`` in place over all ranks and returns it.
+
+        Args:
+            tensor: contiguous; the same shape and dtype on every rank.
+            name: of the layer, for the meter.
+        """
+        if self.size == 1:
+            return tensor
+        with self._metered("all_reduce", tensor.nbytes, name):
+            self._sum(tensor)
+        return tensor
+
+    def begin_all_reduce(self, tensor: Tensor, name: str) -> Pending:
+        """:meth:`all_reduce` beside what this rank computes until ``finish()``; no other collective may begin before.
+
+        It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
+        """
+        if self.size == 1:
+            return _Done(tensor)
+        if self._is_nccl:
+            transfer = self._begin("all_reduce", tensor.nbytes, name)
+            return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
+        if tensor.nbytes < _BESIDE_FROM_BYTES:
+            return _Done(self.all_reduce(tensor, name))
+        pending = _Beside(tensor, self._meter)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
+            self._thread.start()
+        self._work.put((pending, name))
+        return pending
+
+    def all_gather(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
+        """The parts of all ranks, one after the other along ``dim``.
+
+        Args:
+            tensor: this rank's part; the other dimensions are the same on every rank.
+            dim: along which parts follow one another.
+            bounds: of the parts, as indices of the result.
+            name: of the layer, for the meter.
+
+        Returns:
+            A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
+        """
+        if self.size == 1:
+            return tensor
+        own = tensor.detach().movedim(dim, 0).contiguous()
+        row = own[:1].numel() if len(own) else own.new_empty(1, *own.shape[1:]).numel()
+        whole = own.new_empty(bounds[-1][1], *own.shape[1:])
+        with self._metered("all_gather", whole.nbytes, name):
+            if self._shared is not None:
+                start, stop = bounds[self.rank]
+                whole[start:stop] = own
+                self._shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
+            else:
+                self._gather(own, whole, bounds)
+        return whole.movedim(0, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
+        """This rank's part of the sum over all ranks, contiguous.
+
+        Args:
+            tensor: whole; the same shape on every rank. It may be overwritten.
+            dim: along which the sum is cut into parts.
+            bounds: of the parts.
+            name: of the layer, for the meter.
+        """
+        if self.size == 1:
+            return tensor
+        whole = tensor.detach().movedim(dim, 0).contiguous()
+        row = whole[0].numel()
+        start, stop = bounds[self.rank]
+        with self._metered("reduce_scatter", whole.nbytes, name):
+            if self._shared is not None:
+                self._shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
+            elif self._is_nccl and len({b - a for a, b in bounds}) == 1:
+                own = whole.new_empty(stop - start, *whole.shape[1:])
+                dist.reduce_scatter_tensor(own, whole, group=self.group)
+                return own.movedim(0, dim).contiguous()
+            else:  # Gloo has no other
+                dist.all_reduce(whole, group=self.group)
+        return whole[start:stop].movedim(0, dim).contiguous()
+
+    def abort(self) -> None:
+        """Makes ranks raise that wait for each other in shared memory; any thread may call it."""
+        if self._shared is not None:
+            self._shared.abort()
+
+    def close(self) -> None:
+        """Ends the thread and releases shared memory; a second call does nothing."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._shared is not None:
+            self._shared.close()
+
+    def _sum(self, tensor: Tensor) -> None:
+        if self._shared is not None:
+            self._shared(tensor)
+        else:
+            dist.all_reduce(tensor, group=self.group)
+
+    def _gather(self, own: Tensor, whole: Tensor, bounds: Bounds) -> None:
+        longest = max(stop - start for start, stop in bounds)
+        padded = own.new_zeros(longest, *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in bounds]
+        dist.all_gather(parts, padded, group=self.group)
+        for (start, stop), part in zip(bounds, parts, strict=True):
+            whole[start:stop] = part[: stop - start]
+
+    def _reduce_beside(self) -> None:
+        while (item := self._work.get()) is not None:
+            pending, name = item
+            try:
+                tensor = pending._tensor
+                transfer = self._begin("all_reduce", tensor.nbytes, name)
+                self._sum(tensor)
+                transfer.finish()
+            except BaseException as error:
+                transfer.broke()
+                pending.error = error
+            pending.over.set()
+
+    def _described(self, size_bytes: int, name: str) -> dict[str, Any]:
+        return {
+            "group": f"tensor {name}".rstrip(),
+            "group_size": self.size,
+            "size_bytes": size_bytes,
+            "memory_bytes": size_bytes if self._shared is not None else 0,
+            "sent_bytes": size_bytes if self._shared is not None else None,
+            "ranks": self._ranks,
+            "on_stream": self._is_nccl,
+        }
+
+    def _begin(self, operation: str, size_bytes: int, name: str) -> Any:
+        return self._meter.begin(operation, **self._described(size_bytes, name))
+
+    def _metered(self, operation: str, size_bytes: int, name: str) -> Any:
+        return self._meter.blocking(operation, **self._described(size_bytes, name))
