@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ParameterServerStrategy,
         PipelineStrategy,
         RingDDPStrategy,
+        TensorSplitStrategy,
     )
 
 __version__ = version("lightning-multigpu")
@@ -40,6 +41,7 @@ __all__ = [
     "RankFailedError",
     "Regime",
     "RingDDPStrategy",
+    "TensorSplitStrategy",
     "find_last_checkpoint",
     "register_all",
 ]
@@ -56,6 +58,7 @@ _MODULES = {
     "RankFailedError": "lightning_multigpu.guardian",
     "Regime": "lightning_multigpu.registry",
     "RingDDPStrategy": "lightning_multigpu.strategies",
+    "TensorSplitStrategy": "lightning_multigpu.strategies",
     "find_last_checkpoint": "lightning_multigpu.runtime.last_checkpoint",
     "register_all": "lightning_multigpu.registry",
 }

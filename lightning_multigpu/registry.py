@@ -157,6 +157,15 @@ REGIMES: tuple[Regime, ...] = (
         compute="all devices at once, with little idle time; more micro-batches are in memory",
         **_LOOPED_PIPELINE,
     ),
+    Regime(
+        name="tensor_split",
+        class_path="lightning_multigpu.TensorSplitStrategy",
+        summary="each large layer split over all devices, which train on the same batch",
+        compute="all ranks, each on its part of each split layer; what is not split on every rank",
+        gradients="those of split layers stay with their ranks; those of whole layers are the same on all",
+        model="broadcast once at the start; each rank then keeps its part of the split layers",
+        bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block, inside its layers",
+    ),
 )
 
 

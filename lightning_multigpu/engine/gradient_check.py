@@ -32,7 +32,7 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import samples_of, 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 1e-2
 _TOLERANCE_HALF = 1e-1
-_SMALLEST = 1e-3
+SMALLEST = 1e-3
 """A gradient that is smaller than this part of the largest counts as so large: it may be nothing but rounding."""
 _SHIFT = 1e-2
 """Weights are moved by this part of their size: what starts at zero, such as a gate, would hide what it multiplies."""
@@ -141,7 +141,7 @@ class GradientCheck:
         pair = _heaviest_pair(batch, num_parts, self._loss_reduction)
         if not all(self._gather(pair is not None)) or pair is None:
             return None
-        with _moved(self._parameters), _without_gradients(self._parameters.values()):
+        with moved_weights(self._parameters), without_gradients(self._parameters.values()):
             return self._find(batch, *pair)
 
     def _find(self, batch: Any, first: list[int], second: list[int]) -> Finding:
@@ -188,23 +188,23 @@ class GradientCheck:
                         part.train(False)
                 if again:
                     self._run(parts, of_parts, 0)
-                    _take_gradients(self._parameters)
+                    take_gradients(self._parameters)
                 self._run(parts, of_parts, int(again))
-        return _take_gradients(self._parameters)
+        return take_gradients(self._parameters)
 
     def _differences(self, first: Gradients, second: Gradients) -> list[Difference] | None:
         """What rounding does not explain, on all ranks, the largest first; None if some gradients are not finite."""
         found = []
         for name in {**first, **second}:
-            norms = [_norm(gradients.get(name)) for gradients in (first, second)]
-            found.append(Difference(name, _norm(first.get(name), second.get(name)), max(norms)))
+            norms = [norm_of(gradients.get(name)) for gradients in (first, second)]
+            found.append(Difference(name, norm_of(first.get(name), second.get(name)), max(norms)))
         mine = max((difference.norm for difference in found), default=0.0)
         finite = all(math.isfinite(difference.error + difference.norm) for difference in found)
         suspects = [difference for difference in found if not difference.error <= self._rtol * difference.norm]
         gathered = self._gather((mine, finite, suspects))
         if not all(finite for _, finite, _ in gathered):
             return None
-        smallest = _SMALLEST * max(largest for largest, *_ in gathered)
+        smallest = SMALLEST * max(largest for largest, *_ in gathered)
         sizes = {}
         for difference in (difference for *_, suspects in gathered for difference in suspects):
             size = difference.error / max(difference.norm, smallest)
@@ -228,8 +228,15 @@ def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) ->
 
 
 @contextmanager
-def _moved(parameters: dict[str, Parameter]) -> Iterator[None]:
-    """Within the block trained weights are moved by noise that depends on their names, the same on all ranks."""
+def moved_weights(
+    parameters: dict[str, Parameter], part_of: Callable[[Parameter, Tensor], Tensor] = lambda _, whole: whole
+) -> Iterator[None]:
+    """Within the block trained weights are moved by noise that depends on their names, the same on all ranks.
+
+    Args:
+        parameters: by name.
+        part_of: at the end, the part of its value before that a parameter then has.
+    """
     before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
@@ -240,11 +247,11 @@ def _moved(parameters: dict[str, Parameter]) -> Iterator[None]:
         yield
     finally:
         for name, parameter in parameters.items():
-            parameter.data.copy_(before[name])
+            parameter.data.copy_(part_of(parameter, before[name]))
 
 
 @contextmanager
-def _without_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
+def without_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
     """Within the block parameters have no gradients of before it, and after it no others."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
@@ -256,7 +263,7 @@ def _without_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _take_gradients(parameters: dict[str, Parameter]) -> Gradients:
+def take_gradients(parameters: dict[str, Parameter]) -> Gradients:
     """Moves the gradients out of the parameters, to host memory."""
     taken = {name: p.grad.detach().to("cpu") for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
@@ -264,7 +271,7 @@ def _take_gradients(parameters: dict[str, Parameter]) -> Gradients:
     return taken
 
 
-def _norm(first: Tensor | None, second: Tensor | None = None) -> float:
+def norm_of(first: Tensor | None, second: Tensor | None = None) -> float:
     """The 2-norm of ``first - second``, where None is zero."""
     if first is None or second is None:
         value = first if second is None else second

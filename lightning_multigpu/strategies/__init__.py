@@ -6,6 +6,7 @@ from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 __all__ = [
     "CPUParameterServerStrategy",
@@ -13,4 +14,5 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "RingDDPStrategy",
+    "TensorSplitStrategy",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -83,7 +83,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         ValueError: an option is out of its range; with ``check_loss``, on all ranks, the gradients do not add up.
     """
 
-    name_with_spawn = "ring_ddp_spawn"
+    name_with_spawn: ClassVar[str | None] = "ring_ddp_spawn"
 
     def __init__(
         self,

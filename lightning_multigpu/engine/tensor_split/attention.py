@@ -101,7 +101,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
             projected = [part.transpose(0, 1) for part in projected]
         start, stop = self.heads
         heads = stop - start
-        q, k, v = (part.unflatten(-1, (heads, self.head_dim)).transpose(1, 2) for part in projected)
+        q, k, v = (part.view(*part.shape[:-1], heads, self.head_dim).transpose(1, 2) for part in projected)
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
         if self.training:
             self.group.random.enter(q.device)
@@ -142,7 +142,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
             total = _added(mask, q.dtype)
             if total.dim() == 3:
                 start, stop = self.heads
-                total = total.unflatten(0, (-1, self.num_heads))[:, start:stop]
+                total = total.view(-1, self.num_heads, *total.shape[1:])[:, start:stop]
         if padding is not None:
             of_keys = _added(padding, q.dtype).view(-1, 1, 1, num_keys)
             total = of_keys if total is None else total + of_keys

@@ -16,7 +16,8 @@ sum at the end becomes a reduce-scatter, and an all-gather stands at the beginni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,24 +25,126 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that can be split: torch's, or the Conv1D of transformers."""
+    return type(module) is nn.Linear or _is_conv1d(type(module))
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    first, second = weight.shape
+    return (first, second) if _is_conv1d(type(module)) else (second, first)
+
+
+def _is_conv1d(kind: type) -> bool:
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 class _Split:
     """What all layers of a tensor group have: the group, and the layer's name in the meter."""
 
+    weight: Any
     group: TensorGroup
     meter_name: str
+    is_transposed = False
+    """The weight is (in, out), as in the Conv1D of transformers."""
 
     def _joins(self, group: TensorGroup, name: str) -> None:
         self.group = group
         self.meter_name = name or type(self).__name__
 
+    def _out_in(self) -> Tensor:
+        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
+        return weight
 
-class ColumnSplitLinear(_Split, nn.Linear):
+
+class _ColumnSplit(_Split):
+    bias: Any
+    training: Any
+    enters_region = True
+    gather_output = False
+    wrap_logits: Callable[[Tensor, _ColumnSplit], Tensor] | None = None
+    sequence_dim: int | None = None
+    sequence_length: int | None = None
+    keeps_gathered = True
+
+    def _become(
+        self,
+        group: TensorGroup,
+        *,
+        sections: Sequence[int] = (),
+        unit: int | Sequence[int] = 1,
+        gather_output: bool = False,
+        name: str = "",
+    ) -> None:
+        self._joins(group, name)
+        dim = int(self.is_transposed)
+        size = whole_size(self.weight, dim)
+        self.split = ParameterSplit.even(size, group.size, sections=sections, unit=unit)
+        self.gather_output = gather_output
+        self.enters_region = not gather_output
+        cut(self.weight, ParameterSplit(dim, self.split.ranges), group.rank)
+        if self.bias is not None:
+            cut(self.bias, self.split, group.rank)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = column_linear(input, self._out_in(), self.bias, self)
+        if self.gather_output:
+            return gather_last(output, self.group, self.split, self.meter_name)
+        if self.wrap_logits is not None:
+            return self.wrap_logits(output, self)
+        if self.enters_region and self.training:
+            self.group.random.enter(input.device)
+        return output
+
+
+class _RowSplit(_Split):
+    bias: Any
+    split_input = False
+    sequence_dim: int | None = None
+
+    def _become(self, group: TensorGroup, *, unit: int = 1, split_input: bool = False, name: str = "") -> None:
+        self._joins(group, name)
+        dim = int(not self.is_transposed)
+        self.split = ParameterSplit.even(whole_size(self.weight, dim), group.size, dim=dim, unit=unit)
+        self.split_input = split_input
+        cut(self.weight, self.split, group.rank)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.split_input:
+            input = split_last(input, self.group, self.split, self.meter_name)
+        self.group.random.leave(input.device)
+        input, weight, bias = _cast(input, self._out_in(), self.bias)
+        output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
+        return output
+
+
+@cache
+def _of_conv1d(split: Any, conv1d: Any) -> Any:
+    """The class of a Conv1D that is split."""
+    return type(f"{split.__name__.strip('_')}Conv1D", (split, conv1d), {"is_transposed": True})
+
+
+def _converted(module: nn.Module, split: type, of_linear: type, group: TensorGroup, options: Any) -> Any:
+    """Makes a linear layer a split one, in place."""
+    if not is_linear(module):
+        raise ValueError(f"{type(module).__name__} is no nn.Linear and no Conv1D of transformers")
+    kind: Any = type(module)
+    module.__class__ = _of_conv1d(split, kind) if _is_conv1d(kind) else of_linear
+    module._become(group, **options)  # type: ignore[operator]
+    return module
+
+
+class ColumnSplitLinear(_ColumnSplit, nn.Linear):
     """A linear layer of whose outputs each rank computes a part.
 
     ============  ===========================  ==========================================================
@@ -72,12 +175,6 @@ class ColumnSplitLinear(_Split, nn.Linear):
         name: in the meter.
     """
 
-    enters_region = True
-    gather_output = False
-    sequence_dim: int | None = None
-    sequence_length: int | None = None
-    keeps_gathered = True
-
     def __init__(
         self,
         in_features: int,
@@ -100,43 +197,21 @@ class ColumnSplitLinear(_Split, nn.Linear):
         self._become(group, sections=sections, unit=unit, gather_output=gather_output, name=name)
 
     @classmethod
-    def of(cls, linear: nn.Linear, group: TensorGroup, **options: Any) -> ColumnSplitLinear:
-        """Makes a linear layer this one, in place: its parameters, hooks and places in modules stay."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._become(group, **options)
-        return linear
+    def of(cls, linear: nn.Module, group: TensorGroup, **options: Any) -> _ColumnSplit:
+        """Makes a linear layer a column layer, in place: its parameters, hooks and places in modules stay.
 
-    def _become(
-        self,
-        group: TensorGroup,
-        *,
-        sections: Sequence[int] = (),
-        unit: int | Sequence[int] = 1,
-        gather_output: bool = False,
-        name: str = "",
-    ) -> None:
-        self._joins(group, name)
-        self.split: ParameterSplit = ParameterSplit.even(
-            self.out_features, group.size, dim=0, sections=sections, unit=unit
-        )
-        self.gather_output = gather_output
-        self.enters_region = not gather_output
-        cut(self.weight, self.split, group.rank)
-        if self.bias is not None:
-            cut(self.bias, self.split, group.rank)
+        Args:
+            linear: an ``nn.Linear``, or a Conv1D of transformers.
+            group: the ranks.
+            options: ``sections``, ``unit``, ``gather_output`` and ``name``, as for the class.
 
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        output = column_linear(input, self.weight, self.bias, self)
-        if self.gather_output:
-            return gather_last(output, self.group, self.split, self.meter_name)
-        if self.enters_region and self.training:
-            self.group.random.enter(input.device)
-        return output
+        Raises:
+            ValueError: it is another module, or the sections do not fit.
+        """
+        return _converted(linear, _ColumnSplit, cls, group, options)  # type: ignore[no-any-return]
 
 
-class RowSplitLinear(_Split, nn.Linear):
+class RowSplitLinear(_RowSplit, nn.Linear):
     """A linear layer whose inputs are split: each rank computes a part of the sum that makes an output.
 
     ============  ===========================  ==========================================================
@@ -162,9 +237,6 @@ class RowSplitLinear(_Split, nn.Linear):
         name: in the meter.
     """
 
-    split_input = False
-    sequence_dim: int | None = None
-
     def __init__(
         self,
         in_features: int,
@@ -184,27 +256,20 @@ class RowSplitLinear(_Split, nn.Linear):
         self._become(group, unit=unit, split_input=split_input, name=name)
 
     @classmethod
-    def of(cls, linear: nn.Linear, group: TensorGroup, **options: Any) -> RowSplitLinear:
-        """Makes a linear layer this one, in place: its parameters, hooks and places in modules stay."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._become(group, **options)
-        return linear
+    def of(cls, linear: nn.Module, group: TensorGroup, **options: Any) -> _RowSplit:
+        """Makes a linear layer a row layer, in place: its parameters, hooks and places in modules stay.
 
-    def _become(self, group: TensorGroup, *, unit: int = 1, split_input: bool = False, name: str = "") -> None:
-        self._joins(group, name)
-        self.split: ParameterSplit = ParameterSplit.even(self.in_features, group.size, dim=1, unit=unit)
-        self.split_input = split_input
-        cut(self.weight, self.split, group.rank)
+        Args:
+            linear: an ``nn.Linear``, or a Conv1D of transformers.
+            group: the ranks.
+            options: ``unit``, ``split_input`` and ``name``, as for the class.
 
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        if self.split_input:
-            input = split_last(input, self.group, self.split, self.meter_name)
-        self.group.random.leave(input.device)
-        input, weight, bias = _cast(input, self.weight, self.bias)
-        output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
-        return output
+        Raises:
+            ValueError: it is another module, or the unit does not fit.
+        """
+        if isinstance(linear, NonDynamicallyQuantizableLinear):  # the out_proj of an nn.MultiheadAttention
+            linear.__class__ = nn.Linear  # type: ignore[assignment]
+        return _converted(linear, _RowSplit, cls, group, options)  # type: ignore[no-any-return]
 
 
 class VocabSplitEmbedding(_Split, nn.Embedding):
@@ -265,7 +330,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
 
     def _become(self, group: TensorGroup, *, name: str = "") -> None:
         self._joins(group, name)
-        self.split: ParameterSplit = ParameterSplit.even(self.num_embeddings, group.size)
+        self.split = ParameterSplit.even(self.num_embeddings, group.size)
         cut(self.weight, self.split, group.rank)
 
     @override
@@ -462,19 +527,23 @@ class _SplitSequence(Function):
         return ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.name).contiguous(), None, None, None
 
 
-def _joined(partial: Tensor, layer: RowSplitLinear | VocabSplitEmbedding) -> Tensor:
+def _joined(partial: Tensor, layer: Any) -> Tensor:
     """The sum over ranks, or this rank's part of it along the sequence."""
     group, dim = layer.group, layer.sequence_dim
+    total: Tensor
     if dim is None:
-        return group.all_reduce(partial.contiguous(), layer.meter_name)
-    return group.reduce_scatter(partial, dim, group.bounds(partial.shape[dim]), layer.meter_name)
+        total = group.all_reduce(partial.contiguous(), layer.meter_name)
+    else:
+        total = group.reduce_scatter(partial, dim, group.bounds(partial.shape[dim]), layer.meter_name)
+    return total
 
 
-def _whole_gradient(gradient: Tensor, shape: torch.Size, layer: RowSplitLinear | VocabSplitEmbedding) -> Tensor:
+def _whole_gradient(gradient: Tensor, shape: torch.Size, layer: Any) -> Tensor:
     group, dim = layer.group, layer.sequence_dim
     if dim is None:
         return gradient
-    return group.all_gather(gradient, dim, group.bounds(shape[dim]), layer.meter_name)
+    whole: Tensor = group.all_gather(gradient, dim, group.bounds(shape[dim]), layer.meter_name)
+    return whole
 
 
 def _along_last(split: ParameterSplit) -> ParameterSplit:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,9 @@ class ParameterSplit:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
-    def even(cls, size: int, num_ranks: int, *, dim: int = 0, sections: Sequence[int] = (), unit: int = 1) -> Any:
+    def even(
+        cls, size: int, num_ranks: int, *, dim: int = 0, sections: Sequence[int] = (), unit: int | Sequence[int] = 1
+    ) -> ParameterSplit:
         """The cut of ``size`` entries, as even as can be in whole units.
 
         Args:
@@ -51,8 +52,12 @@ class ParameterSplit:
             ValueError: the sections do not add up to the size, or are no whole numbers of units.
         """
         lengths = list(sections) or [size]
-        units = unit if isinstance(unit, Sequence) else [unit] * len(lengths)
-        if sum(lengths) != size or any(length % each for length, each in zip(lengths, units, strict=True)):
+        units = [unit] * len(lengths) if isinstance(unit, int) else list(unit)
+        if (
+            sum(lengths) != size
+            or len(units) != len(lengths)
+            or any(length % each for length, each in zip(lengths, units, strict=True))
+        ):
             raise ValueError(f"{size} entries cannot be cut into sections of {lengths} in units of {units}")
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
         start = 0
@@ -100,6 +105,12 @@ def split_of(parameter: Tensor) -> ParameterSplit | None:
     return getattr(parameter, _ATTRIBUTE, None)
 
 
+def whole_size(parameter: Tensor, dim: int) -> int:
+    """Entries of the whole parameter along a dimension."""
+    split = split_of(parameter)
+    return parameter.shape[dim] if split is None or split.dim != dim else split.whole_size
+
+
 def cut(parameter: Parameter, split: ParameterSplit, rank: int) -> None:
     """Makes a whole parameter a rank's part of it, in place: optimizers and modules keep the object."""
     if split_of(parameter) is not None:
@@ -110,6 +121,12 @@ def cut(parameter: Parameter, split: ParameterSplit, rank: int) -> None:
     if parameter.grad is not None:
         parameter.grad = None
     setattr(parameter, _ATTRIBUTE, split)
+
+
+def forget_split(parameter: Tensor) -> None:
+    """The parameter is whole again."""
+    if split_of(parameter) is not None:
+        delattr(parameter, _ATTRIBUTE)
 
 
 def _offsets(ranges: Sequence[tuple[int, int]]) -> list[int]:

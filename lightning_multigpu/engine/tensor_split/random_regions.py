@@ -18,10 +18,14 @@ class RandomRegions:
 
     Args:
         rank: of this process in the group.
+
+    Attributes:
+        is_off: regions are left out, and all ranks draw the same numbers everywhere.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.is_off = False
         self._outside: Tensor | None = None
         self._outside_on_gpu: Tensor | None = None
 
@@ -31,7 +35,7 @@ class RandomRegions:
         Args:
             device: of the activations, whose numbers differ beside those of the CPU.
         """
-        if self._outside is not None:
+        if self._outside is not None or self.is_off:
             return
         seed = int(torch.randint(_LARGEST_SEED, ()))  # the same on all ranks
         self._outside = torch.get_rng_state()

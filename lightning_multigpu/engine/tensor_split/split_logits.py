@@ -186,15 +186,10 @@ def _cross_entropy(
 
 
 _METADATA = (
-    Tensor.device.__get__,
-    Tensor.dtype.__get__,
-    Tensor.requires_grad.__get__,
-    Tensor.grad_fn.__get__,
-    Tensor.is_leaf.__get__,
-    Tensor.ndim.__get__,
-    Tensor.layout.__get__,
-    Tensor.is_cuda.__get__,
-    Tensor.is_sparse.__get__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "is_cuda", "is_sparse")
+    ),
     Tensor.dim,
     Tensor.is_floating_point,
     Tensor.is_complex,
@@ -218,7 +213,7 @@ _ELEMENTWISE = (
 )
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    Tensor.shape.__get__: lambda func, logits: _shape(logits),
+    Tensor.shape.__get__: lambda func, logits: _shape(logits),  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.numel: lambda func, logits: _shape(logits).numel(),
     Tensor.__len__: lambda func, logits: _shape(logits)[0],

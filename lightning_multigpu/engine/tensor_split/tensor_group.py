@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -98,12 +99,24 @@ class TensorGroup:
         self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._shared: SharedMemoryAllReduce | None = None
         if shared_memory and not self._is_nccl and self.size > 1:
-            try:
+            # Raised on all ranks, if some are on other hosts or in other containers.
+            with contextlib.suppress(SharedMemoryUnavailableError):
                 self._shared = SharedMemoryAllReduce(group)
-            except SharedMemoryUnavailableError:  # on all ranks: some are on other hosts, or in other containers
-                pass
         self._work: queue.SimpleQueue[tuple[_Beside, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_alone = False
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block collectives ask nobody; sums are this rank's own, and what others have is zeros.
+
+        For trying whether a step runs: a rank in which it raises an error leaves no other one waiting.
+        """
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""
@@ -116,7 +129,7 @@ class TensorGroup:
             tensor: contiguous; the same shape and dtype on every rank.
             name: of the layer, for the meter.
         """
-        if self.size == 1:
+        if self.size == 1 or self._is_alone:
             return tensor
         with self._metered("all_reduce", tensor.nbytes, name):
             self._sum(tensor)
@@ -127,7 +140,7 @@ class TensorGroup:
 
         It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
         """
-        if self.size == 1:
+        if self.size == 1 or self._is_alone:
             return _Done(tensor)
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor.nbytes, name)
@@ -156,11 +169,14 @@ class TensorGroup:
         if self.size == 1:
             return tensor
         own = tensor.detach().movedim(dim, 0).contiguous()
-        row = own[:1].numel() if len(own) else own.new_empty(1, *own.shape[1:]).numel()
-        whole = own.new_empty(bounds[-1][1], *own.shape[1:])
+        whole = own.new_zeros(bounds[-1][1], *own.shape[1:])
+        row = whole[0].numel()
+        start, stop = bounds[self.rank]
+        if self._is_alone:
+            whole[start:stop] = own
+            return whole.movedim(0, dim)
         with self._metered("all_gather", whole.nbytes, name):
             if self._shared is not None:
-                start, stop = bounds[self.rank]
                 whole[start:stop] = own
                 self._shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
             else:
@@ -181,6 +197,8 @@ class TensorGroup:
         whole = tensor.detach().movedim(dim, 0).contiguous()
         row = whole[0].numel()
         start, stop = bounds[self.rank]
+        if self._is_alone:
+            return whole[start:stop].movedim(0, dim).contiguous()
         with self._metered("reduce_scatter", whole.nbytes, name):
             if self._shared is not None:
                 self._shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])

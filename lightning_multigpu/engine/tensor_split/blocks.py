@@ -1,0 +1,372 @@
+"""Blocks of layers that can be split together, found by the order in which a step runs them.
+
+A block begins with layers whose outputs are split and ends with the layer that sums them up::
+
+    first, second              Linear - elementwise function - Linear
+    gate, up, down             two Linear layers whose outputs are multiplied - Linear
+    queries, keys, values, out attention, its heads split; or one fused layer, and out
+    attention                  nn.MultiheadAttention
+    vocabulary                 an embedding, and the head that has its weight or as many outputs as it has rows
+
+Whether a block still computes the same is not known from its shapes: whoever applies one compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+
+from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
+from lightning_multigpu.engine.tensor_split.layers import (
+    ColumnSplitLinear,
+    RowSplitLinear,
+    VocabSplitEmbedding,
+    is_linear,
+    linear_sizes,
+)
+from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_ABSENT = object()
+_LARGE_VOCABULARY = 0.05
+"""Of a model's parameters; an embedding without a head is worth an all-reduce of its output from there on."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to split a block.
+
+    Attributes:
+        options: of the layers, by name.
+        heads, sizes: attributes of modules that count heads, or elements of all heads, and shrink; by module name.
+    """
+
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    heads: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers that are split together.
+
+    Attributes:
+        shape: of the block, as in this module's table.
+        roles: "column", "row", "vocab", "head" or "attention" by the name of the layer.
+        ways: to be tried in this order.
+        groups: heads of keys and values, which are divided among the ranks with the queries that use them.
+    """
+
+    shape: str
+    roles: Mapping[str, str]
+    ways: tuple[Way, ...] = (Way(),)
+    groups: int = 1
+
+    @property
+    def kind(self) -> str:
+        """What blocks of the same structure have in common: the names without the numbers of layers."""
+        names = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.roles})
+        parent = names[0].rpartition(".")[0]
+        if parent and all(name.startswith(f"{parent}.") for name in names) and len(names) > 1:
+            return f"{parent}.({', '.join(name[len(parent) + 1 :] for name in names)})"
+        return ", ".join(names)
+
+
+@contextmanager
+def order_of_calls(module: Module) -> Iterator[list[str]]:
+    """Fills the list with the names of layers that could be split, in the order in which the block runs them first."""
+    called: list[str] = []
+    handles = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if name not in called:
+                called.append(name)
+
+        return hook
+
+    skipped: set[int] = set()
+    for name, part in module.named_modules():
+        if isinstance(part, nn.MultiheadAttention):
+            skipped.update(id(inside) for inside in part.modules() if inside is not part)
+        if id(part) not in skipped and (is_linear(part) or isinstance(part, nn.Embedding | nn.MultiheadAttention)):
+            handles.append(part.register_forward_pre_hook(note(name)))
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def find_blocks(module: Module, called: Sequence[str]) -> list[Block]:
+    """The blocks of a module.
+
+    Args:
+        module: the whole one.
+        called: names of layers in the order in which a step runs them, of :func:`order_of_calls`.
+    """
+    parts = dict(module.named_modules())
+    blocks = list(_vocabularies(module, called))
+    taken = {name for block in blocks for name in block.roles}
+    linears = [name for name in called if is_linear(parts[name]) and name not in taken]
+    start = 0
+    while start < len(linears):
+        block = _block_at(module, parts, linears[start : start + 4])
+        if block is not None:
+            blocks.append(block)
+        start += 1 if block is None else len(block.roles)
+    for name in called:
+        if isinstance(parts[name], nn.MultiheadAttention):
+            blocks.append(Block("attention", {name: "attention"}))
+    return blocks
+
+
+def planned_block(module: Module, roles: Mapping[str, str], found: Sequence[Block]) -> Block | None:
+    """The layers of a user's plan that are in none of the blocks that were found; None if there are none.
+
+    Args:
+        module: the whole one.
+        roles: of the layers, by name.
+        found: the blocks of :func:`find_blocks`, which count where the plan has all of their roles.
+
+    Raises:
+        ValueError: a layer cannot have its role.
+    """
+    known = {name for block in found if block.roles.items() <= roles.items() for name in block.roles}
+    own = {name: role for name, role in roles.items() if name not in known}
+    parts = dict(module.named_modules())
+    for name, role in own.items():
+        fits = isinstance(parts[name], nn.Embedding) if role == "vocab" else is_linear(parts[name])
+        if not fits:
+            raise ValueError(f"plan: {name} is {type(parts[name]).__name__}, which cannot be split by {role!r}")
+    return Block("plan", own) if own else None
+
+
+def _block_at(module: Module, parts: Mapping[str, Module], names: Sequence[str]) -> Block | None:
+    """The block that begins with the first of these layers."""
+    sizes = [linear_sizes(parts[name]) for name in names]  # (in, out)
+    if len(names) == 4:
+        (q_in, q), (_, k), (_, v), (o_in, _) = sizes
+        heads = _heads_near(parts, names[0], names[3])
+        if heads and k == v and q == o_in and q % heads[0] == 0 and k == q // heads[0] * heads[1] and q_in:
+            unit = q // heads[0]
+            roles = dict.fromkeys(names[:3], "column") | {names[3]: "row"}
+            options = {
+                names[0]: {"unit": q // heads[1]},
+                names[1]: {"unit": unit},
+                names[2]: {"unit": unit},
+                names[3]: {"unit": q // heads[1]},
+            }
+            return Block("attention", roles, _head_ways(parts, names, [options], q), heads[1])
+    if len(names) >= 2:
+        (_, fused), (o_in, _) = sizes[:2]
+        heads = _heads_near(parts, names[0], names[1])
+        if heads and o_in % heads[0] == 0 and fused == o_in + 2 * (o_in // heads[0]) * heads[1]:
+            unit = o_in // heads[0]
+            of_keys = unit * heads[1]
+            group = o_in // heads[1]
+            row = {names[1]: {"unit": group}}
+            in_sections = {names[0]: {"sections": (o_in, of_keys, of_keys), "unit": (group, unit, unit)}, **row}
+            by_heads = {names[0]: {"unit": fused // heads[1]}, **row}
+            roles = {names[0]: "column", names[1]: "row"}
+            return Block("attention", roles, _head_ways(parts, names[:2], [in_sections, by_heads], o_in), heads[1])
+    if len(names) >= 3 and sizes[0] == sizes[1] and sizes[0][1] == sizes[2][0] and _are_near(names[:3]):
+        return Block("gate, up, down", {names[0]: "column", names[1]: "column", names[2]: "row"})
+    if len(names) >= 2 and _are_near(names[:2]):
+        if sizes[0][1] == sizes[1][0]:
+            return Block("first, second", {names[0]: "column", names[1]: "row"})
+        if sizes[0][1] == 2 * sizes[1][0]:
+            half = sizes[1][0]
+            way = Way({names[0]: {"sections": (half, half)}})
+            return Block("gate, up, down", {names[0]: "column", names[1]: "row"}, (way,))
+    return None
+
+
+def _are_near(names: Sequence[str]) -> bool:
+    """Whether no number of a layer in a list differs between the names, but the last of a sequence."""
+    paths = [name.split(".") for name in names]
+    for position in range(min(map(len, paths))):
+        found = {path[position] for path in paths}
+        if len(found) > 1:
+            return not any(part.isdecimal() for part in found) or all(position == len(path) - 1 for path in paths)
+    return True
+
+
+def _ancestors(parts: Mapping[str, Module], first: str, last: str) -> list[str]:
+    """Modules that contain ``first`` up to the one that contains ``last`` too, the innermost first."""
+    found, name = [], first
+    while name:
+        name = name.rpartition(".")[0]
+        found.append(name)
+        if not name or last.startswith(f"{name}."):
+            break
+    other = last.rpartition(".")[0]
+    return found if other in found else [*found, other]
+
+
+def _heads_near(parts: Mapping[str, Module], first: str, last: str) -> tuple[int, int] | None:
+    """The heads of an attention and those of its keys and values, as attributes of its modules say."""
+    if not _are_near((first, last)):
+        return None
+    for name in _ancestors(parts, first, last):
+        known = vars(parts[name])
+        heads = next((known[each] for each in _HEADS if type(known.get(each)) is int), None)
+        config = known.get("config")
+        if heads is None and config is not None:
+            heads = next((getattr(config, each, None) for each in _HEADS if getattr(config, each, None)), None)
+        if heads:
+            of_keys = next((known[each] for each in _KEY_VALUE_HEADS if type(known.get(each)) is int), None)
+            if of_keys is None:
+                of_keys = next((n for each in _KEY_VALUE_HEADS if type(n := getattr(config, each, None)) is int), heads)
+            return int(heads), int(of_keys)
+    return None
+
+
+def _head_ways(
+    parts: Mapping[str, Module], names: Sequence[str], options: Sequence[Mapping[str, Any]], size: int
+) -> tuple[Way, ...]:
+    """With the modules' attributes as they are, with fewer heads, and with smaller sizes too."""
+    near = _ancestors(parts, names[0], names[-1])
+    heads = [(m, a) for m in near for a in (*_HEADS, *_KEY_VALUE_HEADS) if type(vars(parts[m]).get(a)) is int]
+    sizes = [(m, a) for m in near for a, v in vars(parts[m]).items() if type(v) is int and v == size]
+    attributes: list[dict[str, Any]] = [{}]
+    if heads:
+        attributes.insert(0, {"heads": tuple(heads)})
+    if heads and sizes:
+        attributes.append({"heads": tuple(heads), "sizes": tuple(sizes)})
+    return tuple(replace(Way(of_layers), **each) for of_layers in options for each in attributes)
+
+
+def _vocabularies(module: Module, called: Sequence[str]) -> Iterator[Block]:
+    """Embeddings with their heads, and large embeddings."""
+    parts = dict(module.named_modules())
+    total = sum(parameter.numel() for parameter in module.parameters())
+    embeddings: dict[int, list[str]] = {}
+    for name in called:
+        part = parts[name]
+        if isinstance(part, nn.Embedding) and not (part.max_norm or part.scale_grad_by_freq or part.sparse):
+            embeddings.setdefault(id(part.weight), []).append(name)
+    largest = max((parts[names[0]].weight.numel() for names in embeddings.values()), default=0)
+    for names in embeddings.values():
+        weight = parts[names[0]].weight
+        assert isinstance(weight, Parameter)
+        heads = [name for name in called if is_linear(parts[name]) and _is_head(parts[name], weight, largest)]
+        if heads or weight.numel() >= _LARGE_VOCABULARY * total:
+            yield Block("vocabulary", dict.fromkeys(names, "vocab") | dict.fromkeys(heads, "head"))
+
+
+def _is_head(linear: Module, embedding: Parameter, largest: int) -> bool:
+    if linear.weight is embedding:
+        return True
+    return embedding.numel() == largest and linear_sizes(linear)[1] == len(embedding)
+
+
+class Applied:
+    """A block that is split in one way, until :meth:`undo`.
+
+    Args:
+        module: the whole one.
+        block: of it.
+        way: one of the block's.
+        group: the ranks.
+        wrap_logits: makes of a head's outputs on this rank what the step gets.
+
+    Raises:
+        ValueError: the sizes do not allow it.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        block: Block,
+        way: Way,
+        group: TensorGroup,
+        wrap_logits: Callable[[Tensor, Any], Tensor],
+    ) -> None:
+        self._kept: list[tuple[Module, type[Module], dict[str, Any]]] = []
+        self._whole: list[tuple[Parameter, Tensor]] = []
+        parts = dict(module.named_modules())
+        try:
+            for name, role in block.roles.items():
+                self._split(parts[name], name, role, way.options.get(name, {}), group, wrap_logits)
+            for name, attribute in (*way.heads, *way.sizes):
+                self._shrink(parts[name], attribute, group, block.groups)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Makes the layers whole again, with the values that they had."""
+        self.restore()
+        for parameter, value in self._whole:
+            forget_split(parameter)
+            parameter.data = value
+        self._whole = []
+
+    def keep(self) -> None:
+        """The split stays, and the whole values are forgotten."""
+        self._whole = []
+
+    def restore(self) -> None:
+        """Makes the layers what they were; their parameters stay as they are."""
+        for part, kind, attributes in reversed(self._kept):
+            part.__class__ = kind
+            for name, value in attributes.items():
+                if value is _ABSENT:
+                    vars(part).pop(name, None)
+                else:
+                    vars(part)[name] = value
+        self._kept = []
+
+    @contextmanager
+    def _changing(self, part: Module) -> Iterator[None]:
+        """Takes down what changes in the modules within the block, but for their parameters."""
+        before = [(inside, type(inside), dict(vars(inside))) for inside in part.modules()]
+        try:
+            yield
+        finally:
+            for inside, kind, known in before:
+                now = vars(inside)
+                changed = {name: known.get(name, _ABSENT) for name in now if now[name] is not known.get(name, _ABSENT)}
+                if changed or type(inside) is not kind:
+                    self._kept.append((inside, kind, changed))
+
+    def _split(
+        self,
+        part: Module,
+        name: str,
+        role: str,
+        options: Mapping[str, Any],
+        group: TensorGroup,
+        wrap_logits: Callable[[Tensor, Any], Tensor],
+    ) -> None:
+        self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
+        with self._changing(part):
+            if role == "attention":
+                assert isinstance(part, nn.MultiheadAttention)
+                SplitMultiheadAttention.of(part, group, name=name)
+            elif role == "vocab":
+                assert isinstance(part, nn.Embedding)
+                VocabSplitEmbedding.of(part, group, name=name)
+            elif role == "row":
+                RowSplitLinear.of(part, group, name=name, **options)
+            else:
+                column = ColumnSplitLinear.of(part, group, name=name, **options)
+                if role == "head":
+                    column.wrap_logits = wrap_logits
+                    column.enters_region = False
+                elif role == "gathered":
+                    column.gather_output, column.enters_region = True, False
+
+    def _shrink(self, part: Module, attribute: str, group: TensorGroup, groups: int) -> None:
+        start, stop = group.bounds(groups)[group.rank]
+        with self._changing(part):
+            setattr(part, attribute, vars(part)[attribute] // groups * (stop - start))

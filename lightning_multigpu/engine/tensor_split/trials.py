@@ -1,0 +1,230 @@
+"""Trials of blocks: whether a step that runs on split layers still computes what it computed on whole ones.
+
+A step is run on a whole module and on one with split blocks, without dropout and with slightly moved weights. The
+losses, the gradients of all parameters, and the loss in evaluation mode have to agree. A block that does not fit stays
+whole, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_multigpu.engine.gradient_check import (
+    SMALLEST,
+    moved_weights,
+    norm_of,
+    take_gradients,
+    without_gradients,
+)
+from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+
+_DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_alpha_dropout,
+    torch.feature_dropout,
+)
+
+
+class NoDropout(TorchFunctionMode):
+    """Within the block nothing is dropped."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:])
+            kwargs.pop("dropout_p", None)
+        elif func is F.multi_head_attention_forward and "training" in kwargs:
+            kwargs["training"] = False
+        return func(*args, **kwargs)
+
+
+class Computed(NamedTuple):
+    """What a step computes: its loss, the gradients by name in host memory, and the loss in evaluation mode."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    evaluated: float
+
+
+class Left(NamedTuple):
+    """Blocks of a kind that stay whole, and why."""
+
+    blocks: Sequence[Block]
+    reason: str
+
+
+class Trials:
+    """Splits the blocks of a module that compute the same when they are split; a collective of all ranks.
+
+    Args:
+        module: whole, and the same on all ranks.
+        group: the ranks among which blocks are split.
+        step: runs the step and returns its loss.
+        traceless: a block at whose end the module and random states are as before it.
+        gather: returns the objects of all ranks, also of other groups, on every rank.
+        rtol: the relative difference that rounding explains.
+        wrap_logits: makes of a head's outputs on a rank what the step gets.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        group: TensorGroup,
+        step: Callable[[], Any],
+        *,
+        traceless: Callable[[], AbstractContextManager[None]],
+        gather: Callable[[Any], list[Any]],
+        rtol: float,
+        wrap_logits: Callable[[Tensor, Any], Tensor],
+    ) -> None:
+        self._module = module
+        self._group = group
+        self._step = step
+        self._traceless = traceless
+        self._gather = gather
+        self._rtol = rtol
+        self._wrap_logits = wrap_logits
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def run(
+        self, order: Callable[[Module], AbstractContextManager[list[str]]], find: Callable[[list[str]], list[Block]]
+    ) -> tuple[list[tuple[Block, Applied]], list[Left]]:
+        """The blocks that are split now, and those that stay whole.
+
+        Args:
+            order: notes which layers run.
+            find: the blocks, of the names of the layers that have run.
+
+        Raises:
+            ValueError: the step gives no loss that could be compared.
+        """
+        split: list[tuple[Block, Applied]] = []
+        left: list[Left] = []
+        self._group.random.is_off = True
+        try:
+            with moved_weights(self._parameters, self._own_part), without_gradients(self._parameters.values()):
+                with order(self._module) as called:
+                    whole = self._compute()
+                by_kind: dict[str, list[Block]] = {}
+                for block in find(self._gather(list(called))[0]):
+                    by_kind.setdefault(block.kind, []).append(block)
+                for blocks in by_kind.values():
+                    applied, reason = self._try(blocks, whole)
+                    split += zip(blocks, applied, strict=False)
+                    if not applied:
+                        left.append(Left(blocks, reason))
+        finally:
+            self._group.random.is_off = False
+        return split, left
+
+    def _own_part(self, parameter: Parameter, whole: Tensor) -> Tensor:
+        split = split_of(parameter)
+        return whole if split is None else split.part(whole, self._group.rank)
+
+    def _try(self, blocks: Sequence[Block], whole: Computed) -> tuple[list[Applied], str]:
+        """Splits blocks of a kind in the first way that computes the same; or nothing, and why the first did not."""
+        reasons = []
+        for number in range(min(len(block.ways) for block in blocks)):
+            applied, problem = self._apply(blocks, [block.ways[number] for block in blocks])
+            if problem is None:
+                problem = self._problem(whole)
+            if problem is None:
+                for each in applied:
+                    each.keep()
+                return applied, ""
+            for each in reversed(applied):
+                each.undo()
+            reasons.append(problem)
+        return [], reasons[0]
+
+    def _apply(self, blocks: Sequence[Block], ways: Sequence[Way]) -> tuple[list[Applied], str | None]:
+        applied: list[Applied] = []
+        problem = None
+        try:
+            for block, way in zip(blocks, ways, strict=True):
+                applied.append(Applied(self._module, block, way, self._group, self._wrap_logits))
+        except ValueError as error:
+            problem = str(error)
+        return applied, self._first_of_ranks(problem)
+
+    def _problem(self, whole: Computed) -> str | None:
+        """Why the step does not compute what it did; None if it does."""
+        problem = None
+        try:
+            with self._group.alone():
+                self._compute()
+        except Exception as error:  # whatever the user's code raises
+            problem = _first_line(error)
+        problem = self._first_of_ranks(problem)
+        if problem is None:
+            problem = self._first_of_ranks(self._difference(whole, self._compute()))
+        return problem
+
+    def _first_of_ranks(self, problem: str | None) -> str | None:
+        return next(filter(None, self._gather(problem)), None)
+
+    def _compute(self) -> Computed:
+        with self._traceless(), NoDropout():
+            loss = self._loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = take_gradients(self._parameters)
+        with self._traceless(), NoDropout(), torch.no_grad():
+            self._module.eval()
+            evaluated = float(self._loss())
+        return Computed(float(loss.detach()), gradients, evaluated)
+
+    def _loss(self) -> Tensor:
+        loss = self._step()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"training_step returns {type(loss).__name__}, and no loss that could be compared")
+        return loss.as_subclass(Tensor)
+
+    def _difference(self, whole: Computed, split: Computed) -> str | None:
+        for what, first, second in (
+            ("the loss", whole.loss, split.loss),
+            ("the loss in evaluation mode", whole.evaluated, split.evaluated),
+        ):
+            if not math.isnan(first) and not math.isclose(first, second, rel_tol=self._rtol):
+                return f"{what} becomes {second:.6g} instead of {first:.6g}"
+        reference: Mapping[str, Tensor] = {
+            name: self._own_part(self._parameters[name], gradient) for name, gradient in whole.gradients.items()
+        }
+        if split.gradients.keys() != reference.keys():
+            name = next(iter(split.gradients.keys() ^ reference.keys()))
+            return f"{name} gets {'a' if name in split.gradients else 'no'} gradient"
+        largest = max((norm_of(gradient) for gradient in reference.values()), default=0.0)
+        worst, worst_name = 0.0, ""
+        for name, gradient in reference.items():
+            size = max(norm_of(gradient), SMALLEST * largest)
+            error = norm_of(gradient, split.gradients[name]) / size if size else 0.0
+            if not error <= worst:
+                worst, worst_name = error, name
+        if not worst <= self._rtol:
+            return f"the gradient of {worst_name} becomes another one (relative difference {worst:.2g})"
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]

@@ -1,0 +1,489 @@
+"""The strategy of tensor parallel training: layers whose weights and work are split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils._pytree import tree_map_only
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
+from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, cloned
+from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, find_blocks, order_of_calls, planned_block
+from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import Left, Trials
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.split_gradients import SplitGradients
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
+
+_STYLES = ("column", "row", "vocab", "head")
+
+
+class TensorSplitStrategy(RingDDPStrategy):
+    """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
+
+    The layers are split on the first training batch. The strategy runs ``training_step`` on the whole module and with
+    split layers, and keeps what gives the same loss and gradients; see :class:`.Trials`. Your module stays as it is: at
+    the end of the fit its layers are whole again, and checkpoints always are.
+
+    With fewer tensor ranks than ranks, several groups train side by side, each on its part of every global batch; the
+    same rank of each group averages its gradients as under ``ring_ddp``, whose options are options here too.
+
+    Args:
+        tensor_parallel_size: ranks among which each layer is split; by default all ranks.
+        data_parallel_size: groups of them side by side: the same setting the other way round.
+        plan: which layers are split. "auto" finds pairs of linear layers, attention, and embeddings with their heads.
+            A mapping says it: from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs
+            are), "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits); a function gets a
+            name and a module and returns one of these, or None. A plan that computes something else raises an error.
+        options: options of :class:`RingDDPStrategy` and of
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ValueError: an option is out of its range; before the first step, no layer can be split, the plan does not fit,
+            or an optimizer needs whole tensors.
+    """
+
+    name_with_spawn: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
+        plan: Plan = "auto",
+        **options: Any,
+    ) -> None:
+        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
+            if size is not None:
+                option_checks.check_positive(name, size, whole=True)
+        if not callable(plan) and plan != "auto":
+            if not isinstance(plan, Mapping) or not plan:
+                raise ValueError(f"plan={plan!r}: give 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
+            for style in plan.values():
+                option_checks.check_choice("plan", style, _STYLES)
+        super().__init__(**options)
+        self._asked_sizes = tensor_parallel_size, data_parallel_size
+        self._plan: Plan = plan
+        # During a run:
+        self._tensor: TensorGroup | None = None
+        self._peers: MeteredGroup | None = None
+        self._split: list[tuple[Block, Applied]] | None = None
+        self._bucket_cap_mb: float | None = None
+        self._gathered: dict[str, str] = {}
+        self._undo = ExitStack()
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        tensor, data = self._asked_sizes
+        plan = self._plan if isinstance(self._plan, str | Mapping) else getattr(self._plan, "__qualname__", "function")
+        return {**super().options, "tensor_parallel_size": tensor, "data_parallel_size": data, "plan": plan}
+
+    @property
+    def tensor_parallel_size(self) -> int:  # type: ignore[override]
+        """Ranks among which each layer is split."""
+        tensor, data = self._asked_sizes
+        return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
+
+    # Setting up
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        world, (tensor, data) = self.num_nodes * self.num_processes, self._asked_sizes
+        size = self.tensor_parallel_size
+        if size < 2:
+            raise ValueError(
+                f"tensor_parallel_size={size}: layers are split over 2 ranks or more; pass devices=2, or "
+                "strategy='ring_ddp' to train on whole layers"
+            )
+        if world % size or (tensor and data and tensor * data != world):
+            given = " times ".join(
+                f"{name}={value}"
+                for name, value in (("tensor_parallel_size", tensor), ("data_parallel_size", data))
+                if value
+            )
+            raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"{type(trainer.lightning_module).__name__} optimizes manually: the strategy tries the split on "
+                "training_step, which has to return its loss; use strategy='ring_ddp'"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} copies the whole module before its layers are split; leave it out, or "
+                    "use strategy='ring_ddp'"
+                )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        assert self.groups is not None
+        data_group = self.groups.mesh.get_group("data")
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                # Ranks of a tensor group have the same batches.
+                metric.dist_sync_fn = lambda tensor, group=None: gather_all_tensors(tensor, data_group)
+                self._undo.callback(setattr, metric, "dist_sync_fn", None)
+
+    @override
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        assert self.lightning_module is not None
+        assert self._world is not None
+        module = self.lightning_module
+        self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
+        group = self.new_group("tensor")
+        self._peers = self.metered(group, "tensor")
+        self._tensor = TensorGroup(group, meter=self.meter)
+        assert self.groups is not None
+        self.groups.also_cut.append(self._tensor.abort)
+        self._undo.callback(self._tensor.close)
+        gradients = SplitGradients(self.precision_plugin, self._tensor)
+        self._undo.callback(gradients.end)
+        self._share_random_states()
+
+    @override
+    def _setup_model(self, model: Module) -> Any:
+        return model if self.data_parallel_size == 1 else super()._setup_model(model)
+
+    @override
+    def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> Any:
+        if self._split is None:  # DDP's buckets are made of the parts
+            self._bucket_cap_mb = bucket_cap_mb
+            return model
+        return super()._wrap(model, bucket_cap_mb, **options)
+
+    def _share_random_states(self) -> None:
+        """Gives every rank of a tensor group the random states of its first one."""
+        assert self._peers is not None
+        device = self.root_device
+        on_gpu = device.type == "cuda"
+        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
+        states, gpu_state = self._peers.broadcast_object(mine, self._peers.first_rank)
+        set_rng_states(states)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, device)
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if self._split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
+            self._make_whole()
+        self._undo.close()
+        self._tensor = self._peers = self._split = None
+        self._gathered = {}
+        super().teardown()
+
+    # The split
+
+    def _decide(self, *args: Any) -> None:
+        """Splits the module, on the first training batch; a collective of the world."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._tensor is not None
+        batch, *others = args
+
+        def step() -> Any:
+            return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
+
+        trials = Trials(
+            module,
+            self._tensor,
+            step,
+            traceless=lambda: without_trace(module),
+            gather=self.gather_objects,
+            rtol=gradient_rtol(module, self.root_device),
+            wrap_logits=self._wrap_logits,
+        )
+        with self.meter.unrecorded():
+            split, left = trials.run(order_of_calls, lambda called: self._blocks(module, called))
+        self._check(split, left)
+        self._split = split
+        for optimizer in self.optimizers:
+            self._cut_state(optimizer)
+        self._check_optimizers()
+        self._gathered = {}
+        rank_zero_info(self._summary(module, split, left))
+        if self._reducer is not None:
+            self.model = self._wrap(module, self._bucket_cap_mb)
+
+    def _blocks(self, module: Module, called: list[str]) -> list[Block]:
+        found = find_blocks(module, called)
+        if self._plan == "auto":
+            return found
+        roles: dict[str, str] = {}
+        for name, part in module.named_modules():
+            style = self._style(name, part)
+            if style is not None:
+                roles[name] = style
+        block = planned_block(module, roles, found)
+        return [*[known for known in found if known.roles.items() <= roles.items()], *([block] if block else [])]
+
+    def _style(self, name: str, part: Module) -> str | None:
+        if callable(self._plan):
+            style = self._plan(name, part)
+            if style is not None:
+                option_checks.check_choice(f"plan({name!r})", style, _STYLES)
+            return style
+        assert isinstance(self._plan, Mapping)
+        return next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
+
+    def _check(self, split: list[tuple[Block, Applied]], left: list[Left]) -> None:
+        reasons = "; ".join(f"{each.blocks[0].kind}: {each.reason}" for each in left)
+        if left and self._plan != "auto":
+            raise ValueError(f"plan={self._plan!r} computes something else than the whole layers. {reasons}")
+        if not split:
+            raise ValueError(
+                "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
+                "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
+                f"what computes the same as before. {reasons or 'It has found none of these'}. Name layers yourself: "
+                "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
+            )
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            plain = getattr(optimizer, "_optimizer", optimizer)
+            if shards_of(plain) != "elements" and any(split_of(p) for g in plain.param_groups for p in g["params"]):
+                raise ValueError(
+                    f"{type(plain).__name__} may need whole tensors, and tensor_split gives it parts: use an optimizer "
+                    "of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
+                )
+
+    def _wrap_logits(self, output: Tensor, layer: Any) -> Tensor:
+        assert self._tensor is not None
+
+        def note(name: str, operation: str) -> None:
+            if name not in self._gathered:
+                self._gathered[name] = operation
+                if self._split is not None:
+                    rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
+
+        return SplitLogits.of(output, LogitsLayout(self._tensor, layer.split, layer.meter_name, note))
+
+    def _summary(self, module: Module, split: list[tuple[Block, Applied]], left: list[Left]) -> str:
+        size = self.tensor_parallel_size
+        by_kind: dict[str, list[Block]] = {}
+        for block, _ in split:
+            by_kind.setdefault(block.kind, []).append(block)
+        lines = [f"tensor_split over {size} ranks:"]
+        for kind, blocks in by_kind.items():
+            lines.append(f"  {len(blocks)} x {blocks[0].shape}: {kind}")
+        for each in left:
+            lines.append(f"  whole: {len(each.blocks)} x {each.blocks[0].shape}: {each.blocks[0].kind} ({each.reason})")
+        parts = [p for p in module.parameters() if split_of(p) is not None]
+        own = sum(p.nbytes for p in module.parameters())
+        whole = own + sum((_whole_numel(p) - p.numel()) * p.element_size() for p in parts)
+        lines.append(f"  parameters of a rank: {own / 1e6:.1f} MB of {whole / 1e6:.1f} MB")
+        return "\n".join(lines)
+
+    def _make_whole(self) -> None:
+        """Gives every rank the whole layers back; a collective of each tensor group."""
+        assert self._tensor is not None
+        assert self._split is not None
+        assert self.lightning_module is not None
+        for optimizer in self.optimizers:
+            plain = getattr(optimizer, "_optimizer", optimizer)
+            for parameter, state in plain.state.items():
+                plain.state[parameter] = self._whole_state(parameter, state)
+        for name, parameter in self.lightning_module.named_parameters():
+            split = split_of(parameter)
+            if split is not None:
+                parameter.grad = None
+                parameter.data = split.gather(parameter.data, self._tensor, name)
+                forget_split(parameter)
+        for _, applied in reversed(self._split):
+            applied.restore()
+
+    # Training
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._tensor is not None
+        self._tensor.random.leave(self.root_device)
+        if self._split is None:
+            self._decide(*args, *kwargs.values())
+        return self._whole_outputs(super().training_step(*args, **kwargs))
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the batch to the device; where ranks of a tensor group differ, all get what the first one has."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        peers = self._metered_group(None if self._peers is None else self._peers.group)
+        if self._peers is None or peers is None:
+            return batch
+        mine = checksum_of((batch, torch.get_rng_state()))
+        if len(set(self._peers.gather_tensor(torch.tensor([mine])).flatten().tolist())) == 1:
+            return batch
+        self._share_random_states()
+        batch = self._peers.broadcast_object(batch, self._peers.first_rank)
+        # Without the module's hooks, which have seen the other batch.
+        return move_data_to_device(batch, device or self.root_device)
+
+    @override
+    def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
+        assert self._peers is not None
+        assert self.lightning_module is not None
+        whole = [(name, p) for name, p in self.lightning_module.named_parameters() if split_of(p) is None]
+        return [*super()._held_in_common(), (self._peers, whole)]
+
+    # Evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole_outputs(super().validation_step(*args, **kwargs))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole_outputs(super().test_step(*args, **kwargs))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole_outputs(super().predict_step(*args, **kwargs))
+
+    def _whole_outputs(self, outputs: Any) -> Any:
+        return tree_map_only(SplitLogits, torch.clone, outputs) if self._split else outputs
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        assert self.lightning_module is not None
+        if self.global_rank % self.tensor_parallel_size == 0:
+            return
+        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        for writer in callbacks:  # each prediction is written once
+            if isinstance(writer, BasePredictionWriter):
+                for method in ("write_on_batch_end", "write_on_epoch_end"):
+                    setattr(writer, method, _write_nothing)
+                    self._undo.callback(delattr, writer, method)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every tensor group's batch (or of ``group``), stacked: shape (data ranks, *tensor.shape).
+
+        The world means the data axis too: ``LightningModule.all_gather`` passes it where it was given no group.
+        """
+        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
+
+    # Checkpoints
+
+    @property
+    def _gathers(self) -> bool:
+        return bool(self._split) and self.data_parallel_rank == 0 and not self.failure_watch.failed
+
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        return super().state_is_lost or (bool(self._split) and self.failure_watch.failed)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if not self._gathers:
+            return state
+        assert self._tensor is not None
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
+            split = split_of(parameter)
+            if split is not None and name in state:
+                state[name] = split.gather(parameter.detach(), self._tensor, name).clone()
+        return state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._split:
+            assert self._tensor is not None
+            assert self.lightning_module is not None
+            state = dict(checkpoint["state_dict"])
+            for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
+                split = split_of(parameter)
+                if split is not None and name in state:
+                    state[name] = split.part(state[name], self._tensor.rank)
+            checkpoint = {**checkpoint, "state_dict": state}
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        found: dict[str, Any] = super().optimizer_state(plain)
+        if self._gathers:
+            parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
+            states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
+            found = {**found, "state": states}
+        return found
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._split:
+            for optimizer in self.optimizers:
+                self._cut_state(optimizer)
+
+    def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        split = split_of(parameter)
+        assert self._tensor is not None
+        if split is None:
+            return dict(state)
+        return {
+            name: split.gather(value, self._tensor, name).clone()
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for name, value in state.items()
+        }
+
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """Makes whole state that was loaded this rank's part of it."""
+        assert self._tensor is not None
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        for parameter, state in plain.state.items():
+            split = split_of(parameter)
+            if split is None:
+                continue
+            whole_shape = list(parameter.shape)
+            whole_shape[split.dim] = split.whole_size
+            for name, value in state.items():
+                if isinstance(value, Tensor) and list(value.shape) == whole_shape:
+                    state[name] = split.part(value, self._tensor.rank)
+
+
+def _whole_numel(parameter: Tensor) -> int:
+    split = split_of(parameter)
+    assert split is not None
+    return parameter.numel() // max(1, parameter.shape[split.dim]) * split.whole_size
+
+
+def _write_nothing(*args: Any) -> None:
+    """Stands in for the methods of a prediction writer on ranks whose predictions the first of the group writes."""
