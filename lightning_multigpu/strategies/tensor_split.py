@@ -13,10 +13,10 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils._pytree import tree_map_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
@@ -231,6 +231,8 @@ class TensorSplitStrategy(RingDDPStrategy):
         )
         with self.meter.unrecorded():
             split, left = trials.run(order_of_calls, lambda called: self._blocks(module, called))
+        for hook in trials.summed:
+            self._undo.callback(hook.remove)
         self._check(split, left)
         self._split = split
         for optimizer in self.optimizers:

@@ -255,18 +255,15 @@ def _vocabularies(module: Module, called: Sequence[str]) -> Iterator[Block]:
         if isinstance(part, nn.Embedding) and not (part.max_norm or part.scale_grad_by_freq or part.sparse):
             embeddings.setdefault(id(part.weight), []).append(name)
     largest = max((parts[names[0]].weight.numel() for names in embeddings.values()), default=0)
+    linears = [name for name in called if is_linear(parts[name])]
     for names in embeddings.values():
         weight = parts[names[0]].weight
         assert isinstance(weight, Parameter)
-        heads = [name for name in called if is_linear(parts[name]) and _is_head(parts[name], weight, largest)]
+        heads = [name for name in linears if parts[name].weight is weight]
+        if not heads and linears and weight.numel() == largest and linear_sizes(parts[linears[-1]])[1] == len(weight):
+            heads = linears[-1:]
         if heads or weight.numel() >= _LARGE_VOCABULARY * total:
             yield Block("vocabulary", dict.fromkeys(names, "vocab") | dict.fromkeys(heads, "head"))
-
-
-def _is_head(linear: Module, embedding: Parameter, largest: int) -> bool:
-    if linear.weight is embedding:
-        return True
-    return embedding.numel() == largest and linear_sizes(linear)[1] == len(embedding)
 
 
 class Applied:

@@ -8,7 +8,7 @@ whole, with the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_multigpu.engine.gradient_check import (
@@ -53,7 +54,7 @@ class NoDropout(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:])
+            args = (*args[:4], *([0.0] if len(args) > 4 else []), *args[5:])
             kwargs.pop("dropout_p", None)
         elif func is F.multi_head_attention_forward and "training" in kwargs:
             kwargs["training"] = False
@@ -86,6 +87,9 @@ class Trials:
         gather: returns the objects of all ranks, also of other groups, on every rank.
         rtol: the relative difference that rounding explains.
         wrap_logits: makes of a head's outputs on a rank what the step gets.
+
+    Attributes:
+        summed: hooks that sum the gradients of whole parameters within blocks over the ranks; to be removed at the end.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Trials:
         self._gather = gather
         self._rtol = rtol
         self._wrap_logits = wrap_logits
+        self.summed: list[RemovableHandle] = []
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def run(
@@ -178,9 +183,25 @@ class Trials:
         except Exception as error:  # whatever the user's code raises
             problem = _first_line(error)
         problem = self._first_of_ranks(problem)
-        if problem is None:
-            problem = self._first_of_ranks(self._difference(whole, self._compute()))
-        return problem
+        if problem is not None:
+            return problem
+        split = self._compute()
+        problem, differing = self._difference(whole, split)
+        problem = self._first_of_ranks(problem)
+        partial = sorted(set().union(*self._gather(differing)))
+        if problem is None or not partial:
+            return problem
+        # A whole parameter within a block, such as a norm of queries, gets a part of its gradient on each rank.
+        for name in partial:
+            self._group.all_reduce(split.gradients.setdefault(name, torch.zeros_like(whole.gradients[name])), name)
+        remaining = self._first_of_ranks(self._difference(whole, split)[0])
+        if remaining is not None:
+            return problem
+        self.summed += [self._parameters[name].register_hook(self._sum(name)) for name in partial]  # type: ignore[no-untyped-call]
+        return None
+
+    def _sum(self, name: str) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: self._group.all_reduce(gradient.detach().clone().contiguous(), f"{name} gradient")
 
     def _first_of_ranks(self, problem: str | None) -> str | None:
         return next(filter(None, self._gather(problem)), None)
@@ -201,29 +222,29 @@ class Trials:
             raise ValueError(f"training_step returns {type(loss).__name__}, and no loss that could be compared")
         return loss.as_subclass(Tensor)
 
-    def _difference(self, whole: Computed, split: Computed) -> str | None:
+    def _difference(self, whole: Computed, split: Computed) -> tuple[str | None, set[str]]:
+        """What differs; and the whole parameters whose gradients differ, if nothing else does."""
         for what, first, second in (
             ("the loss", whole.loss, split.loss),
             ("the loss in evaluation mode", whole.evaluated, split.evaluated),
         ):
             if not math.isnan(first) and not math.isclose(first, second, rel_tol=self._rtol):
-                return f"{what} becomes {second:.6g} instead of {first:.6g}"
-        reference: Mapping[str, Tensor] = {
-            name: self._own_part(self._parameters[name], gradient) for name, gradient in whole.gradients.items()
-        }
-        if split.gradients.keys() != reference.keys():
-            name = next(iter(split.gradients.keys() ^ reference.keys()))
-            return f"{name} gets {'a' if name in split.gradients else 'no'} gradient"
+                return f"{what} becomes {second:.6g} instead of {first:.6g}", set()
+        reference = {name: self._own_part(self._parameters[name], g) for name, g in whole.gradients.items()}
         largest = max((norm_of(gradient) for gradient in reference.values()), default=0.0)
-        worst, worst_name = 0.0, ""
-        for name, gradient in reference.items():
+        errors: dict[str, float] = {}
+        for name in {**reference, **split.gradients}:
+            gradient = reference.get(name)
             size = max(norm_of(gradient), SMALLEST * largest)
-            error = norm_of(gradient, split.gradients[name]) / size if size else 0.0
-            if not error <= worst:
-                worst, worst_name = error, name
-        if not worst <= self._rtol:
-            return f"the gradient of {worst_name} becomes another one (relative difference {worst:.2g})"
-        return None
+            error = norm_of(gradient, split.gradients.get(name))
+            if not error <= self._rtol * size:
+                errors[name] = error / size if size else math.inf
+        if not errors:
+            return None, set()
+        worst = max(errors, key=lambda name: errors[name])
+        problem = f"the gradient of {worst} becomes another one (relative difference {errors[worst]:.2g})"
+        are_whole = all(split_of(self._parameters[name]) is None and name in reference for name in errors)
+        return problem, set(errors) if are_whole else set()
 
 
 def _first_line(error: BaseException) -> str:
