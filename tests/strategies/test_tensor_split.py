@@ -223,3 +223,174 @@ def test_trains_as_on_one_device(world2: World, optimizer: str) -> None:
     for result in world2.run(fit, case, "tensor_split", 2):
         assert_same_weights(result, reference)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
+
+
+def test_groups_side_by_side(world4: World) -> None:
+    """Two data ranks of two tensor ranks each; the data ranks average through a ring."""
+    case = Case(optimizer="adamw", trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}, validate=True)
+    reference: Any = fit(case, None, 1)
+    sizes = Case(**{**vars(case), "strategy": {"tensor_parallel_size": 2}})
+    for result in world4.run(fit, sizes, "tensor_split", 4):
+        assert_same_weights(result, reference)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
+
+
+class Saving(Callback):
+    """Saves after a few steps, and takes down how much of the parameters and the optimizer's state a rank has."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.held = self.state = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+            self.held = sum(p.numel() for p in module.parameters())
+            (optimizer,) = trainer.optimizers
+            self.state = sum(v.numel() for each in optimizer.state.values() for v in each.values() if v.dim())
+
+
+def save_or_go_on(ranks: int, path: str, *, resume: bool) -> dict[str, Any]:
+    task, saving = Task("fused", "adamw"), Saving(path)
+    strategy = "auto" if ranks == 1 else make_strategy("tensor_split")
+    options = {"use_distributed_sampler": False}
+    trainer = make_trainer(Case(max_epochs=2), strategy, ranks, callbacks=[] if resume else [saving], **options)
+    trainer.fit(task, text(), ckpt_path=path if resume else None)
+    state_of_adam = trainer.optimizers[0].state_dict()["state"]
+    return {"weights": state(task), "held": saving.held, "state": saving.state, "adam": state_of_adam}
+
+
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_a_checkpoint_is_that_of_one_device(world2: World, saved_by: int, tmp_path: Any) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    if saved_by == 1:
+        saved = save_or_go_on(1, path, resume=False)
+        results = world2.run(save_or_go_on, 2, path, resume=True)
+    else:
+        reference = save_or_go_on(1, str(tmp_path / "reference.ckpt"), resume=False)
+        saved, results = reference, world2.run(save_or_go_on, 2, path, resume=False)
+        for result in results:
+            assert result["held"] < 0.65 * reference["held"], "norms and biases of row layers are whole"
+            assert result["state"] == 2 * result["held"]
+        results += [save_or_go_on(1, path, resume=True)]
+        first, second = (torch.load(each, weights_only=True) for each in (path, tmp_path / "reference.ckpt"))
+        assert list(first["state_dict"]) == list(second["state_dict"])
+        for number, values in second["optimizer_states"][0]["state"].items():
+            for name, value in values.items():
+                found = first["optimizer_states"][0]["state"][number][name]
+                torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12)
+    for result in results:
+        for name, value in saved["weights"].items():
+            # The bias of keys has no gradient but rounding, which Adam makes larger.
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-8)
+        for number, values in saved["adam"].items():
+            assert {name: value.shape for name, value in values.items()} == {
+                name: value.shape for name, value in result["adam"][number].items()
+            }
+
+
+class Dropping(Task):
+    """With dropout on whole activations and within a block; it keeps what the block's dropout has left."""
+
+    def __init__(self) -> None:
+        super().__init__("reads its size")
+        inside = nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.5), nn.Linear(32, WIDTH))
+        self.model = Language(inside, nn.Dropout(0.5))
+        self.kept: list[Tensor] = []
+        self.outside: list[Tensor] = []
+        inside[1].register_forward_hook(lambda module, _, output: self.kept.append(output.detach() != 0))
+        self.model.blocks[1].register_forward_hook(lambda module, _, output: self.outside.append(output.detach() != 0))
+
+
+def dropped(ranks: int) -> dict[str, Any]:
+    task = Dropping()
+    trainer = make_trainer(Case(max_epochs=1), make_strategy("tensor_split"), ranks, use_distributed_sampler=False)
+    trainer.fit(task, text())
+    return {"inside": task.kept[-4:], "outside": task.outside[-4:]}
+
+
+def test_dropout_differs_between_ranks_within_blocks_alone(world2: World) -> None:
+    first, second = world2.run(dropped, 2)
+    for mine, theirs in zip(first["outside"], second["outside"], strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(first["inside"], second["inside"], strict=True):
+        assert mine.shape[-1] == theirs.shape[-1] == 16
+        assert not torch.equal(mine, theirs)
+        assert 0.35 < (mine & theirs).double().mean() / mine.double().mean() < 0.65, "they are independent"
+    assert not torch.equal(first["inside"][0], first["inside"][1])
+
+
+def refused(problem: str) -> None:
+    options: dict[str, Any] = {}
+    task, trainer_options = Task("fused"), {"use_distributed_sampler": False}
+    if problem == "optimizer":
+        task.configure_optimizers = lambda: torch.optim.Adafactor(task.parameters())  # type: ignore[method-assign]
+    elif problem == "manual":
+        task.automatic_optimization = False
+    elif problem == "plan":
+        options["plan"] = {"*.qkv": "column", "*.proj": "row"}
+        task.model.blocks[0].attention.n_head = 1  # type: ignore[union-attr]
+        task.model.blocks[1].attention.n_head = 1  # type: ignore[union-attr]
+    elif problem == "nothing":
+        task.model = Language(nn.LayerNorm(WIDTH))
+        task.model.embedding.max_norm = 100.0
+    trainer = make_trainer(Case(max_epochs=1), make_strategy("tensor_split", **options), 2, **trainer_options)
+    trainer.fit(task, text())
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        ("optimizer", "Adafactor may need whole tensors"),
+        ("manual", "Task optimizes manually"),
+        ("plan", "computes something else than the whole layers"),
+        ("nothing", "has found no layer to split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(world2: World, problem: str, words: str) -> None:
+    world2.run_raising(ValueError, words, refused, problem)
+
+
+def planned(plan: Any) -> dict[str, Any]:
+    task, noting = Task("fused"), Noting()
+    strategy = make_strategy("tensor_split", plan=plan)
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "use_distributed_sampler": False}
+    trainer = make_trainer(Case(), strategy, 2, callbacks=[noting], **options)
+    trainer.fit(task, text())
+    return {"weights": state(task), "split": noting.split}
+
+
+def chosen(name: str, module: nn.Module) -> str | None:
+    return "column" if name.endswith("blocks.1.feed_forward.up.0") else None
+
+
+def test_a_plan_by_hand(world2: World) -> None:
+    task = Task("fused")
+    make_trainer(Case(), "auto", 1, gradient_clip_val=0.5).fit(task, text())
+    for result in world2.run(planned, {"*.attention.qkv": "column", "*.attention.proj": "row"}):
+        assert result["split"] == {"attention": 2}
+        assert_same_weights(result, {"weights": state(task)})
+    world2.run_raising(ValueError, "computes something else", planned, chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not make the 2 ranks"),
+        ({"data_parallel_size": 2}, "tensor_parallel_size=1: layers are split over 2 ranks or more"),
+        ({"plan": {"*.up": "colum"}}, "plan='colum'"),
+        ({"plan": {}}, "give 'auto', a mapping"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_trainer(Case(), make_strategy("tensor_split", **options), 2)
+
+
+def test_bf16(world2: World) -> None:
+    case = Case(precision="bf16-mixed", max_epochs=2)
+    reference: Any = fit(case, None, 1)
+    for result in world2.run(fit, case, "tensor_split", 2):
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=5e-2, atol=1e-2)
