@@ -279,6 +279,10 @@ def test_a_checkpoint_is_that_of_one_device(world2: World, saved_by: int, tmp_pa
             for name, value in values.items():
                 found = first["optimizer_states"][0]["state"][number][name]
                 torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12)
+            # Stock Lightning restores float64 weights through float32.
+            saved_alone = save_or_go_on(1, str(tmp_path / "reference.ckpt"), resume=True)
+            gone_on = save_or_go_on(1, path, resume=True)
+            torch.testing.assert_close(gone_on["weights"], saved_alone["weights"], rtol=1e-9, atol=1e-8)
     for result in results:
         for name, value in saved["weights"].items():
             # The bias of keys has no gradient but rounding, which Adam makes larger.
