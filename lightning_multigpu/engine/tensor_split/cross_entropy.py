@@ -89,7 +89,8 @@ class _SplitCrossEntropy(Function):
         if stop > start:
             largest = values.amax(1)
             told[0, :, 0] = largest
-            told[0, :, 1] = (values - largest.unsqueeze(1)).exp_().sum(1)
+            finite = largest.clamp_min(torch.finfo(values.dtype).min)  # all of this rank's classes may be masked
+            told[0, :, 1] = (values - finite.unsqueeze(1)).exp_().sum(1)
             told[0, :, 2] = values.gather(1, column).squeeze(1).masked_fill(~own, 0)
             if smoothing:
                 told[0, :, 3] = values.sum(1)

@@ -336,12 +336,13 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
     @override
     def forward(self, input: Tensor) -> Tensor:
         ((start, stop),) = self.split.ranges[self.group.rank]
-        elsewhere = (input < start) | (input >= stop)
+        # What is no row at all stays with the first or the last rank, where looking it up raises.
+        elsewhere = (input < start) & (start > 0) | (input >= stop) & (stop < self.num_embeddings)
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             padding = self.padding_idx - start
         if stop == start:
-            rows = self.weight.new_zeros(*input.shape, self.embedding_dim)
+            rows = self.weight.sum(0).expand(*input.shape, -1)  # zeros, through which gradients can flow
         else:
             rows = F.embedding((input - start).masked_fill(elsewhere, 0), self.weight, padding)
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -416,7 +417,7 @@ class _ColumnLinear(Function):
         input, weight = ctx.saved_tensors
         layer = ctx.layer
         group, dim, name = layer.group, layer.sequence_dim, layer.meter_name
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = _rows(gradient)
         of_input = pending = of_weight = None
         if ctx.needs_input_grad[0]:
             of_input = (rows @ weight).view(*gradient.shape[:-1], weight.shape[1])
@@ -425,7 +426,7 @@ class _ColumnLinear(Function):
         if ctx.needs_input_grad[1]:
             if dim is not None and not layer.keeps_gathered:
                 input = group.all_gather(input, dim, ctx.bounds, name)
-            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
+            of_weight = rows.t() @ _rows(input)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if pending is not None:
             of_input = pending.finish()
@@ -448,12 +449,12 @@ class _RowLinear(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         gradient = _whole_gradient(gradient, input.shape, ctx.layer)
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = _rows(gradient)
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
             of_input = (rows @ weight).view(input.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = rows.t() @ input.reshape(-1, input.shape[-1])
+            of_weight = rows.t() @ _rows(input)
         return of_input, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
@@ -544,6 +545,11 @@ def _whole_gradient(gradient: Tensor, shape: torch.Size, layer: Any) -> Tensor:
         return gradient
     whole: Tensor = group.all_gather(gradient, dim, group.bounds(shape[dim]), layer.meter_name)
     return whole
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix, also where this rank has no columns of it."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def _along_last(split: ParameterSplit) -> ParameterSplit:

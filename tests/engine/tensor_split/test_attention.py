@@ -1,0 +1,121 @@
+"""Attention whose heads are split computes what ``nn.MultiheadAttention`` computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
+from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
+from tests.world import World
+
+SIZE, HEADS, BATCH, QUERIES, KEYS = 12, 3, 2, 5, 6
+
+
+def _masks(case: str, heads: int, num_keys: int) -> dict[str, Tensor]:
+    if case == "none":
+        return {}
+    hidden = torch.rand(QUERIES, num_keys) > 0.7
+    padded = torch.rand(BATCH, num_keys) > 0.7
+    hidden[:, 0] = padded[:, 0] = False
+    return {
+        "numbers": {
+            "attn_mask": torch.randn(QUERIES, num_keys),
+            "key_padding_mask": torch.zeros(BATCH, num_keys).masked_fill(padded, -torch.inf),
+        },
+        "of heads": {"attn_mask": torch.randn(BATCH * heads, QUERIES, num_keys)},
+        "booleans": {"attn_mask": hidden, "key_padding_mask": padded},
+    }[case]
+
+
+def _attend(options: dict[str, Any], heads: int, own_keys: bool, need_weights: bool, case: str) -> Any:
+    with tensor_group() as (group, meter):
+        torch.manual_seed(0)
+        whole = nn.MultiheadAttention(SIZE, heads, **options)
+        for parameter in whole.parameters():
+            nn.init.normal_(parameter)
+        split = SplitMultiheadAttention.of(copy.deepcopy(whole), group, name="attention")
+        lengths = [(QUERIES, SIZE), (KEYS, options.get("kdim", SIZE)), (KEYS, options.get("vdim", SIZE))]
+        given = [torch.randn(BATCH, *shape) for shape in (lengths if own_keys else lengths[:1])]
+        if not options.get("batch_first"):
+            given = [each.transpose(0, 1) for each in given]
+        masks = _masks(case, heads, KEYS if own_keys else QUERIES)
+        seen = []
+        for module in (whole, split):
+            inputs = [each.clone().requires_grad_() for each in given]
+            output, weights = module(*inputs * (1 if own_keys else 3), need_weights=need_weights, **masks)
+            loss = (output * torch.linspace(0, 1, output.numel()).view_as(output)).sum()
+            if weights is not None:
+                loss = loss + (weights * torch.linspace(0, 1, weights.numel()).view_as(weights)).sum()
+            loss.backward()
+            seen.append([output, weights, *[each.grad for each in inputs]])
+        collectives = counts(meter)
+        for expected, actual in zip(*seen, strict=True):
+            assert (expected is None) == (actual is None)
+            if expected is not None:
+                torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+        assert_parts(split, whole, group)
+        return collectives
+
+
+@pytest.mark.parametrize("masks", ["none", "numbers", "of heads", "booleans"])
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
+def test_self_attention(world2: World, need_weights: bool, masks: str) -> None:
+    for collectives in world2.run(_attend, {"batch_first": True}, HEADS, False, need_weights, masks):
+        expected = {("all_reduce", "tensor attention"): 2}
+        assert collectives == expected | ({("all_reduce", "tensor attention weights"): 1} if need_weights else {})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7, "batch_first": True}], ids=["own", "no bias", "other sizes"]
+)
+def test_attention_to_other_keys(world2: World, options: dict[str, Any]) -> None:
+    for need_weights, masks in ((True, "of heads"), (False, "booleans")):
+        world2.run(_attend, options, HEADS, True, need_weights, masks)
+
+
+def test_a_rank_without_heads(world4: World) -> None:
+    world4.run(_attend, {"batch_first": True}, HEADS, False, True, "of heads")
+
+
+def _unbatched_and_in_an_encoder() -> None:
+    with tensor_group() as (group, _):
+        torch.manual_seed(0)
+        whole = nn.MultiheadAttention(SIZE, HEADS)
+        split = SplitMultiheadAttention.of(copy.deepcopy(whole), group)
+        x = torch.randn(QUERIES, SIZE)
+        for need_weights in (True, False):
+            for actual, expected in zip(*(m(x, x, x, need_weights=need_weights) for m in (split, whole)), strict=True):
+                if expected is not None:
+                    assert_equal(actual, expected)
+        layer = nn.TransformerEncoderLayer(SIZE, HEADS, 20, batch_first=True).eval()
+        split_layer = copy.deepcopy(layer)
+        SplitMultiheadAttention.of(split_layer.self_attn, group)  # type: ignore[arg-type]
+        with torch.no_grad():  # torch's fast path would take the weights of all heads
+            assert_equal(split_layer(x.unsqueeze(0)), layer(x.unsqueeze(0)))
+
+
+def test_without_a_batch_and_in_an_encoder(world2: World) -> None:
+    world2.run(_unbatched_and_in_an_encoder)
+
+
+def _refused() -> None:
+    with tensor_group() as (group, _):
+        with pytest.raises(ValueError, match="add_bias_kv or add_zero_attn"):
+            SplitMultiheadAttention.of(nn.MultiheadAttention(SIZE, HEADS, add_zero_attn=True), group)
+        with pytest.raises(TypeError, match=r"SplitMultiheadAttention\.of"):
+            SplitMultiheadAttention(SIZE, HEADS)
+        split = SplitMultiheadAttention.of(nn.MultiheadAttention(SIZE, HEADS), group)
+        x = torch.randn(QUERIES, SIZE)
+        with pytest.raises(ValueError, match="average_attn_weights=False"):
+            split(x, x, x, average_attn_weights=False)
+        with pytest.raises(RuntimeError, match="Need attn_mask"):
+            split(x, x, x, is_causal=True)
+
+
+def test_what_needs_all_heads_is_refused(world2: World) -> None:
+    world2.run(_refused)

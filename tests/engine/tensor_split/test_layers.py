@@ -1,0 +1,212 @@
+"""Layers that are split over ranks compute what whole ones compute, with the collectives that their tables promise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from lightning_multigpu.engine.tensor_split.layers import (
+    ColumnSplitLinear,
+    RowSplitLinear,
+    VocabSplitEmbedding,
+    gather_sequence,
+    split_sequence,
+)
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
+from tests.world import World
+
+LENGTH, WIDTH, HIDDEN = 7, 6, 10
+
+
+class Block(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.first(x)))  # type: ignore[no-any-return]
+
+
+def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, str], int]:
+    with tensor_group() as (group, meter):
+        torch.manual_seed(0)
+        whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+        torch.manual_seed(0)
+        of_sequence: dict[str, Any] = {"sequence_dim": sequence_dim, "group": group}
+        split = Block(
+            ColumnSplitLinear(
+                WIDTH, HIDDEN, sequence_length=LENGTH, keeps_gathered=keeps_gathered, name="up", **of_sequence
+            ),
+            RowSplitLinear(HIDDEN, WIDTH, name="down", **of_sequence),
+        )
+        x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
+        weights = torch.randn(3, LENGTH, WIDTH)
+        expected = whole(x)
+        (expected * weights).sum().backward()
+
+        start, stop = (0, LENGTH) if sequence_dim is None else group.bounds(LENGTH)[group.rank]
+        own = x.detach()[:, start:stop].clone().requires_grad_()
+        actual = split(own)
+        (actual * weights[:, start:stop]).sum().backward()
+        collectives = counts(meter)
+        assert_equal(actual, expected[:, start:stop])
+        assert own.grad is not None
+        assert x.grad is not None
+        assert_equal(own.grad, x.grad[:, start:stop])
+        assert_parts(split, whole, group)
+        return collectives
+
+
+def test_a_block_sums_once_forward_and_once_back(world: World) -> None:
+    for collectives in world.run(_block, None, True):
+        assert collectives == {("all_reduce", "tensor up"): 1, ("all_reduce", "tensor down"): 1}
+
+
+@pytest.mark.parametrize("keeps_gathered", [True, False], ids=["kept", "gathered again"])
+def test_sequences_of_uneven_parts(world: World, keeps_gathered: bool) -> None:
+    for collectives in world.run(_block, 1, keeps_gathered):
+        assert collectives == {
+            ("all_gather", "tensor up"): 1 if keeps_gathered else 2,
+            ("reduce_scatter", "tensor up"): 1,
+            ("reduce_scatter", "tensor down"): 1,
+            ("all_gather", "tensor down"): 1,
+        }
+
+
+def _converted(first: nn.Module, second: nn.Module, on_first: dict[str, Any], on_second: dict[str, Any]) -> None:
+    with tensor_group() as (group, _):
+        whole = copy.deepcopy(Block(first, second)).double()
+        split = copy.deepcopy(whole)
+        parameters = list(split.parameters())
+        ColumnSplitLinear.of(split.first, group, **on_first)
+        RowSplitLinear.of(split.second, group, **on_second)
+        assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = [block(each) for block, each in zip((whole, split), inputs, strict=True)]
+        for output in outputs:
+            (output * torch.arange(output.numel()).view_as(output)).sum().backward()
+        assert_equal(outputs[1], outputs[0])
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        assert_equal(inputs[1].grad, inputs[0].grad)
+        assert_parts(split, whole, group)
+
+
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d", "gathered between"])
+def test_layers_are_split_in_place(world: World, kind: str) -> None:
+    first: nn.Module = nn.Linear(WIDTH, HIDDEN, bias=kind != "no bias")
+    second: nn.Module = nn.Linear(HIDDEN, WIDTH, bias=kind != "no bias")
+    if kind == "conv1d":
+        first, second = Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)
+    whole_between = kind == "gathered between"
+    world.run(
+        _converted,
+        first,
+        second,
+        {"gather_output": True} if whole_between else {},
+        {"split_input": True} if whole_between else {},
+    )
+
+
+def _others_are_refused() -> None:
+    with tensor_group() as (group, _):
+        with pytest.raises(ValueError, match=r"Conv2d is no nn\.Linear and no Conv1D"):
+            ColumnSplitLinear.of(nn.Conv2d(1, 1, 1), group)
+        with pytest.raises(ValueError, match="max_norm cannot be split"):
+            VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), group)
+
+
+def test_other_modules_are_refused(world2: World) -> None:
+    world2.run(_others_are_refused)
+
+
+def _sequence() -> None:
+    with tensor_group() as (group, _):
+        x = torch.randn(2, LENGTH, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        weights = torch.arange(x.numel(), dtype=x.dtype).view_as(x)
+        part = split_sequence(x, group, 1, "split")
+        start, stop = group.bounds(LENGTH)[group.rank]
+        assert_equal(part, x[:, start:stop])
+        whole = gather_sequence(part * 2, group, 1, LENGTH, "gathered")
+        assert_equal(whole, x * 2)
+        (whole * weights).sum().backward()
+        assert x.grad is not None
+        assert_equal(x.grad, weights * 2)
+
+
+def test_sequences_are_split_and_gathered(world: World) -> None:
+    world.run(_sequence)
+
+
+def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
+    with tensor_group() as (group, meter):
+        torch.manual_seed(1)
+        whole = nn.Embedding(num_rows, 4, num_rows - 1)
+        torch.manual_seed(1)
+        split = VocabSplitEmbedding(num_rows, 4, num_rows - 1, group=group, name="tokens")
+        tokens = torch.randint(num_rows, (3, 5))
+        outputs = [whole(tokens), split(tokens)]
+        for output in outputs:
+            output.pow(2).sum().backward()
+        collectives = counts(meter)
+        assert_equal(outputs[1], outputs[0])
+        assert_parts(split, whole, group)
+        return collectives
+
+
+@pytest.mark.parametrize("num_rows", [11, 3])
+def test_embedding(world: World, num_rows: int) -> None:
+    for collectives in world.run(_embedding, num_rows):
+        assert collectives == {("all_reduce", "tensor tokens"): 1}
+
+
+def _raises(token: int) -> bool:
+    """Whether this rank does; the collective is left out, in which the others would wait."""
+    with tensor_group() as (group, _), group.alone():
+        try:
+            VocabSplitEmbedding(11, 4, group=group)(torch.tensor([1, token]))
+        except IndexError:
+            return True
+        return False
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_an_unknown_token_raises_as_on_one_device(world2: World, token: int) -> None:
+    """Each rank took it for a row of another one, and its embedding was zero."""
+    assert world2.run(_raises, token) == [token < 0, token > 0]
+
+
+def _autocast() -> None:
+    with tensor_group() as (group, _):
+        torch.manual_seed(0)
+        whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).float()
+        split = copy.deepcopy(whole)
+        ColumnSplitLinear.of(split.first, group)
+        RowSplitLinear.of(split.second, group)
+        x = torch.randn(2, 3, WIDTH, dtype=torch.float32)
+        outputs = []
+        for block in (whole, split):
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append(block(x))
+            outputs[-1].float().sum().backward()
+        assert outputs[0].dtype == outputs[1].dtype == torch.bfloat16
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-2, atol=1e-2)
+        for (name, parameter), expected in zip(split.named_parameters(), whole.parameters(), strict=True):
+            assert parameter.grad is not None, name
+            assert expected.grad is not None
+            assert parameter.grad.dtype == torch.float32
+            cut = split_of(parameter)
+            own = expected.grad if cut is None else cut.part(expected.grad, group.rank)
+            torch.testing.assert_close(parameter.grad, own, rtol=2e-2, atol=1e-2)
+
+
+def test_autocast(world2: World) -> None:
+    world2.run(_autocast)
