@@ -14,6 +14,7 @@ from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
+from lightning_multigpu.report.run_table import SPLIT_LAYERS
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {
@@ -64,6 +65,8 @@ def figures(step: StepTraffic) -> dict[str, tuple[float, float]]:
 def purpose_of(operation: str, group: str) -> str:
     """The purpose of an operation in a group of the meter, in words."""
     known = _PURPOSES.get((operation, group)) or _PURPOSES.get((None, group))
+    if group.startswith("tensor "):  # a layer that is split over ranks, or what belongs to all of them
+        return f"{SPLIT_LAYERS}{group.removeprefix('tensor ')}"
     return known or f"{operation} in the group {group!r}"
 
 

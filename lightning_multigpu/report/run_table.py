@@ -12,8 +12,10 @@ from rich.table import Table
 from lightning_multigpu.report import pipeline_table
 from lightning_multigpu.report.numbers import BYTES, number
 
-_COLUMNS = ("median", "mean", "p95")
+SPLIT_LAYERS = "split layers: "
+"""The beginning of the purposes of collectives inside layers that are split over ranks."""
 
+_COLUMNS = ("median", "mean", "p95")
 
 _ROWS = (
     ("throughput", "throughput/samples_per_sec", "samples/s"),
@@ -91,6 +93,12 @@ def one_device_line(report: Mapping[str, Any]) -> str:
 def _captions(report: Mapping[str, Any]) -> Iterator[str]:
     purposes = report.get("communication_ms", {})
     if purposes:
+        inside = {name: ms for name, ms in purposes.items() if name.startswith(SPLIT_LAYERS)}
+        purposes = {name: ms for name, ms in purposes.items() if name not in inside}
+        if inside:
+            worst = max(inside, key=lambda name: inside[name])
+            most = f"inside split layers (most for {worst.removeprefix(SPLIT_LAYERS)}: {number(inside[worst])})"
+            purposes[most] = sum(inside.values())
         parts = sorted(purposes.items(), key=lambda part: -part[1])
         yield f"all communication, means in ms: {', '.join(f'{purpose} {number(ms)}' for purpose, ms in parts)}"
     share = _exposed_share(report)

@@ -309,7 +309,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         parts = [p for p in module.parameters() if split_of(p) is not None]
         own = sum(p.nbytes for p in module.parameters())
         whole = own + sum((_whole_numel(p) - p.numel()) * p.element_size() for p in parts)
-        lines.append(f"  parameters of a rank: {own / 1e6:.1f} MB of {whole / 1e6:.1f} MB")
+        lines.append(f"  parameters of a rank: {own / 1e6:.3g} MB of {whole / 1e6:.3g} MB")
         return "\n".join(lines)
 
     def _make_whole(self) -> None:
