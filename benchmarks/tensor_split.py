@@ -3,8 +3,8 @@
     python -m benchmarks.tensor_split [--sizes 128x64 512x256 1024x512] [--turns 9]
 
 The model is 4 x Linear(d, 4 d) - GELU - Linear(4 d, d); a size is d and the rows of a batch. A step is forward,
-backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes. The ways take turns;
-the one process computes while the other rank waits.
+backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes. The ways take
+turns; the one process computes while the other rank waits.
 """
 
 from __future__ import annotations
