@@ -211,9 +211,9 @@ def _second_attempt(stranger: Stranger, strategy: str, first: Verdict) -> dict[s
     """Options for a strategy that has refused the module; empty where there are none."""
     if "find_unused_parameters" in first.reason and strategy == "ring_ddp":
         return {"find_unused_parameters": True}
-    if first.kind != "refused" or strategy == "ring_ddp" or not stranger.split_points:
-        return {}
     regime = next(regime for regime in REGIMES if regime.name == strategy)
+    if first.kind != "refused" or "schedule" not in regime.options or not stranger.split_points:
+        return {}
     looped = regime.options["schedule"] in ("interleaved", "zero_bubble")
     points = stranger.split_points
     return {"split_points": list(points) if looped else [points[len(points) // 2]]}

@@ -108,6 +108,18 @@ def test_configuration_trains(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.launch
+def test_configuration_splits_the_layers_of_a_language_model(tmp_path: Path) -> None:
+    config = str(ROOT / "configs/tensor_split.yaml")
+    sizes = ("--model.width=32", "--model.context=32", "--data.context=32", "--data.batch_size=8")
+    few = ("--trainer.max_steps=3", "--trainer.limit_val_batches=1")
+    run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", *sizes, *few)
+    report = json.loads((tmp_path / "runs/tensor_split/version_0/multigpu_report.json").read_text())
+    assert (report["strategy"]["name"], report["steps"], report["global_batch"]) == ("tensor_split", 3, 8)
+    saved = torch.load(tmp_path / "runs/tensor_split/version_0/checkpoints/last.ckpt", weights_only=False)
+    ByteGPT(width=32, context=32).load_state_dict(saved["state_dict"])
+
+
+@pytest.mark.launch
 def test_one_configuration_keeps_its_global_batch_under_another_strategy(tmp_path: Path) -> None:
     switch = ("--trainer.strategy=ring_ddp", "--trainer.devices=2", "--trainer.max_epochs=1")
     run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={ROOT / 'configs/global_batch.yaml'}", *switch)

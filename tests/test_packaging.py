@@ -34,6 +34,7 @@ from lightning_multigpu import (
     PipelineStrategy,
     Regime,
     RingDDPStrategy,
+    TensorSplitStrategy,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -183,6 +184,7 @@ class TestPublicNames:
             "RankFailedError",
             "Regime",
             "RingDDPStrategy",
+            "TensorSplitStrategy",
             "find_last_checkpoint",
             "register_all",
         }
@@ -350,7 +352,8 @@ class TestDocuments:
                 assert text in row
 
     @pytest.mark.parametrize(
-        "strategy", [MultiGPUStrategy, CPUParameterServerStrategy, RingDDPStrategy, PipelineStrategy]
+        "strategy",
+        [MultiGPUStrategy, CPUParameterServerStrategy, RingDDPStrategy, PipelineStrategy, TensorSplitStrategy],
     )
     def test_docstring_has_every_option(self, strategy: type) -> None:
         """The pages take their tables of options from there."""
@@ -364,6 +367,7 @@ class TestDocuments:
 
     def test_no_table_of_options_is_written_by_hand(self) -> None:
         names = {*options(CPUParameterServerStrategy), *options(RingDDPStrategy), *options(PipelineStrategy)}
+        names |= options(TensorSplitStrategy).keys()
         for path in (ROOT / "README.md", *self.PAGES):
             rows = re.findall(r"^\| `(\w+)` \|", path.read_text(), re.MULTILINE)
             assert not names.intersection(rows), path
@@ -396,7 +400,7 @@ class TestDocuments:
                 text = path.read_text()
                 assert not resource.findall(text) + imported.findall(text), path
 
-    @pytest.mark.parametrize("name", ["ring_ddp", "gpipe"])
+    @pytest.mark.parametrize("name", ["ring_ddp", "gpipe", "tensor_split"])
     def test_configuration_shows_the_defaults(self, name: str) -> None:
         config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
         [regime] = [regime for regime in REGIMES if regime.name == name]

@@ -47,7 +47,7 @@ SYMBOLS = {
     "P": "devices of a pipeline",
     "v": "stages of each device",
     "M": "micro-batches of a batch",
-    "A": "bytes of a batch's activations at a cut between two stages",
+    "A": "bytes of a batch's activations between two stages or blocks",
 }
 
 

@@ -16,13 +16,13 @@ def global_batch_text(sizes: Sequence[int | None], ranks_a_batch: int, trainer: 
 
     Args:
         sizes: samples of a full batch of each data rank; None where its loader does not say.
-        ranks_a_batch: ranks of a pipeline, which work on the same batch.
+        ranks_a_batch: ranks that work on the same batch, those of a pipeline or of a tensor group.
         trainer: of the fit that starts.
     """
     count = len(sizes)
     ranks = "1 rank" if count == 1 else f"{count} ranks"
     if ranks_a_batch > 1:
-        ranks = f"{'1 pipeline' if count == 1 else f'{count} pipelines'} of {ranks_a_batch} ranks"
+        ranks = f"{'1 group' if count == 1 else f'{count} groups'} of {ranks_a_batch} ranks"
     known = [size for size in sizes if size is not None]
     if len(known) < count:
         return f"Global batch: {ranks}, whose loaders do not say how many samples a batch has"
