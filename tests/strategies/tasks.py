@@ -41,7 +41,11 @@ def regimes_of_each_strategy() -> list[Regime]:
 
 def regimes_with_a_whole_model() -> list[Regime]:
     """Those synchronous ones whose ranks hold all layers, and batches of their own."""
-    return [regime for regime in synchronous_regimes() if regime.strategy.pipeline_parallel_size == 1]
+    return [
+        regime
+        for regime in synchronous_regimes()
+        if (regime.strategy.pipeline_parallel_size, regime.strategy.tensor_parallel_size) == (1, 1)
+    ]
 
 
 def make_strategy(name: str, **options: Any) -> Any:
