@@ -216,6 +216,15 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
         assert result["validated"] == pytest.approx(reference["validated"], rel=rtol)
 
 
+def test_ranks_without_heads_of_their_own(world4: World) -> None:
+    """Two heads of keys and values on four ranks."""
+    reference = train("llama", 1)
+    for result in world4.run(train, "llama", 4):
+        assert result["split"] == FOUND["llama"]
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "groups"])
 def test_trains_as_on_one_device(world2: World, optimizer: str) -> None:
     case = Case(optimizer=optimizer, trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}, validate=True)
