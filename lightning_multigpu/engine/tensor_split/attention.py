@@ -16,7 +16,7 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
 class SplitMultiheadAttention(nn.MultiheadAttention):
-    """Attention of whose heads each rank computes a part; ``out_proj`` sums what they give.
+    """Multi-head attention with its heads split over the ranks; ``out_proj`` sums up their results.
 
     ====================  ==========================  ========================================================
     N ranks, E features   shape on each rank          in backward
@@ -33,7 +33,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
 
     After Shoeybi et al., Megatron-LM (2019), section 3.
 
-    Make it of a module with :meth:`of`.
+    Split an ``nn.MultiheadAttention`` with :meth:`of`.
     """
 
     group: TensorGroup
@@ -49,7 +49,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         """Splits an attention in place: its parameters, hooks and places in modules stay.
 
         Raises:
-            ValueError: it adds keys or values of its own, which belong to all heads.
+            ValueError: it has ``bias_k`` or ``add_zero_attn``: keys of its own, which belong to all heads.
         """
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("attention with add_bias_kv or add_zero_attn cannot be split")

@@ -50,7 +50,7 @@ def _is_conv1d(kind: type) -> bool:
 
 
 class _Split:
-    """What all layers of a tensor group have: the group, and the layer's name in the meter."""
+    """Base of the split layers: the group, and the layer's name in the meter."""
 
     weight: Any
     group: TensorGroup
@@ -145,7 +145,7 @@ def _converted(module: nn.Module, split: type, of_linear: type, group: TensorGro
 
 
 class ColumnSplitLinear(_ColumnSplit, nn.Linear):
-    """A linear layer of whose outputs each rank computes a part.
+    """A linear layer with its outputs split over the ranks: each rank computes a part of them.
 
     ============  ===========================  ==========================================================
     N ranks       shape on each rank           in backward
@@ -170,7 +170,7 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
         unit: outputs that stay on one rank, of a head for example; or one number for each section.
         gather_output: every rank gets all outputs, (..., out), by one all-gather in forward.
         sequence_dim: the dimension of the input that is split over the ranks.
-        sequence_length: of the whole input, by which its parts are known; by default N times this rank's.
+        sequence_length: of the whole input; by default N times that of this rank's part.
         keeps_gathered: with ``sequence_dim``, keep the gathered input for backward instead of gathering it again.
         name: in the meter.
     """
@@ -273,7 +273,7 @@ class RowSplitLinear(_RowSplit, nn.Linear):
 
 
 class VocabSplitEmbedding(_Split, nn.Embedding):
-    """An embedding of whose rows each rank has a part.
+    """An embedding with its rows split over the ranks.
 
     ============  ===========================  ==========================================================
     N ranks       shape on each rank           in backward
@@ -365,7 +365,10 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any
 
 
 def summed(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
-    """The sum of a tensor over the ranks, which go on with it alike; one all-reduce in forward, none in backward."""
+    """The sum of a tensor over the ranks; one all-reduce in forward, none in backward.
+
+    All ranks have to compute the same with the sum: its gradient is then the gradient of each rank's tensor.
+    """
     total: Tensor = _Summed.apply(tensor, group, name)  # type: ignore[no-untyped-call]
     return total
 
@@ -373,7 +376,7 @@ def summed(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
 def gather_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
     """The whole tensor (..., size) of parts (..., size / N) that ranks have computed; the gradient is cut again.
 
-    One all-gather in forward, nothing in backward: all ranks go on alike with the whole tensor.
+    One all-gather in forward, nothing in backward: all ranks have to compute the same with the whole tensor.
     """
     whole: Tensor = _GatherLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
     return whole
@@ -386,9 +389,9 @@ def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: 
 
 
 def gather_sequence(tensor: Tensor, group: TensorGroup, dim: int, length: int, name: str) -> Tensor:
-    """The whole tensor of parts of a sequence; in backward the parts of the gradient are summed over the ranks, or cut.
+    """The whole tensor of parts of a sequence; in backward each rank takes its part of the gradient.
 
-    For activations that go on alike on all ranks: the gradient, the same on all, is cut again.
+    All ranks have to compute the same with the whole tensor: its gradient is then the same on each of them.
     """
     whole: Tensor = _GatherSequence.apply(tensor, group, dim, length, name)  # type: ignore[no-untyped-call]
     return whole

@@ -33,7 +33,7 @@ class LogitsLayout:
         group: the ranks.
         split: of the last dimension.
         layer: the name of the layer that computes them, for the meter.
-        on_gather: told of each operation for which logits are gathered, with the layer's name.
+        on_gather: called with the layer's name and the operation, whenever logits are gathered for one.
     """
 
     group: TensorGroup

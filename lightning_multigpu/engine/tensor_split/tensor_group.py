@@ -30,7 +30,7 @@ class Pending(Protocol):
     """A tensor that is being reduced."""
 
     def finish(self) -> Tensor:
-        """Waits for the others; returns the tensor, reduced."""
+        """Waits for the other ranks and returns the sum."""
 
 
 class _Done:
@@ -80,7 +80,7 @@ class TensorGroup:
 
     Args:
         group: the ranks.
-        meter: told of every transfer, under the name of the layer.
+        meter: counts every transfer, under the name of the layer.
         shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
 
     Attributes:
@@ -108,7 +108,7 @@ class TensorGroup:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block collectives ask nobody; sums are this rank's own, and what others have is zeros.
+        """Within the block nothing is sent: a sum is this rank's own tensor, and the parts of other ranks are zeros.
 
         For trying whether a step runs: a rank in which it raises an error leaves no other one waiting.
         """

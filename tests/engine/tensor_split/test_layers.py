@@ -210,3 +210,17 @@ def _autocast() -> None:
 
 def test_autocast(world2: World) -> None:
     world2.run(_autocast)
+
+
+def _gradient_of_a_gradient() -> None:
+    with tensor_group() as (group, _):
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        output = ColumnSplitLinear(WIDTH, HIDDEN, group=group)(x)
+        (gradient,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+
+def test_gradients_of_gradients_are_refused(world2: World) -> None:
+    """They would lack the parts of other ranks."""
+    world2.run(_gradient_of_a_gradient)
