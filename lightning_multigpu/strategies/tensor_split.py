@@ -168,7 +168,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
-        self._tensor = TensorGroup(group, meter=self.meter)
+        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=self._transport.shared_memory)
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)

@@ -221,7 +221,7 @@ def _heads_near(parts: Mapping[str, Module], first: str, last: str) -> tuple[int
         heads = next((known[each] for each in _HEADS if type(known.get(each)) is int), None)
         config = known.get("config")
         if heads is None and config is not None:
-            heads = next((getattr(config, each, None) for each in _HEADS if getattr(config, each, None)), None)
+            heads = next((n for each in _HEADS if type(n := getattr(config, each, None)) is int), None)
         if heads:
             of_keys = next((known[each] for each in _KEY_VALUE_HEADS if type(known.get(each)) is int), None)
             if of_keys is None:

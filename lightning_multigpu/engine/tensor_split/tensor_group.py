@@ -35,10 +35,10 @@ class Pending(Protocol):
 
 class _Done:
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
 
     def finish(self) -> Tensor:
-        return self._tensor
+        return self.tensor
 
 
 class _OnStream(_Done):
@@ -51,7 +51,7 @@ class _OnStream(_Done):
     def finish(self) -> Tensor:
         self._work.wait()
         self._transfer.finish()
-        return self._tensor
+        return self.tensor
 
 
 class _Beside(_Done):
@@ -69,7 +69,7 @@ class _Beside(_Done):
         self._meter.waited(start_s, self._meter.now())
         if self.error is not None:
             raise self.error
-        return self._tensor
+        return self.tensor
 
 
 class TensorGroup:
@@ -242,10 +242,9 @@ class TensorGroup:
     def _reduce_beside(self) -> None:
         while (item := self._work.get()) is not None:
             pending, name = item
+            transfer = self._begin("all_reduce", pending.tensor.nbytes, name)
             try:
-                tensor = pending._tensor
-                transfer = self._begin("all_reduce", tensor.nbytes, name)
-                self._sum(tensor)
+                self._sum(pending.tensor)
                 transfer.finish()
             except BaseException as error:
                 transfer.broke()
