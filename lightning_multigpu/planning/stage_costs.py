@@ -1,8 +1,8 @@
 """Stage costs: predicted time and memory of the stages of a split, from measured costs of its layers.
 
 The parts of a step are numbered as they run: 0 is the part before the chain, 1 + i layer i, and n + 1 the part after
-the last of n layers. Every stage runs part 0 forward, since the step begins on every stage; only the first stage runs
-it backward. The last stage runs part n + 1.
+the last of n layers. The first stage runs part 0, and the last stage part n + 1. The step begins on every stage: other
+stages run what is left of part 0 where placeholders take the place of values, forward only.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class StageCosts:
         layer_bytes: bytes of each layer's parameters, gradients and optimizer states.
         link: between neighbouring ranks.
         schedule, num_ranks, stages_per_rank, num_micro_batches: as in training.
+        end_bytes: bytes of parameters outside of the layers, gradients and optimizer states that the first stage's rank
+            holds, and the last one's, and not every rank.
+        elsewhere_s: seconds of part 0 forward on stages other than the first; by default those of the first.
 
     Attributes:
         orders: the passes of each rank.
@@ -76,6 +79,8 @@ class StageCosts:
         num_ranks: int,
         stages_per_rank: int,
         num_micro_batches: int,
+        end_bytes: tuple[int, int] = (0, 0),
+        elsewhere_s: float | None = None,
     ) -> None:
         if len(parts) != len(layer_bytes) + 2:
             raise ValueError(f"{len(parts)} parts for {len(layer_bytes)} layers; pass {len(layer_bytes) + 2}")
@@ -92,11 +97,14 @@ class StageCosts:
         self._backward = [0.0, *accumulate(part.backward_s for part in layers)]
         self._saved = [0, *accumulate(part.saved_bytes for part in layers)]
         self._held = [0, *accumulate(layer_bytes)]
+        self._end_bytes = end_bytes
+        self._elsewhere_s = self.parts[0].forward_s if elsewhere_s is None else elsewhere_s
 
     def forward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's forward pass in a stage with the layers ``[start, stop)``."""
         behind = self.parts[-1].forward_s if stop == self.num_layers else 0.0
-        return self.parts[0].forward_s + self._forward[stop] - self._forward[start] + behind
+        before = self._elsewhere_s if start else self.parts[0].forward_s
+        return before + self._forward[stop] - self._forward[start] + behind
 
     def backward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's backward pass in a stage with the layers ``[start, stop)``."""
@@ -114,12 +122,17 @@ class StageCosts:
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Bytes of the stage's layers and of the tensors that they save for backward.
+        """Bytes of the stage's layers and of what stands before or behind them, and of the tensors saved for backward.
 
-        Parameters outside of the chain are not counted: every stage has them.
+        Parameters that every rank holds are not counted.
         """
         saved = self.activations_bytes(stage, start, stop) + self.recomputed_bytes(start, stop)
-        return self._held[stop] - self._held[start] + saved
+        return self._held_bytes(start, stop) + saved
+
+    def _held_bytes(self, start: int, stop: int) -> int:
+        before, behind = self._end_bytes
+        ends = (0 if start else before) + (behind if stop == self.num_layers else 0)
+        return self._held[stop] - self._held[start] + ends
 
     def activations_bytes(self, stage: int, start: int, stop: int) -> int:
         """Bytes that the stage's layers save for backward, when its rank has most micro-batches in flight."""
@@ -158,7 +171,7 @@ class StageCosts:
         """The largest per-rank memory."""
         needed = [saved + recomputed for saved, recomputed in self.rank_activations_bytes(bounds)]
         for stage, (start, stop) in enumerate(bounds):
-            needed[stage % self.num_ranks] += self._held[stop] - self._held[start]
+            needed[stage % self.num_ranks] += self._held_bytes(start, stop)
         return max(needed)
 
     def rank_activations_bytes(self, bounds: Bounds) -> list[tuple[int, int]]:

@@ -130,18 +130,19 @@ def test_one_micro_batch_runs_through_all_stages_and_back() -> None:
     [plan] = found["plans"]
     assert plan["step_s"] == pytest.approx(sum(s["forward_s"] + s["backward_s"] for s in plan["stages"]))
     assert plan["bubble"] == pytest.approx(1 / 2)
-    # Every stage begins at the beginning of the step, and one device does that once.
-    assert 0 < found["one_device_s"] < plan["step_s"]
+    # What stands before the layers takes time on the first stage only.
+    assert 0 < found["one_device_s"] == pytest.approx(plan["step_s"])
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("Adam", 2), ("SGD", 0)])
-def test_memory_counts_what_all_ranks_hold(optimizer: str, states: int) -> None:
+def test_memory_counts_what_a_rank_holds(optimizer: str, states: int) -> None:
     found = planned("--num-micro-batches=4", f"--model.optimizer={optimizer}")
-    parameters = 2 * LAYER_BYTES + LAYER_BYTES + 4 * WIDTH
+    before, behind = LAYER_BYTES, 4 * WIDTH
     samples = SAMPLES // 4
     # Under 1f1b the first stage has two micro-batches in memory. It keeps the inputs of "before" and of its two layers;
     # the last stage those of its two layers, of which one is what it has received, and that of "behind".
     for memory, (rank, kept) in zip(found["plans"][0]["memory"], ((1, 2 * 3), (0, 3)), strict=True):
+        parameters = 2 * LAYER_BYTES + (before if rank else behind)
         assert memory == {
             "rank": rank,
             "parameters_bytes": parameters,
@@ -215,8 +216,8 @@ def test_the_split_is_that_of_the_strategy(balance: str) -> None:
     assert bounds[0][0] == 0
     assert bounds[0][1] == bounds[1][0]
     assert bounds[1][1] == LAYERS
-    if balance == "memory":  # two micro-batches of the first stage's are in memory
-        assert bounds == [[0, 2], [2, 4]]
+    if balance == "memory":  # the first stage holds what stands before the layers, and two micro-batches
+        assert bounds == [[0, 1], [1, 4]]
     if balance == "[1,3]":
         assert bounds == [[0, 1], [1, 4]]
         assert found["balance"] == [1, 3]

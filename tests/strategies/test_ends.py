@@ -107,6 +107,15 @@ class Reversed(Wide):
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
 
 
+class ReversedLarge(Reversed):
+    """Is split evenly by what it registers, and by what it uses it is not."""
+
+    def build(self) -> None:
+        super().build()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(VOCABULARY + 14, WIDTH)
+
+
 class Biased(Wide):
     """Every layer adds what is computed before the layers."""
 
@@ -298,6 +307,29 @@ def test_names_that_there_are_not_are_refused() -> None:
         train(Wide, PipelineStrategy(replicated=["embedding"]), 2)
     with pytest.raises(ValueError, match=r"replicated='tokens': pass True, or a list of names"):
         PipelineStrategy(replicated="tokens")
+
+
+def test_the_balance_of_parameters_counts_them() -> None:
+    """An embedding of as many parameters as two layers stood on a stage with as many layers as the others."""
+    width = 8
+    module = nn.Sequential(
+        nn.Embedding(2 * width, width),
+        nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(10)),
+        nn.Linear(width, width, bias=False),
+    )
+    for ranks, expected in ((2, [(0, 4), (4, 10)]), (3, [(0, 2), (2, 6), (6, 10)])):
+        options = PipelineStrategy(module="1").pipeline_options
+        bounds = options.bounds(options.chain(module, ranks, torch.device("cpu")), ranks)
+        assert bounds == expected
+        options = PipelineStrategy(module="1", replicated=True).pipeline_options
+        bounds = options.bounds(options.chain(module, ranks, torch.device("cpu")), ranks)
+        assert max(stop - start for start, stop in bounds) == -(-10 // ranks)
+
+
+def test_the_split_counts_what_the_first_batch_has_moved(world2: World) -> None:
+    (last,), (first,) = world2.run(pipelined, [ReversedLarge], 2)
+    assert len({name for name in first["held"][-1] if name.startswith("layers")}) == 2 * 1
+    assert_same([last, first], train(ReversedLarge, "auto", 1))
 
 
 class Looking(Wide):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch.nn import Module
 
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.planning.balance import balanced_bounds, bounds_of_counts
+from lightning_multigpu.planning.balance import balanced_bounds, bounds_of_counts, cheapest_bounds
 from lightning_multigpu.planning.schedule_order import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
 from lightning_multigpu.planning.stage_costs import MeasuredBalance
 from lightning_multigpu.strategies import option_checks
@@ -196,5 +198,14 @@ class PipelineOptions:
         if isinstance(self.balance, str):
             sizes = chain.parameter_bytes()
             # A layer that stands in its container several times runs as often, and counts as often.
-            return balanced_bounds([sizes[chain.layers.index(layer)] for layer in chain.layers], num_stages)
+            total = [0, *accumulate(sizes[chain.layers.index(layer)] for layer in chain.layers)]
+            bounds = balanced_bounds([b - a for a, b in pairwise(total)], num_stages)
+            at_ends = Ownership(next(iter(chain.around)), chain, bounds, 0, num_ranks).at_ends()
+            before, behind = (sum(parameter.nbytes for parameter in own) for own in at_ends)
+
+            def size_bytes(stage: int, start: int, stop: int) -> int:
+                ends = (0 if start else before) + (behind if stop == len(chain) else 0)
+                return total[stop] - total[start] + ends
+
+            return cheapest_bounds(size_bytes, len(chain), num_stages)
         return bounds_of_counts(self.balance, len(chain), num_stages)

@@ -18,7 +18,8 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.clocks import CoreWait
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
-from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.training_memory import end_bytes, held_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
@@ -177,6 +178,8 @@ class PipelinePlanner:
                 key = (name, number, bool(again[name]))
                 if key not in measurements:
                     measurements[key] = Measurement(one, chain, parts[number], others, again[name])
+        for chain in chains.values():
+            measurements[chain.name, numbers[0], bool(again[chain.name])].watch()
         with CoreWait() as core_wait:
             begin_s, waited_s = time.perf_counter(), core_wait.seconds()
             for _ in range(NUM_ROUNDS):
@@ -227,6 +230,9 @@ class PipelinePlanner:
         """The plan by the medians of the rounds, and by each of them, with the split of the former."""
         assert one.lightning_module is not None
         num_ranks, sizes = self._found.num_ranks, layer_bytes(chain, one.optimizers)
+        even = options.bounds(chain, num_ranks)
+        ends = end_bytes(Ownership(one.lightning_module, chain, even, 0, num_ranks), one.optimizers)
+        on_all = any(uses > {0, 1 + len(chain)} for uses in chain.uses.values())
 
         def costs_of(parts: Sequence[PartCost]) -> StageCosts:
             return StageCosts(
@@ -237,11 +243,13 @@ class PipelinePlanner:
                 num_ranks=num_ranks,
                 stages_per_rank=options.num_stages_of_rank,
                 num_micro_batches=num_micro_batches,
+                end_bytes=ends,
+                elsewhere_s=None if on_all else 0.0,
             )
 
         costs = costs_of(median_costs(rounds))
         balance = options.measured_balance
-        bounds = options.bounds(chain, num_ranks) if balance is None else costs.bounds(balance)
+        bounds = even if balance is None else costs.bounds(balance)
         holds = (
             Ownership(one.lightning_module, chain, bounds, position, num_ranks).held() for position in range(num_ranks)
         )
@@ -284,25 +292,36 @@ class Measurement:
         assert one.lightning_module is not None
         self._module, self._plugin = one.lightning_module, one.precision_plugin
         self._args = (micro_batch, *others)
-        self._num_parts = len(chain) + 2
+        self._chain = chain
         bounds = [(0, len(chain))]
         ownership = Ownership(self._module, chain, bounds, 0, 1)
+        self._use_probe = UseProbe(chain, bounds, ownership, None, one.root_device, 0)
         self._probe = CostProbe(
             chain, bounds, ownership, None, one.root_device, 0, recompute, fewest_runs=1, enough_s=_ROUND_S
         )
         self.rounds: list[list[PartCost]] = []
 
+    def watch(self) -> None:
+        """Finds which stages will use what is outside of the layers."""
+        with self._undone():
+            uses = self._use_probe.watch(self._step, lambda: [vars(part) for part in self._module.modules()])
+        self._chain.learn([uses])
+
     def run(self) -> None:
         """Measures once more."""
+        with self._undone():
+            found = self._probe.measure(self._step)
+        self.rounds.append([found.get(part, PartCost()) for part in range(len(self._chain) + 2)])
 
-        def step() -> Any:
-            return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
+    def _step(self) -> Any:
+        return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
 
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
         with ExitStack() as undo:
             undo.callback(ModelsInStages(self._module).end)
             undo.enter_context(without_trace(self._module))
-            found = self._probe.measure(step)
-        self.rounds.append([found.get(part, PartCost()) for part in range(self._num_parts)])
+            yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.training_memory import end_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
 from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.micro_batches import (
@@ -309,6 +309,11 @@ class RunningPipeline:
 
         everyone = self._world if self._will_train else self._model.stages
         has_moved = self._model.find_uses(step, left, seed_of(self._seed, 4), everyone)
+        if has_moved and hook == "training_step":  # the split has counted what it moved elsewhere
+            bounds = self._options.bounds(self._model.chain, self._model.group.num_ranks)
+            if self._options.measured_balance is None and bounds != self._model.bounds:
+                self._model.split_again(bounds)
+                self._runner = self._new_runner()
         if (is_first or has_moved) and self._balance_due is None:
             rank_zero_info(self._model.describe())
 
@@ -322,7 +327,7 @@ class RunningPipeline:
 
         def predicted(bounds: list[tuple[int, int]]) -> str:
             most_mb = costs.largest_bytes(bounds) / 1e6
-            return f"{1e3 * costs.step_s(bounds):.3g} ms, at most {most_mb:.3g} MB for the layers of a rank"
+            return f"{1e3 * costs.step_s(bounds):.3g} ms, at most {most_mb:.3g} MB for the stages of a rank"
 
         rank_zero_info(
             f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
@@ -344,12 +349,14 @@ class RunningPipeline:
             model.chain, model.bounds, model.ownership, model.group, model.device, self._seed, self._recompute
         )
         with without_trace(model.module):
-            measured = model.stages.gather_objects((probe.measure(step), slowest_link(model.group)))
+            found = probe.measure(step), slowest_link(model.group), probe.elsewhere_s
+            measured = model.stages.gather_objects(found)
         parts: dict[int, PartCost] = {}
         links: list[LinkCost] = []
-        for costs, link in measured:
+        for costs, link, _ in measured:
             parts.update(costs)
             links.append(link)
+        elsewhere_s = [seconds for *_, seconds in measured if seconds is not None]
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
             layer_bytes(model.chain, model.module.trainer.optimizers),
@@ -358,6 +365,8 @@ class RunningPipeline:
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=num_micro_batches_of(batch, self._num_micro_batches),
+            end_bytes=end_bytes(model.ownership, model.module.trainer.optimizers),
+            elsewhere_s=max(elsewhere_s, default=None),
         )
 
     def _check(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:

@@ -63,7 +63,8 @@ class PipelineStrategy(MultiGPUStrategy):
             "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
             memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
             schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
-            of layers of each stage.
+            of layers of each stage. What stands before the layers counts as the first stage's, and what stands behind
+            them as the last stage's.
         split_points: names of submodules, "net.decoder" for example, at each of which another stage begins, for modules
             that are no chain of layers. ``module`` is then the module that is cut, "auto" the smallest submodule whose
             forward pass contains all points. ``torch.export`` traces that forward pass on the first batch.

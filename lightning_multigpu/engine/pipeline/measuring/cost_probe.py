@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
     LayerInterception,
+    Region,
     map_only,
     tensors_of,
 )
@@ -55,6 +57,10 @@ class CostProbe:
         recompute: indices of the layers that run again in backward, and are measured so.
         fewest_runs: runs of a step that are measured in any case.
         enough_s: seconds after which no further run begins.
+
+    Attributes:
+        elsewhere_s: seconds that a stage other than the first took for the part before the layers; None if this rank
+            has measured no such stage.
     """
 
     def __init__(
@@ -79,7 +85,9 @@ class CostProbe:
         self._recompute = recompute
         self._fewest_runs = fewest_runs
         self._enough_s = enough_s
-        self._layers = LayerInterception(chain, *bounds[ownership.position], self._begin_part, self._measure_layer)
+        bound = bounds[ownership.position]
+        self._layers = LayerInterception(chain, *bound, self._begin_part, self._measure_layer, self._enter)
+        self.elsewhere_s: float | None = None
         self._parts: dict[int, list[PartCost]] = {}
         self._is_warm = False
         self._core_wait = CoreWait()
@@ -210,6 +218,10 @@ class CostProbe:
             recomputed_bytes,
         )
         self._parts.setdefault(part, []).append(cost)
+
+    def _enter(self, region: Region) -> None:
+        if region == Region.WITHIN and self._layers.start and not self._saved.counts:
+            self.elsewhere_s = min(self._clock_s(), self.elsewhere_s or math.inf)
 
     def _begin_part(self, part: int) -> None:
         set_random_state(seed_of(self._seed, part), self._device)

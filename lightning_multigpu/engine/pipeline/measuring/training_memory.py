@@ -24,6 +24,7 @@ from torch.optim import (
 )
 
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.planning.timeline import HeldBytes
 
@@ -67,6 +68,12 @@ def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
     A parameter of several layers counts for the first of them.
     """
     return [held_bytes(own, optimizers).total for own in chain.own_parameters()]
+
+
+def end_bytes(ownership: Ownership, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+    """As :func:`layer_bytes`, of what only the first and the last stage hold outside of the layers."""
+    first, last = ownership.at_ends()
+    return held_bytes(first, optimizers).total, held_bytes(last, optimizers).total
 
 
 class SavedTensors:

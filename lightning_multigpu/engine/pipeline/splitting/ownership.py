@@ -79,6 +79,18 @@ class Ownership:
         """Parameters with values on this rank, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Parameter)]
 
+    def at_ends(self) -> tuple[list[Parameter], list[Parameter]]:
+        """Parameters outside of the layers that the first rank holds, and those that the last one holds.
+
+        Those that all ranks hold are left out.
+        """
+        found = [h for h in self.holdings if h.is_outside and len(h.holders) < self.num_ranks]
+        first, last = (
+            [h.tensor for h in found if position in h.holders and isinstance(h.tensor, Parameter)]
+            for position in (0, self.num_ranks - 1)
+        )
+        return first, last
+
     def buffers(self) -> list[Tensor]:
         """Buffers with values on this rank, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and not h.is_parameter]
