@@ -368,4 +368,5 @@ def test_where_each_of_them_lives_is_printed(world2: World) -> None:
     assert "parameters in all: 0.00259 MB on rank 1, 0.00259 MB on rank 0" in wide
     assert "outside of the layers, on rank 1: tokens.weight (0.00192 MB)" in wide
     assert "outside of the layers, on rank 0: head.weight (0.00192 MB)" in wide
+    assert "parameters in all: 0.00259 MB on rank 1, 0.00259 MB on rank 0" in tied
     assert "the same on all ranks: tokens.weight (0.00192 MB)" in tied
