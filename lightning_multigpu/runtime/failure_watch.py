@@ -35,7 +35,7 @@ from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.runtime.loader_workers import note_refused_worker
+from lightning_multigpu.runtime.loader_workers import note_refused_worker, without_news_of_workers
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back
 
@@ -245,6 +245,10 @@ class FailureWatch:
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
+        with without_news_of_workers():
+            return self._settle(error, run, step)
+
+    def _settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         self.failed = True
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself

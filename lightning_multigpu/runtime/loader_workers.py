@@ -6,8 +6,10 @@ import functools
 import os
 import re
 import signal
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -30,6 +32,23 @@ def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
     """
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _WorkerInit):
         loader.worker_init_fn = _WorkerInit(loader.worker_init_fn, rank)
+
+
+@contextmanager
+def without_news_of_workers() -> Iterator[None]:
+    """Within the block the end of a loader's worker raises nothing in this thread.
+
+    torch raises it wherever the main thread is: also where the error that the same worker has caused is being handled.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if handler is not None:  # else it is none of Python's
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def note_refused_worker(error: BaseException, rank: int) -> None:

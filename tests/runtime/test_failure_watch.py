@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -83,6 +84,29 @@ def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
     assert watch.settle(error, RUN, 3) is None
     assert [failure.what for failure in client.told] == ["raised ValueError: spoilt"]
     assert "last completed step 3" in error.__notes__[0]
+
+
+def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
+    watch: FailureWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's worker has died: reading from it fails, and a moment later torch raises from its signal handler."""
+
+    def raise_(*_: Any) -> None:
+        raise RuntimeError("a worker has died")
+
+    def interrupted(*args: Any, **kwargs: Any) -> Failure:
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return of(*args, **kwargs)
+
+    client, of = under(watch), Failure.of
+    monkeypatch.setattr(Failure, "of", interrupted)
+    before = signal.signal(signal.SIGCHLD, raise_)
+    try:
+        assert watch.settle(ConnectionResetError("a queue"), RUN, 3) is None
+        assert signal.getsignal(signal.SIGCHLD) is raise_
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert [failure.what for failure in client.told] == ["raised ConnectionResetError: a queue"]
 
 
 def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
