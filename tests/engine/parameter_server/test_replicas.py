@@ -272,13 +272,16 @@ def test_each_worker_pushes_to_both_and_pulls_from_one() -> None:
 
     def work(worker: int) -> None:
         meter = Meter()
+        train_and_ask(worker, meter)
+        meter.flush()  # now that the threads have ended which send, and which tell the meter a moment later
+        sent = {t.operation: t.size_bytes for step in meter.steps for t in step.operations}
+        assert sent == {"push": 2 * 3 * 8 * elements, "pull": 3 * 8 * elements}
+
+    def train_and_ask(worker: int, meter: Meter) -> None:
         with found.connections(worker, meter) as connections:
             parameters = weights()
             optimizer = train(connections, parameters, optim.SGD(parameters, lr=0.1), range(3)).optimizer
             meter.end_step()
-            meter.flush()
-            sent = {t.operation: t.size_bytes for step in meter.steps for t in step.operations}
-            assert sent == {"push": 2 * 3 * 8 * elements, "pull": 3 * 8 * elements}
             if worker == 1:
                 found.workers.gather(worker, None)
                 found.workers.gather(worker, None)

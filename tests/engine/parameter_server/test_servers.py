@@ -412,10 +412,10 @@ def test_buckets_are_pushed_while_backward_goes_on() -> None:
                         mean = (of_both[0] + of_both[1]) / (4 if halved else 2)
                         assert_equal(now.detach(), was - 0.1 * mean)
                 meter.end_step()
-                meter.flush()
-                [step] = meter.steps
-                sent = {t.operation: (t.count, t.size_bytes, t.sent_bytes) for t in step.operations}
-                assert sent == {"push": (6, 6 * 1024, 6 * 1024), "pull": (2, 4 * 1024, 0)}
+            meter.flush()  # now that the threads have ended which send, and which tell the meter a moment later
+            [step] = meter.steps
+            sent = {t.operation: (t.count, t.size_bytes, t.sent_bytes) for t in step.operations}
+            assert sent == {"push": (6, 6 * 1024, 6 * 1024), "pull": (2, 4 * 1024, 0)}
 
         found.workers.run(work)
 
@@ -441,10 +441,10 @@ def test_compressed_gradients(name: str) -> None:
                     weight.grad = weight.grad.clone()
                 optimizer.step()
             meter.end_step()
-            meter.flush()
-            sent = {t.operation: t.sent_bytes for step in meter.steps for t in step.operations}
-            assert sent["push"] == (STEPS + 1) * compressor.encoded_bytes(pushed)
             remote.close()
+        meter.flush()  # now that the threads have ended which send, and which tell the meter a moment later
+        sent = {t.operation: t.sent_bytes for step in meter.steps for t in step.operations}
+        assert sent["push"] == (STEPS + 1) * compressor.encoded_bytes(pushed)
         return weight.detach().reshape(-1)
 
     with job() as found:
