@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -23,24 +21,18 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
 from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, cloned
-from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, find_blocks, order_of_calls, planned_block
-from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Left, Trials
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.split_gradients import SplitGradients
+from lightning_multigpu.strategies.split_layers import Plan, SplitLayers, check_plan, plan_text
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
-
-_STYLES = ("column", "row", "vocab", "head")
 
 
 class TensorSplitStrategy(RingDDPStrategy):
@@ -81,34 +73,33 @@ class TensorSplitStrategy(RingDDPStrategy):
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
-        if not callable(plan) and plan != "auto":
-            if not isinstance(plan, Mapping) or not plan:
-                raise ValueError(f"plan={plan!r}: give 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
-            for style in plan.values():
-                option_checks.check_choice("plan", style, _STYLES)
+        check_plan(plan)
         super().__init__(**options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
         # During a run:
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
-        self._split: list[tuple[Block, Applied]] | None = None
+        self._layers: SplitLayers | None = None
         self._bucket_cap_mb: float | None = None
-        self._gathered: dict[str, str] = {}
         self._undo = ExitStack()
 
     @property
     @override
     def options(self) -> dict[str, Any]:
         tensor, data = self._asked_sizes
-        plan = self._plan if isinstance(self._plan, str | Mapping) else getattr(self._plan, "__qualname__", "function")
-        return {**super().options, "tensor_parallel_size": tensor, "data_parallel_size": data, "plan": plan}
+        sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
+        return {**super().options, **sizes, "plan": plan_text(self._plan)}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks among which each layer is split."""
         tensor, data = self._asked_sizes
         return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
+
+    @property
+    def _is_split(self) -> bool:
+        return self._layers is not None and self._layers.split is not None
 
     # Setting up
 
@@ -172,6 +163,8 @@ class TensorSplitStrategy(RingDDPStrategy):
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
+        self._layers = SplitLayers(module, self._tensor, self._plan)
+        self._undo.callback(self._layers.close)
         gradients = SplitGradients(self.precision_plugin, self._tensor)
         self._undo.callback(gradients.end)
         self._share_random_states()
@@ -182,7 +175,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> Any:
-        if self._split is None:  # DDP's buckets are made of the parts
+        if not self._is_split:  # DDP's buckets are made of the parts
             self._bucket_cap_mb = bucket_cap_mb
             return model
         return super()._wrap(model, bucket_cap_mb, **options)
@@ -201,11 +194,11 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if self._split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
-            self._make_whole()
+        if self._is_split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
+            assert self._layers is not None
+            self._layers.make_whole(self.optimizers)
         self._undo.close()
-        self._tensor = self._peers = self._split = None
-        self._gathered = {}
+        self._tensor = self._peers = self._layers = None
         super().teardown()
 
     # The split
@@ -214,121 +207,22 @@ class TensorSplitStrategy(RingDDPStrategy):
         """Splits the module, on the first training batch; a collective of the world."""
         module = self.lightning_module
         assert module is not None
-        assert self._tensor is not None
+        assert self._layers is not None
         batch, *others = args
 
         def step() -> Any:
             return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
 
-        trials = Trials(
-            module,
-            self._tensor,
-            step,
-            traceless=lambda: without_trace(module),
-            gather=self.gather_objects,
-            rtol=gradient_rtol(module, self.root_device),
-            wrap_logits=self._wrap_logits,
-        )
         with self.meter.unrecorded():
-            split, left = trials.run(order_of_calls, lambda called: self._blocks(module, called))
-        for hook in trials.summed:
-            self._undo.callback(hook.remove)
-        self._check(split, left)
-        self._split = split
-        for optimizer in self.optimizers:
-            self._cut_state(optimizer)
-        self._check_optimizers()
-        self._gathered = {}
-        rank_zero_info(self._summary(module, split, left))
+            self._layers.decide(
+                step,
+                self.optimizers,
+                traceless=lambda: without_trace(module),
+                gather=self.gather_objects,
+                rtol=gradient_rtol(module, self.root_device),
+            )
         if self._reducer is not None:
             self.model = self._wrap(module, self._bucket_cap_mb)
-
-    def _blocks(self, module: Module, called: list[str]) -> list[Block]:
-        found = find_blocks(module, called)
-        if self._plan == "auto":
-            return found
-        roles: dict[str, str] = {}
-        for name, part in module.named_modules():
-            style = self._style(name, part)
-            if style is not None:
-                roles[name] = style
-        block = planned_block(module, roles, found)
-        return [*[known for known in found if known.roles.items() <= roles.items()], *([block] if block else [])]
-
-    def _style(self, name: str, part: Module) -> str | None:
-        if callable(self._plan):
-            style = self._plan(name, part)
-            if style is not None:
-                option_checks.check_choice(f"plan({name!r})", style, _STYLES)
-            return style
-        assert isinstance(self._plan, Mapping)
-        return next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
-
-    def _check(self, split: list[tuple[Block, Applied]], left: list[Left]) -> None:
-        reasons = "; ".join(f"{each.blocks[0].kind}: {each.reason}" for each in left)
-        if left and self._plan != "auto":
-            raise ValueError(f"plan={self._plan!r} computes something else than the whole layers. {reasons}")
-        if not split:
-            raise ValueError(
-                "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
-                "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
-                f"what computes the same as before. {reasons or 'It has found none of these'}. Name layers yourself: "
-                "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
-            )
-
-    def _check_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            plain = getattr(optimizer, "_optimizer", optimizer)
-            if shards_of(plain) != "elements" and any(split_of(p) for g in plain.param_groups for p in g["params"]):
-                raise ValueError(
-                    f"{type(plain).__name__} may need whole tensors, and tensor_split gives it parts: use an optimizer "
-                    "of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
-                )
-
-    def _wrap_logits(self, output: Tensor, layer: Any) -> Tensor:
-        assert self._tensor is not None
-
-        def note(name: str, operation: str) -> None:
-            if name not in self._gathered:
-                self._gathered[name] = operation
-                if self._split is not None:
-                    rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
-
-        return SplitLogits.of(output, LogitsLayout(self._tensor, layer.split, layer.meter_name, note))
-
-    def _summary(self, module: Module, split: list[tuple[Block, Applied]], left: list[Left]) -> str:
-        size = self.tensor_parallel_size
-        by_kind: dict[str, list[Block]] = {}
-        for block, _ in split:
-            by_kind.setdefault(block.kind, []).append(block)
-        lines = [f"tensor_split over {size} ranks:"]
-        for kind, blocks in by_kind.items():
-            lines.append(f"  {len(blocks)} x {blocks[0].shape}: {kind}")
-        for each in left:
-            lines.append(f"  whole: {len(each.blocks)} x {each.blocks[0].shape}: {each.blocks[0].kind} ({each.reason})")
-        parts = [p for p in module.parameters() if split_of(p) is not None]
-        own = sum(p.nbytes for p in module.parameters())
-        whole = own + sum((_whole_numel(p) - p.numel()) * p.element_size() for p in parts)
-        lines.append(f"  parameters of a rank: {own / 1e6:.3g} MB of {whole / 1e6:.3g} MB")
-        return "\n".join(lines)
-
-    def _make_whole(self) -> None:
-        """Gives every rank the whole layers back; a collective of each tensor group."""
-        assert self._tensor is not None
-        assert self._split is not None
-        assert self.lightning_module is not None
-        for optimizer in self.optimizers:
-            plain = getattr(optimizer, "_optimizer", optimizer)
-            for parameter, state in plain.state.items():
-                plain.state[parameter] = self._whole_state(parameter, state)
-        for name, parameter in self.lightning_module.named_parameters():
-            split = split_of(parameter)
-            if split is not None:
-                parameter.grad = None
-                parameter.data = split.gather(parameter.data, self._tensor, name)
-                forget_split(parameter)
-        for _, applied in reversed(self._split):
-            applied.restore()
 
     # Training
 
@@ -336,7 +230,7 @@ class TensorSplitStrategy(RingDDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._tensor is not None
         self._tensor.random.leave(self.root_device)
-        if self._split is None:
+        if not self._is_split:
             self._decide(*args, *kwargs.values())
         return self._whole_outputs(super().training_step(*args, **kwargs))
 
@@ -377,7 +271,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         return self._whole_outputs(super().predict_step(*args, **kwargs))
 
     def _whole_outputs(self, outputs: Any) -> Any:
-        return tree_map_only(SplitLogits, torch.clone, outputs) if self._split else outputs
+        return tree_map_only(SplitLogits, torch.clone, outputs) if self._is_split else outputs
 
     @override
     def on_predict_start(self) -> None:
@@ -404,87 +298,44 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @property
     def _gathers(self) -> bool:
-        return bool(self._split) and self.data_parallel_rank == 0 and not self.failure_watch.failed
+        return self._is_split and self.data_parallel_rank == 0 and not self.failure_watch.failed
 
     @property
     @override
     def state_is_lost(self) -> bool:
-        return super().state_is_lost or (bool(self._split) and self.failure_watch.failed)
+        return super().state_is_lost or (self._is_split and self.failure_watch.failed)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         if not self._gathers:
             return state
-        assert self._tensor is not None
-        assert self.lightning_module is not None
-        for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
-            split = split_of(parameter)
-            if split is not None and name in state:
-                state[name] = split.gather(parameter.detach(), self._tensor, name).clone()
-        return state
+        assert self._layers is not None
+        return self._layers.whole_state_dict(state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._split:
-            assert self._tensor is not None
-            assert self.lightning_module is not None
-            state = dict(checkpoint["state_dict"])
-            for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
-                split = split_of(parameter)
-                if split is not None and name in state:
-                    state[name] = split.part(state[name], self._tensor.rank)
-            checkpoint = {**checkpoint, "state_dict": state}
+        if self._is_split:
+            assert self._layers is not None
+            checkpoint = {**checkpoint, "state_dict": self._layers.own_state_dict(checkpoint["state_dict"])}
         super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
         found: dict[str, Any] = super().optimizer_state(plain)
-        if self._gathers:
-            parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
-            states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
-            found = {**found, "state": states}
-        return found
+        if not self._gathers:
+            return found
+        assert self._layers is not None
+        return self._layers.whole_optimizer_state(plain, found)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._split:
+        if self._is_split:
+            assert self._layers is not None
             for optimizer in self.optimizers:
-                self._cut_state(optimizer)
-
-    def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        split = split_of(parameter)
-        assert self._tensor is not None
-        if split is None:
-            return dict(state)
-        return {
-            name: split.gather(value, self._tensor, name).clone()
-            if isinstance(value, Tensor) and value.shape == parameter.shape
-            else value
-            for name, value in state.items()
-        }
-
-    def _cut_state(self, optimizer: Optimizer) -> None:
-        """Makes whole state that was loaded this rank's part of it."""
-        assert self._tensor is not None
-        plain = getattr(optimizer, "_optimizer", optimizer)
-        for parameter, state in plain.state.items():
-            split = split_of(parameter)
-            if split is None:
-                continue
-            whole_shape = list(parameter.shape)
-            whole_shape[split.dim] = split.whole_size
-            for name, value in state.items():
-                if isinstance(value, Tensor) and list(value.shape) == whole_shape:
-                    state[name] = split.part(value, self._tensor.rank)
-
-
-def _whole_numel(parameter: Tensor) -> int:
-    split = split_of(parameter)
-    assert split is not None
-    return parameter.numel() // max(1, parameter.shape[split.dim]) * split.whole_size
+                self._layers.cut_state(optimizer)
 
 
 def _write_nothing(*args: Any) -> None:

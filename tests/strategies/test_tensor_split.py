@@ -187,7 +187,7 @@ class Noting(Callback):
         self.left: list[str] = []
 
     def on_train_end(self, trainer: L.Trainer, _: Any) -> None:
-        for block, _applied in getattr(trainer.strategy, "_split", None) or ():
+        for block, _applied in trainer.strategy._layers.split if trainer.world_size > 1 else ():
             self.split[block.shape] = self.split.get(block.shape, 0) + 1
 
 

@@ -1,0 +1,262 @@
+"""The layers of a module that are split over a tensor group: found on the first batch, and whole again at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
+from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, find_blocks, order_of_calls, planned_block
+from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import Left, Trials
+from lightning_multigpu.strategies import option_checks
+
+Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
+
+_STYLES = ("column", "row", "vocab", "head")
+
+
+def check_plan(plan: Plan) -> None:
+    """Checks the option ``plan``."""
+    if not callable(plan) and plan != "auto":
+        if not isinstance(plan, Mapping) or not plan:
+            raise ValueError(f"plan={plan!r}: give 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
+        for style in plan.values():
+            option_checks.check_choice("plan", style, _STYLES)
+
+
+def plan_text(plan: Plan) -> Any:
+    """The option ``plan``, as reports show it."""
+    return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
+
+
+class SplitLayers:
+    """The layers of a module that are split over a tensor group, from the first batch to the end of a fit.
+
+    Args:
+        module: the whole module.
+        group: the ranks among which layers are split.
+        plan: which layers are split; see :class:`.TensorSplitStrategy`.
+
+    Attributes:
+        split: the blocks that are split; None before :meth:`decide`.
+    """
+
+    def __init__(self, module: Module, group: TensorGroup, plan: Plan) -> None:
+        self.split: list[tuple[Block, Applied]] | None = None
+        self._module = module
+        self._group = group
+        self._plan = plan
+        self._gathered: dict[str, str] = {}
+        self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Removes the hooks of the split."""
+        self._undo.close()
+
+    # The split
+
+    def decide(
+        self,
+        step: Callable[[], Any],
+        optimizers: Iterable[Optimizer],
+        *,
+        traceless: Callable[[], AbstractContextManager[None]],
+        gather: Callable[[Any], list[Any]],
+        rtol: float,
+    ) -> None:
+        """Splits the module by its first training batch, and prints the split; a collective of all ranks.
+
+        Args:
+            step: runs the training step and returns its loss.
+            optimizers: of the module; the states that they have are split as well.
+            traceless, gather, rtol: as of :class:`.Trials`.
+
+        Raises:
+            ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
+        """
+        optimizers = list(optimizers)
+        trials = Trials(
+            self._module,
+            self._group,
+            step,
+            traceless=traceless,
+            gather=gather,
+            rtol=rtol,
+            wrap_logits=self._wrap_logits,
+        )
+        split, left = trials.run(order_of_calls, self._blocks)
+        for hook in trials.summed:
+            self._undo.callback(hook.remove)
+        self._check(split, left)
+        self.split = split
+        for optimizer in optimizers:
+            self.cut_state(optimizer)
+        self._check_optimizers(optimizers)
+        self._gathered = {}
+        rank_zero_info(self._summary(split, left))
+
+    def _blocks(self, called: list[str]) -> list[Block]:
+        module = self._module
+        found = find_blocks(module, called)
+        if self._plan == "auto":
+            return found
+        roles: dict[str, str] = {}
+        for name, part in module.named_modules():
+            style = self._style(name, part)
+            if style is not None:
+                roles[name] = style
+        block = planned_block(module, roles, found)
+        return [*[known for known in found if known.roles.items() <= roles.items()], *([block] if block else [])]
+
+    def _style(self, name: str, part: Module) -> str | None:
+        if callable(self._plan):
+            style = self._plan(name, part)
+            if style is not None:
+                option_checks.check_choice(f"plan({name!r})", style, _STYLES)
+            return style
+        assert isinstance(self._plan, Mapping)
+        return next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
+
+    def _check(self, split: list[tuple[Block, Applied]], left: list[Left]) -> None:
+        reasons = "; ".join(f"{each.blocks[0].kind}: {each.reason}" for each in left)
+        if left and self._plan != "auto":
+            raise ValueError(f"plan={self._plan!r} computes something else than the whole layers. {reasons}")
+        if not split:
+            raise ValueError(
+                "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
+                "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
+                f"what computes the same as before. {reasons or 'It has found none of these'}. Name layers yourself: "
+                "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
+            )
+
+    def _check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            plain = _plain(optimizer)
+            if shards_of(plain) != "elements" and any(split_of(p) for g in plain.param_groups for p in g["params"]):
+                raise ValueError(
+                    f"{type(plain).__name__} may need whole tensors, and tensor_split gives it parts: use an optimizer "
+                    "of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
+                )
+
+    def _wrap_logits(self, output: Tensor, layer: Any) -> Tensor:
+        def note(name: str, operation: str) -> None:
+            if name not in self._gathered:
+                self._gathered[name] = operation
+                if self.split is not None:
+                    rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
+
+        return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
+
+    def _summary(self, split: list[tuple[Block, Applied]], left: list[Left]) -> str:
+        module, size = self._module, self._group.size
+        by_kind: dict[str, list[Block]] = {}
+        for block, _ in split:
+            by_kind.setdefault(block.kind, []).append(block)
+        lines = [f"tensor_split over {size} ranks:"]
+        for kind, blocks in by_kind.items():
+            lines.append(f"  {len(blocks)} x {blocks[0].shape}: {kind}")
+        for each in left:
+            lines.append(f"  whole: {len(each.blocks)} x {each.blocks[0].shape}: {each.blocks[0].kind} ({each.reason})")
+        parts = [p for p in module.parameters() if split_of(p) is not None]
+        own = sum(p.nbytes for p in module.parameters())
+        whole = own + sum((_whole_numel(p) - p.numel()) * p.element_size() for p in parts)
+        lines.append(f"  parameters of a rank: {own / 1e6:.3g} MB of {whole / 1e6:.3g} MB")
+        return "\n".join(lines)
+
+    def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
+        """Gives every rank the whole layers back; a collective of the tensor group."""
+        assert self.split is not None
+        for optimizer in optimizers:
+            states = _plain(optimizer).state
+            for parameter, state in states.items():
+                states[parameter] = self._whole_state(parameter, state)
+        for name, parameter in self._module.named_parameters():
+            split = split_of(parameter)
+            if split is not None:
+                parameter.grad = None
+                parameter.data = self._whole(parameter, parameter.data, name)
+                forget_split(parameter)
+        for _, applied in reversed(self.split):
+            applied.restore()
+
+    # Checkpoints
+
+    def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` with whole parameters; a collective of the tensor group.
+
+        Args:
+            state: with this rank's parts.
+        """
+        whole = dict(state)
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if name in state:
+                whole[name] = self._whole(parameter, state[name], name)
+        return whole
+
+    def own_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` with this rank's parts of whole parameters."""
+        own = dict(state)
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            split = split_of(parameter)
+            if split is not None and name in state:
+                own[name] = split.part(state[name], self._group.rank)
+        return own
+
+    def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer's ``state_dict()`` with whole states; a collective of the tensor group.
+
+        Args:
+            optimizer: of the module.
+            found: with this rank's parts.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
+        return {**found, "state": states}
+
+    def cut_state(self, optimizer: Optimizer) -> None:
+        """Makes whole state that an optimizer has this rank's part of it."""
+        for parameter, state in _plain(optimizer).state.items():
+            split = split_of(parameter)
+            if split is None:
+                continue
+            whole_shape = list(parameter.shape)
+            whole_shape[split.dim] = split.whole_size
+            for name, value in state.items():
+                if isinstance(value, Tensor) and list(value.shape) == whole_shape:
+                    state[name] = split.part(value, self._group.rank)
+
+    def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._whole(parameter, value, name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for name, value in state.items()
+        }
+
+    def _whole(self, parameter: Tensor, part: Tensor, name: str) -> Tensor:
+        """The whole of this rank's part of a tensor that is split as the parameter is; on the part's device."""
+        split = split_of(parameter)
+        if split is None:
+            return part
+        return split.gather(part.detach().to(parameter.device), self._group, name).to(part.device, copy=True)
+
+
+def _plain(optimizer: Optimizer) -> Any:
+    """The optimizer itself, where Lightning has wrapped it."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def _whole_numel(parameter: Tensor) -> int:
+    split = split_of(parameter)
+    assert split is not None
+    return parameter.numel() // max(1, parameter.shape[split.dim]) * split.whole_size
