@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.runtime import whole_checkpoint_io
 from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO, map_files
+from tests import preforked
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 
@@ -39,10 +39,10 @@ def test_a_save_that_breaks_off_leaves_the_former_file(handler: str, tmp_path: P
     WholeCheckpointIO().save_checkpoint({"step": 1}, path)
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", KILLED.format(handler=handler), str(path)]
-    finished = subprocess.run(command, env=environment, capture_output=True, check=False)
+    finished = preforked.run(command, env=environment, timeout=120)
     assert finished.returncode not in (0, None)
     if handler == "signal.SIG_IGN":
-        last = finished.stderr.decode().strip().splitlines()[-1]
+        last = finished.stderr.strip().splitlines()[-1]
         assert re.fullmatch(
             r"OSError: \[Errno 27\] the checkpoint was not saved: File too large \(\d+\.\d MB are free there\); "
             rf"a former file of that name is as it was: '{re.escape(str(path))}'",

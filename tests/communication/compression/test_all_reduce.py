@@ -122,10 +122,10 @@ def _train(name: str | None) -> tuple[str, float]:
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest(), float(total)
 
 
-def test_weights_are_the_same_bits_on_all_ranks_after_fifty_steps(world: World) -> None:
-    [(_, expected), *_] = world.run(_train, None)
+def test_weights_are_the_same_bits_on_all_ranks_after_fifty_steps(world4: World) -> None:
+    [(_, expected), *_] = world4.run(_train, None)
     for name in SETTINGS:
-        results = world.run(_train, name)
+        results = world4.run(_train, name)
         assert len({digest for digest, _ in results}) == 1, name
         # Not as good as without compression at the same step, but near; it starts at about six times that.
         tolerance = 0.01 if name in ("fp16", "bf16", "int8") else 0.5
