@@ -86,6 +86,7 @@ _BENCHES = {
     "strategies": "the training step of one model under several strategies, and what communication costs",
 }
 _PIPELINE = {"plan": "the split, and the predicted time and memory for several numbers of micro-batches"}
+_TENSOR = {"plan": "the layers that would be split, each rank's memory, and what each block sends"}
 COMMANDS: tuple[Command, ...] = (
     Command("new", "write a small project that trains at once", "new"),
     Command("fit", "train a model", "first_look"),
@@ -94,6 +95,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("predict", "compute a model's predictions", "first_look"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("pipeline", "predict a pipeline's step time and memory, without training", "pipeline", _PIPELINE),
+    Command("tensor", "show how layers would be split over ranks, without training", "tensor", _TENSOR),
     Command("bench", "time collectives or strategies on this machine", "bench", _BENCHES),
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),
     Command("emulate", "run a command on emulated hosts of this machine", "emulate"),

@@ -13,11 +13,21 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
-from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, find_blocks, order_of_calls, planned_block
+from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes
+from lightning_multigpu.engine.tensor_split.blocks import (
+    Applied,
+    Block,
+    find_blocks,
+    find_pairs,
+    order_of_calls,
+    planned_block,
+)
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Left, Trials
+from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
+from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
+from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 
 Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
@@ -73,8 +83,10 @@ class SplitLayers:
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
         rtol: float,
-    ) -> None:
+    ) -> SplitPlan:
         """Splits the module by its first training batch, and prints the split; a collective of all ranks.
+
+        Returns the plan, with the memory of the first ranks that ``gather`` returns.
 
         Args:
             step: runs the training step and returns its loss.
@@ -85,6 +97,7 @@ class SplitLayers:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
         """
         optimizers = list(optimizers)
+        held = held_bytes(self._module.parameters(), optimizers)
         trials = Trials(
             self._module,
             self._group,
@@ -94,18 +107,31 @@ class SplitLayers:
             rtol=rtol,
             wrap_logits=self._wrap_logits,
         )
-        split, left = trials.run(order_of_calls, self._blocks)
+        searches: list[Any] = [self._blocks]
+        if self._plan == "auto":
+            searches.append(lambda called: find_pairs(self._module, called))
+        split, left = trials.run(order_of_calls, *searches)
         for hook in trials.summed:
             self._undo.callback(hook.remove)
-        self._check(split, left)
+        own = gather(held_bytes(self._module.parameters(), optimizers))
+        plan = SplitPlan(
+            self._group.size,
+            _rows(self._module, split, trials.traffic, self._group.size),
+            _whole_rows(split, left),
+            (),
+            held,
+            own[: self._group.size],
+        )
+        self._check(plan)
         self.split = split
         for optimizer in optimizers:
             self.cut_state(optimizer)
         self._check_optimizers(optimizers)
         self._gathered = {}
-        rank_zero_info(self._summary(split, left))
+        rank_zero_info(summary(plan))
+        return plan
 
-    def _blocks(self, called: list[str]) -> list[Block]:
+    def _blocks(self, called: Mapping[str, int]) -> list[Block]:
         module = self._module
         found = find_blocks(module, called)
         if self._plan == "auto":
@@ -127,11 +153,11 @@ class SplitLayers:
         assert isinstance(self._plan, Mapping)
         return next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
 
-    def _check(self, split: list[tuple[Block, Applied]], left: list[Left]) -> None:
-        reasons = "; ".join(f"{each.blocks[0].kind}: {each.reason}" for each in left)
-        if left and self._plan != "auto":
+    def _check(self, plan: SplitPlan) -> None:
+        reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
+        if plan.whole and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} computes something else than the whole layers. {reasons}")
-        if not split:
+        if not plan.blocks:
             raise ValueError(
                 "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
                 "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
@@ -156,22 +182,6 @@ class SplitLayers:
                     rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
 
         return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
-
-    def _summary(self, split: list[tuple[Block, Applied]], left: list[Left]) -> str:
-        module, size = self._module, self._group.size
-        by_kind: dict[str, list[Block]] = {}
-        for block, _ in split:
-            by_kind.setdefault(block.kind, []).append(block)
-        lines = [f"tensor_split over {size} ranks:"]
-        for kind, blocks in by_kind.items():
-            lines.append(f"  {len(blocks)} x {blocks[0].shape}: {kind}")
-        for each in left:
-            lines.append(f"  whole: {len(each.blocks)} x {each.blocks[0].shape}: {each.blocks[0].kind} ({each.reason})")
-        parts = [p for p in module.parameters() if split_of(p) is not None]
-        own = sum(p.nbytes for p in module.parameters())
-        whole = own + sum((_whole_numel(p) - p.numel()) * p.element_size() for p in parts)
-        lines.append(f"  parameters of a rank: {own / 1e6:.3g} MB of {whole / 1e6:.3g} MB")
-        return "\n".join(lines)
 
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Gives every rank the whole layers back; a collective of the tensor group."""
@@ -256,7 +266,24 @@ def _plain(optimizer: Optimizer) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def _whole_numel(parameter: Tensor) -> int:
-    split = split_of(parameter)
-    assert split is not None
-    return parameter.numel() // max(1, parameter.shape[split.dim]) * split.whole_size
+def _rows(
+    module: Module, split: Iterable[tuple[Block, Applied]], traffic: list[Sent], num_ranks: int
+) -> list[SplitBlocks]:
+    by_kind: dict[str, list[Block]] = {}
+    for block, _ in split:
+        by_kind.setdefault(block.kind, []).append(block)
+    return [split_blocks(module, blocks, traffic, num_ranks) for blocks in by_kind.values()]
+
+
+def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
+    """Where others of the kind are split, those that are whole have their full names."""
+    kinds = {block.kind for block, _ in split}
+    return [
+        WholeBlocks(
+            blocks[0].shape,
+            ", ".join(block.name for block in blocks) if blocks[0].kind in kinds else blocks[0].kind,
+            len(blocks),
+            reason,
+        )
+        for blocks, reason in left
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,7 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of,
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
@@ -77,6 +78,8 @@ class TensorSplitStrategy(RingDDPStrategy):
         super().__init__(**options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
+        self.on_split: Callable[[SplitPlan], object] | None = None
+        """Called on every rank after the layers were split, before anything is trained."""
         # During a run:
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
@@ -214,13 +217,15 @@ class TensorSplitStrategy(RingDDPStrategy):
             return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
 
         with self.meter.unrecorded():
-            self._layers.decide(
+            plan = self._layers.decide(
                 step,
                 self.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=self.gather_objects,
                 rtol=gradient_rtol(module, self.root_device),
             )
+        if self.on_split is not None:
+            self.on_split(plan)
         if self._reducer is not None:
             self.model = self._wrap(module, self._bucket_cap_mb)
 

@@ -25,6 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from lightning_multigpu import TensorSplitStrategy
 from tests.strategies.tasks import Case, assert_same_weights, fit, make_strategy, make_trainer, state
 from tests.world import World
 
@@ -75,6 +76,17 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
         return x + self.feed_forward(x)  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """Cannot be split where a function of all hidden features stands between its layers."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.first, self.between, self.second = nn.Linear(WIDTH, 20), between, nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.between(self.first(x)))  # type: ignore[no-any-return]
 
 
 class MultiheadBlock(nn.Module):
@@ -135,6 +147,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reads its size": lambda: Language(Block(Attention(size_is_read=False), perceptron())),
     "multihead": lambda: Language(MultiheadBlock(), perceptron(), MultiheadBlock()),
     "encoder": lambda: Language(encoder()),
+    "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
+    "equal layers": lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
 }
 FOUND: dict[str, dict[str, int]] = {
     "gpt2": {"vocabulary": 1, "attention": 2, "first, second": 2},
@@ -147,6 +161,8 @@ FOUND: dict[str, dict[str, int]] = {
     "reads its size": {"vocabulary": 1, "first, second": 1},
     "multihead": {"vocabulary": 1, "attention": 2, "first, second": 1},
     "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
+    "one bad block": {"vocabulary": 1, "first, second": 4},
+    "equal layers": {"vocabulary": 1, "first, second": 2},
 }
 # These compute norms, softmax or losses in float32 whatever the precision.
 RTOL = dict.fromkeys(("gpt2", "llama", "qwen3", "t5", "bert"), 1e-4)
@@ -186,6 +202,10 @@ class Noting(Callback):
         self.split: dict[str, int] = {}
         self.left: list[str] = []
 
+    def on_train_start(self, trainer: L.Trainer, _: Any) -> None:
+        if isinstance(trainer.strategy, TensorSplitStrategy):
+            trainer.strategy.on_split = lambda plan: self.left.extend(each.names for each in plan.whole)
+
     def on_train_end(self, trainer: L.Trainer, _: Any) -> None:
         for block, _applied in trainer.strategy._layers.split if trainer.world_size > 1 else ():
             self.split[block.shape] = self.split.get(block.shape, 0) + 1
@@ -202,7 +222,7 @@ def train(model: str, ranks: int, **options: Any) -> dict[str, Any]:
     case = Case(max_epochs=2, trainer={"gradient_clip_val": 0.5, "use_distributed_sampler": False})
     trainer = make_trainer(case, strategy, ranks, callbacks=[noting])
     trainer.fit(task, text(), text(6))
-    return {"weights": state(task), "validated": task.validated, "split": noting.split}
+    return {"weights": state(task), "validated": task.validated, "split": noting.split, "left": noting.left}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -214,6 +234,8 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=rtol, atol=rtol / 100)
         assert result["validated"] == pytest.approx(reference["validated"], rel=rtol)
+        if model == "one bad block":
+            assert result["left"] == ["model.blocks.2.(first, second)"]
 
 
 def test_ranks_without_heads_of_their_own(world4: World) -> None:

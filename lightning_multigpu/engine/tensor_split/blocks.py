@@ -14,9 +14,10 @@ Whether a block still computes the same is not known from its shapes: whoever ap
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,7 +74,15 @@ class Block:
     @property
     def kind(self) -> str:
         """What blocks of the same structure have in common: the names without the numbers of layers."""
-        names = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.roles})
+        return self._text({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.roles})
+
+    @property
+    def name(self) -> str:
+        """The names of its layers."""
+        return self._text(set(self.roles))
+
+    def _text(self, of_layers: set[str]) -> str:
+        names = sorted(of_layers)
         parent = names[0].rpartition(".")[0]
         if parent and all(name.startswith(f"{parent}.") for name in names) and len(names) > 1:
             return f"{parent}.({', '.join(name[len(parent) + 1 :] for name in names)})"
@@ -81,15 +90,23 @@ class Block:
 
 
 @contextmanager
-def order_of_calls(module: Module) -> Iterator[list[str]]:
-    """Fills the list with the names of layers that could be split, in the order in which the block runs them first."""
-    called: list[str] = []
+def order_of_calls(module: Module) -> Iterator[dict[str, int]]:
+    """Fills the dict with the names of layers that could be split, in the order in which the block runs them first.
+
+    Layers with the same number have the same input.
+    """
+    called: dict[str, int] = {}
+    inputs: dict[tuple[Any, ...], int] = {}
+    kept = []  # alive, so that no other tensor gets the same address
     handles = []
 
     def note(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(_: Module, args: tuple[Any, ...]) -> None:
             if name not in called:
-                called.append(name)
+                tensor = args[0] if args and isinstance(args[0], Tensor) else None
+                kept.append(tensor)
+                key = (name,) if tensor is None else (tensor.data_ptr(), *tensor.shape)
+                called[name] = inputs.setdefault(key, len(inputs))
 
         return hook
 
@@ -106,7 +123,7 @@ def order_of_calls(module: Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def find_blocks(module: Module, called: Sequence[str]) -> list[Block]:
+def find_blocks(module: Module, called: Mapping[str, int]) -> list[Block]:
     """The blocks of a module.
 
     Args:
@@ -119,7 +136,7 @@ def find_blocks(module: Module, called: Sequence[str]) -> list[Block]:
     linears = [name for name in called if is_linear(parts[name]) and name not in taken]
     start = 0
     while start < len(linears):
-        block = _block_at(module, parts, linears[start : start + 4])
+        block = _block_at(parts, linears[start : start + 4], called)
         if block is not None:
             blocks.append(block)
         start += 1 if block is None else len(block.roles)
@@ -150,7 +167,19 @@ def planned_block(module: Module, roles: Mapping[str, str], found: Sequence[Bloc
     return Block("plan", own) if own else None
 
 
-def _block_at(module: Module, parts: Mapping[str, Module], names: Sequence[str]) -> Block | None:
+def find_pairs(module: Module, called: Mapping[str, int]) -> list[Block]:
+    """Linear layers that run one after the other, in pairs whose sizes fit: for a module without any other block."""
+    parts = dict(module.named_modules())
+    linears = [name for name in called if is_linear(parts[name])]
+    pairs: list[Block] = []
+    for first, second in pairwise(linears):
+        is_free = not pairs or first not in pairs[-1].roles
+        if is_free and linear_sizes(parts[first])[1] == linear_sizes(parts[second])[0]:
+            pairs.append(Block("first, second", {first: "column", second: "row"}))
+    return pairs
+
+
+def _block_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping[str, int]) -> Block | None:
     """The block that begins with the first of these layers."""
     sizes = [linear_sizes(parts[name]) for name in names]  # (in, out)
     if len(names) == 4:
@@ -178,9 +207,16 @@ def _block_at(module: Module, parts: Mapping[str, Module], names: Sequence[str])
             by_heads = {names[0]: {"unit": fused // heads[1]}, **row}
             roles = {names[0]: "column", names[1]: "row"}
             return Block("attention", roles, _head_ways(parts, names[:2], [in_sections, by_heads], o_in), heads[1])
-    if len(names) >= 3 and sizes[0] == sizes[1] and sizes[0][1] == sizes[2][0] and _are_near(names[:3]):
+    have_one_input = len(names) >= 2 and called[names[0]] == called[names[1]]
+    if (
+        len(names) >= 3
+        and have_one_input
+        and sizes[0] == sizes[1]
+        and sizes[0][1] == sizes[2][0]
+        and _are_near(names[:3])
+    ):
         return Block("gate, up, down", {names[0]: "column", names[1]: "column", names[2]: "row"})
-    if len(names) >= 2 and _are_near(names[:2]):
+    if len(names) >= 2 and not have_one_input and _are_near(names[:2]):
         if sizes[0][1] == sizes[1][0]:
             return Block("first, second", {names[0]: "column", names[1]: "row"})
         if sizes[0][1] == 2 * sizes[1][0]:
@@ -245,7 +281,7 @@ def _head_ways(
     return tuple(replace(Way(of_layers), **each) for of_layers in options for each in attributes)
 
 
-def _vocabularies(module: Module, called: Sequence[str]) -> Iterator[Block]:
+def _vocabularies(module: Module, called: Iterable[str]) -> Iterator[Block]:
     """Embeddings with their heads, and large embeddings."""
     parts = dict(module.named_modules())
     total = sum(parameter.numel() for parameter in module.parameters())

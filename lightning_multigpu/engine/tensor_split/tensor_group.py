@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,7 @@ class TensorGroup:
         rank: of this process in the group.
         size: the number of ranks.
         random: the random numbers between layers that split activations and those that join them.
+        observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, meter: Meter | None = None, shared_memory: bool = True) -> None:
@@ -94,6 +95,7 @@ class TensorGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.random = RandomRegions(self.rank)
+        self.observer: Callable[[str, str, int], object] | None = None
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._meter = meter or Meter()
         self._ranks = ranks_text(dist.get_process_group_ranks(group))
@@ -251,7 +253,9 @@ class TensorGroup:
                 pending.error = error
             pending.over.set()
 
-    def _described(self, size_bytes: int, name: str) -> dict[str, Any]:
+    def _described(self, operation: str, size_bytes: int, name: str) -> dict[str, Any]:
+        if self.observer is not None:
+            self.observer(operation, name, size_bytes)
         return {
             "group": f"tensor {name}".rstrip(),
             "group_size": self.size,
@@ -263,7 +267,7 @@ class TensorGroup:
         }
 
     def _begin(self, operation: str, size_bytes: int, name: str) -> Any:
-        return self._meter.begin(operation, **self._described(size_bytes, name))
+        return self._meter.begin(operation, **self._described(operation, size_bytes, name))
 
     def _metered(self, operation: str, size_bytes: int, name: str) -> Any:
-        return self._meter.blocking(operation, **self._described(size_bytes, name))
+        return self._meter.blocking(operation, **self._described(operation, size_bytes, name))

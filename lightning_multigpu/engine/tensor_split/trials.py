@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.engine.gradient_check import (
     SMALLEST,
     moved_weights,
@@ -30,6 +31,10 @@ from lightning_multigpu.engine.gradient_check import (
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
+
+_TRIES = 4
+"""Groups of blocks that are tried for each doubling of their number: two bad blocks are found for sure."""
 
 _DROPOUTS = (
     F.dropout,
@@ -61,12 +66,22 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class Sent(NamedTuple):
+    """A collective inside a split layer: its pass, operation, layer, and the bytes of the whole tensor."""
+
+    direction: Direction
+    operation: str
+    layer: str
+    size_bytes: int
+
+
 class Computed(NamedTuple):
-    """What a step computes: its loss, the gradients by name in host memory, and the loss in evaluation mode."""
+    """What a step computes and sends: losses in training and evaluation, and gradients by name in host memory."""
 
     loss: float
     gradients: dict[str, Tensor]
     evaluated: float
+    traffic: list[Sent]
 
 
 class Left(NamedTuple):
@@ -90,6 +105,7 @@ class Trials:
 
     Attributes:
         summed: hooks that sum the gradients of whole parameters within blocks over the ranks; to be removed at the end.
+        traffic: of a step with all blocks that are split so far.
     """
 
     def __init__(
@@ -111,16 +127,20 @@ class Trials:
         self._rtol = rtol
         self._wrap_logits = wrap_logits
         self.summed: list[RemovableHandle] = []
+        self.traffic: list[Sent] = []
+        self._tries_left = 0
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def run(
-        self, order: Callable[[Module], AbstractContextManager[list[str]]], find: Callable[[list[str]], list[Block]]
+        self,
+        order: Callable[[Module], AbstractContextManager[dict[str, int]]],
+        *searches: Callable[[dict[str, int]], list[Block]],
     ) -> tuple[list[tuple[Block, Applied]], list[Left]]:
         """The blocks that are split now, and those that stay whole.
 
         Args:
             order: notes which layers run.
-            find: the blocks, of the names of the layers that have run.
+            searches: each finds blocks, of the layers that have run; later ones are asked if nothing is split so far.
 
         Raises:
             ValueError: the step gives no loss that could be compared.
@@ -132,14 +152,14 @@ class Trials:
             with moved_weights(self._parameters, self._own_part), without_gradients(self._parameters.values()):
                 with order(self._module) as called:
                     whole = self._compute()
-                by_kind: dict[str, list[Block]] = {}
-                for block in find(self._gather(list(called))[0]):
-                    by_kind.setdefault(block.kind, []).append(block)
-                for blocks in by_kind.values():
-                    applied, reason = self._try(blocks, whole)
-                    split += zip(blocks, applied, strict=False)
-                    if not applied:
-                        left.append(Left(blocks, reason))
+                called = self._gather(called)[0]
+                for find in searches:
+                    by_kind: dict[str, list[Block]] = {}
+                    for block in [] if split else find(called):
+                        by_kind.setdefault(block.kind, []).append(block)
+                    for blocks in by_kind.values():
+                        self._tries_left = _TRIES * (1 + len(blocks).bit_length())
+                        self._split(blocks, whole, split, left)
         finally:
             self._group.random.is_off = False
         return split, left
@@ -147,6 +167,21 @@ class Trials:
     def _own_part(self, parameter: Parameter, whole: Tensor) -> Tensor:
         split = split_of(parameter)
         return whole if split is None else split.part(whole, self._group.rank)
+
+    def _split(
+        self, blocks: Sequence[Block], whole: Computed, split: list[tuple[Block, Applied]], left: list[Left]
+    ) -> None:
+        """Splits those blocks of a kind that compute the same; bad ones are found by halving."""
+        self._tries_left -= 1
+        applied, reason = self._try(blocks, whole)
+        if applied:
+            split += zip(blocks, applied, strict=True)
+        elif len(blocks) == 1 or self._tries_left <= 0:
+            left.append(Left(blocks, reason))
+        else:
+            middle = len(blocks) // 2
+            self._split(blocks[:middle], whole, split, left)
+            self._split(blocks[middle:], whole, split, left)
 
     def _try(self, blocks: Sequence[Block], whole: Computed) -> tuple[list[Applied], str]:
         """Splits blocks of a kind in the first way that computes the same; or nothing, and why the first did not."""
@@ -189,14 +224,19 @@ class Trials:
         problem, differing = self._difference(whole, split)
         problem = self._first_of_ranks(problem)
         partial = sorted(set().union(*self._gather(differing)))
+        if problem is None:
+            self.traffic = split.traffic
         if problem is None or not partial:
             return problem
         # A whole parameter within a block, such as a norm of queries, gets a part of its gradient on each rank.
+        traffic = list(split.traffic)
         for name in partial:
+            traffic.append(Sent("backward", "all_reduce", f"{name} gradient", whole.gradients[name].nbytes))
             self._group.all_reduce(split.gradients.setdefault(name, torch.zeros_like(whole.gradients[name])), name)
         remaining = self._first_of_ranks(self._difference(whole, split)[0])
         if remaining is not None:
             return problem
+        self.traffic = traffic
         self.summed += [self._parameters[name].register_hook(self._sum(name)) for name in partial]  # type: ignore[no-untyped-call]
         return None
 
@@ -208,13 +248,17 @@ class Trials:
 
     def _compute(self) -> Computed:
         with self._traceless(), NoDropout():
+            traffic: list[Sent] = []
+            self._group.observer = lambda *sent: traffic.append(Sent("forward", *sent))
             loss = self._loss()
+            self._group.observer = lambda *sent: traffic.append(Sent("backward", *sent))
             loss.backward()  # type: ignore[no-untyped-call]
+            self._group.observer = None
             gradients = take_gradients(self._parameters)
         with self._traceless(), NoDropout(), torch.no_grad():
             self._module.eval()
             evaluated = float(self._loss())
-        return Computed(float(loss.detach()), gradients, evaluated)
+        return Computed(float(loss.detach()), gradients, evaluated, traffic)
 
     def _loss(self) -> Tensor:
         loss = self._step()
@@ -249,3 +293,45 @@ class Trials:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+
+
+def split_blocks(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent], num_ranks: int) -> SplitBlocks:
+    """The row of a plan for blocks of a kind.
+
+    Args:
+        module: with the blocks split.
+        blocks: of one kind.
+        traffic: of a step.
+        num_ranks: among which each layer is split.
+    """
+    parts = dict(module.named_modules())
+    parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
+    block = blocks[0]
+    found: dict[tuple[Direction, str], list[int]] = {}
+    output = 0
+    for each in traffic:
+        name = each.layer.partition(" ")[0]
+        if any(name == layer or name.startswith(f"{layer}.") for layer in block.roles):
+            found.setdefault((each.direction, each.operation), []).append(each.size_bytes)
+        if each.direction == "forward" and block.roles.get(each.layer) in ("row", "vocab", "attention"):
+            output = each.size_bytes
+    return SplitBlocks(
+        block.shape,
+        block.kind,
+        len(blocks),
+        sum(_whole_bytes(parameter) for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters),
+        [
+            BlockTraffic(direction, operation, len(sizes), sum(sizes), sent_share(operation, num_ranks) * sum(sizes))
+            for (direction, operation), sizes in found.items()
+        ],
+        output,
+    )
+
+
+def _whole_bytes(parameter: Tensor) -> int:
+    split = split_of(parameter)
+    if split is None:
+        return parameter.nbytes
+    others = [length for dim, length in enumerate(parameter.shape) if dim != split.dim % parameter.dim()]
+    return math.prod(others) * split.whole_size * parameter.element_size()

@@ -1,0 +1,100 @@
+"""The run of ``lightning-multigpu tensor plan``, with Lightning's command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import EndOfRun
+from lightning_multigpu.commands.training import TrainingCLI
+from lightning_multigpu.commands.usage import UsageError
+from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.report.split_table import as_json, print_plan
+from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
+
+SCHEMA_VERSION = 1
+
+# What a run that ends at its first batch must not do, or write.
+_QUIET_SETTINGS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "fast_dev_run": False,
+    "barebones": False,
+    "profiler": None,
+}
+
+
+class SplitCLI(TrainingCLI):
+    """Runs ``fit`` on all ranks until the layers are split, and shows the plan.
+
+    Args:
+        arguments: options of ``fit``.
+        path: where the plan is written as JSON; None for nowhere.
+
+    Raises:
+        UsageError: something is wrong that keeps from training, or the strategy splits no layers.
+        ValueError: no layer can be split, or the plan of the configuration does not fit.
+    """
+
+    def __init__(self, arguments: Sequence[str], path: Path | None) -> None:
+        self._path = path
+        super().__init__(["fit", *arguments])
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        self.save_config_callback = None
+        given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
+        of_batches = [each for each in given if hasattr(each, "check_before_launch")]
+        return super().instantiate_trainer(**{**_QUIET_SETTINGS, "callbacks": of_batches, **kwargs})
+
+    def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
+        """Runs to the split; LightningCLI calls this in place of ``Trainer.fit``."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, TensorSplitStrategy):
+            raise UsageError(
+                f"strategy={type(strategy).__name__} splits no layers; pass --trainer.strategy=tensor_split"
+            )
+        shown = ShownPlan(self._path)
+        strategy.on_split = shown
+        self.trainer.fit(model, datamodule=datamodule)
+        if not shown.is_over:
+            raise UsageError(
+                "the training loader has given no batch to try the split on; see to it that fit would train on one "
+                "(data, limit_train_batches, max_epochs, max_steps)"
+            )
+
+
+class ShownPlan:
+    """Shows a plan on rank 0 and ends the run on every rank.
+
+    Args:
+        path: where it is written as JSON; None for nowhere.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.is_over = False
+
+    def __call__(self, plan: SplitPlan) -> None:
+        self.is_over = True
+        self._show(plan)
+        raise EndOfRun
+
+    @rank_zero_only
+    def _show(self, plan: SplitPlan) -> None:
+        print_plan(Console(), plan)
+        if self._path is not None:
+            self._path.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **as_json(plan)}, indent=2) + "\n")
+            print(f"Plan as JSON: {self._path}")

@@ -1,0 +1,67 @@
+"""``lightning-multigpu tensor plan``: what would be split, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.commands.split_cli import SCHEMA_VERSION
+from tests.launch import job
+
+pytestmark = [
+    # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+MODEL = (
+    "--model=examples.language_model.ByteGPT", "--model.width=16", "--model.num_layers=2", "--model.num_heads=4",
+    "--model.context=8", "--data=examples.language_model.TextData", "--data.context=8", "--data.batch_size=4",
+    "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=1",
+)  # fmt: skip
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.mark.launch
+def test_the_plan_of_a_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ("-m", "lightning_multigpu", "tensor", "plan", *MODEL, "--trainer.strategy=tensor_split", "--json=a.json")
+    finished = job.run(str(tmp_path), *command, PYTHONPATH=ROOT)
+    assert finished.returncode == 0, finished.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"], "no log, no checkpoint"
+    plan = json.loads(Path("a.json").read_text())
+    assert (plan["schema_version"], plan["num_ranks"], plan["whole"]) == (SCHEMA_VERSION, 2, [])
+    found = {blocks["shape"]: blocks for blocks in plan["blocks"]}
+    assert {shape: blocks["num_blocks"] for shape, blocks in found.items()} == {
+        "vocabulary": 1,
+        "attention": 2,
+        "first, second": 2,
+    }
+    output_bytes = 4 * 4 * 8 * 16
+    for shape in ("attention", "first, second"):
+        assert found[shape]["activation_bytes"] == output_bytes
+        each = {"operation": "all_reduce", "count": 1, "size_bytes": output_bytes, "sent_bytes": output_bytes}
+        assert found[shape]["traffic"] == [{"direction": way, **each} for way in ("forward", "backward")]
+    feed_forward = 4 * (2 * 4 * 16 * 16 + 5 * 16)
+    assert found["first, second"]["whole_bytes"] == 2 * feed_forward
+    assert found["first, second"]["rank_bytes"] == feed_forward + 4 * 16, "the bias of the row layer is whole"
+    whole, first, second = plan["one_device"], *plan["ranks"]
+    for key in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert 0.5 * whole[key] < first[key] == second[key] < 0.6 * whole[key]
+    assert whole["optimizer_bytes"] == 2 * whole["parameters_bytes"]
+    assert "  2 x attention: model.blocks.*" in finished.stdout or "  2 x attention: blocks.*" in finished.stdout
+    assert "1.00 x two all-reduces of the output" in finished.stdout
+    assert finished.stdout.count("Each split layer over 2 ranks") == 1
+
+
+def test_another_strategy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-multigpu"])
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # so that it is taken away again when a run sets it
+    assert main(["tensor", "plan", *MODEL, "--trainer.strategy=ring_ddp"]) == 2
+    assert "strategy=RingDDPStrategy splits no layers; pass --trainer.strategy=tensor_split" in capsys.readouterr().err
