@@ -47,6 +47,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 _MAX_WORKERS = 65_536
 _MAX_NAMES = 1000
 _LAST_WORDS_S = 5.0
+_LATE_S = 2.0
 
 
 class Server:
@@ -69,7 +70,7 @@ class Server:
         self._saved = saved or {}
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
-        self._num_joined = 0
+        self._num_joined = self._num_come = 0
         self._bytes_in = self._bytes_out = 0  # of workers that are gone
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -93,7 +94,6 @@ class Server:
     def serve(self) -> str:
         """Serves a job until all of its workers have left; returns what went wrong, or an empty text."""
         self._is_over.wait()
-        self._listener.close()
         with self._changing:
             members = list(self._members.values())
         for member in members:
@@ -104,7 +104,14 @@ class Server:
         for member in members:
             member.writer.join(_LAST_WORDS_S)
             member.channel.shut_down()
+        if self._problem:
+            with self._changing:  # workers that are on their way are told of it, too
+                self._changing.wait_for(self._all_have_come, _LATE_S)
+        self._listener.close()
         return self._problem
+
+    def _all_have_come(self) -> bool:
+        return self._job is None or self._num_come >= self._job.num_workers
 
     def snapshot(self) -> dict[int, dict[str, Any]]:
         """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any."""
@@ -149,6 +156,9 @@ class Server:
             else:
                 with suppress(ChannelError):
                     channel.send({"kind": "error", "text": str(error)})
+                with self._changing:
+                    self._num_come += 1
+                    self._changing.notify_all()
         finally:
             if member is not None:
                 member.writer.join(_LAST_WORDS_S)  # the last thing that it sends may be what went wrong
@@ -203,6 +213,7 @@ class Server:
         if self._is_over.is_set():  # nobody would end the thread that writes to the worker
             raise WireError(self._problem or "the job of this server has ended")
         member = self._members[worker] = Member(worker, channel, is_quiet)
+        self._num_come += 1
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})
         if is_quiet and self._has_taken_over:
