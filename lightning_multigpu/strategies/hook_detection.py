@@ -10,16 +10,22 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LIBRARIES = ("lightning", __name__.partition(".")[0])
+_OURS = __name__.partition(".")[0]
 
 
-def has_hook(hook: str, module: pl.LightningModule) -> bool:
+def has_hook(hook: str, module: pl.LightningModule, *, of_lightning: bool = False) -> bool:
     """Whether the module, or a callback of its Trainer that is neither Lightning's nor ours, overrides the hook.
 
     Lightning's callbacks and ours need no value that a stage may lack: all stages have the loss.
+
+    Args:
+        hook: its name.
+        module: with its Trainer.
+        of_lightning: Lightning's callbacks count as well.
     """
     if is_overridden(hook, module):
         return True
     callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-    theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+    libraries = (_OURS,) if of_lightning else (_OURS, "lightning")
+    theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in libraries]
     return any(is_overridden(hook, callback, Callback) for callback in theirs)

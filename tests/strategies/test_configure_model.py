@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
@@ -25,12 +30,12 @@ CASE = Case(max_epochs=2, num_samples=32)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.register_buffer("shift", torch.rand(WIDTH))
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.randn(width))
+        self.register_buffer("shift", torch.rand(width))
         nn.init.trunc_normal_(self.linear.weight, std=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,14 +46,15 @@ class Deep(L.LightningModule):
     """Everything is made in ``configure_model``, and all biases are drawn again when it is there."""
 
     num_calls = 0
+    width = WIDTH
 
     def configure_model(self) -> None:
         self.num_calls += 1
         if hasattr(self, "blocks"):
             return
-        self.first = nn.Linear(6, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
-        self.head = nn.Linear(WIDTH, 3)
+        self.first = nn.Linear(6, self.width)
+        self.blocks = nn.ModuleList(Block(self.width) for _ in range(8))
+        self.head = nn.Linear(self.width, 3)
         self.apply(self.draw)
 
     def draw(self, module: nn.Module) -> None:
@@ -142,6 +148,21 @@ def test_layers_that_move_when_they_are_measured(world2: World) -> None:
         assert_same(result["weights"], reference["weights"])
 
 
+def peak_bytes_of(function: Callable[[], None], profile: Any = None) -> int:
+    """The most bytes that tensors took at any time within the call, or since the profile was started."""
+    if profile is None:
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profile.start()
+    function()
+    profile.stop()
+    total = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak
+
+
 class Profiled(Deep):
     """Notes the most bytes that tensors took at any time from before ``configure_model`` to the start of training."""
 
@@ -150,13 +171,7 @@ class Profiled(Deep):
         self.profile.start()
 
     def on_fit_start(self) -> None:
-        self.profile.stop()
-        total = peak = 0
-        for event in self.profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                total += event.nbytes()
-                peak = max(peak, total)
-        self.peak_bytes = peak
+        self.peak_bytes = peak_bytes_of(lambda: None, self.profile)
         del self.profile
 
 
@@ -204,6 +219,146 @@ def test_checkpoints_are_whole_and_resume(world2: World, tmp_path: Any) -> None:
     assert_same(results[0]["saved"], reference["saved"])
     assert list(results[0]["saved"]) == list(reference["saved"])
     assert results[0]["states"] == reference["states"]
+
+
+class Saving(Deep):
+    """Saves after its second batch, and notes the bytes that it took meanwhile."""
+
+    path: str
+    width = 256  # large in comparison with messages
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.peak_bytes = peak_bytes_of(lambda: self.trainer.save_checkpoint(self.path))
+
+
+class HookedSaving(Saving):
+    """Looks at the values of its checkpoints."""
+
+    sums: list[float]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            self.sums = [float(value.sum()) for value in checkpoint["state_dict"].values()]
+            states = checkpoint["optimizer_states"][0]["state"]
+            assert not any(isinstance(value, Placeholder) for state in states.values() for value in state.values())
+
+
+def saved(cls: type[Saving], path: Any, ranks: int = 2) -> tuple[int, int, Any]:
+    torch.manual_seed(7)
+    module = cls()
+    module.path = os.fspath(path)
+    strategy = PipelineStrategy(num_micro_batches=4) if ranks > 1 else "auto"
+    make_trainer(CASE, strategy, ranks, max_epochs=1, use_distributed_sampler=False).fit(module, loader())
+    return module.peak_bytes, max(value.nbytes for value in module.parameters()), getattr(module, "sums", None)
+
+
+def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Any, world2: World) -> None:
+    """Rank 0 had all of the model and of the optimizer's state in memory while it saved."""
+    names = "streamed", "gathered", "one"
+    (streamed_bytes, largest_bytes, _), other = world2.run(saved, Saving, tmp_path / "streamed")
+    (gathered_bytes, _, sums), _ = world2.run(saved, HookedSaving, tmp_path / "gathered")
+    saved(Saving, tmp_path / "one", ranks=1)
+    streamed, gathered, one = (torch.load(tmp_path / name, weights_only=True) for name in names)
+    assert gathered_bytes > 3 * 4 * largest_bytes, "three tensors of each of the four largest that the other rank has"
+    assert max(streamed_bytes, other[0]) < 2 * largest_bytes
+    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "gathered").read_bytes()
+    assert sums == [float(value.sum()) for value in gathered["state_dict"].values()]
+    assert list(streamed["state_dict"]) == list(one["state_dict"])
+    assert_same(streamed["state_dict"], one["state_dict"])
+    states, of_one = (checkpoint["optimizer_states"][0]["state"] for checkpoint in (streamed, one))
+    assert list(states) == list(of_one)
+    for number, state in of_one.items():
+        assert_same(states[number], state)
+
+
+class BreakingOff(Saving):
+    """Saves a second time, and the disk is full in the middle of it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8_000_000, resource.RLIM_INFINITY))
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            self.trainer.save_checkpoint(self.path)
+
+
+def test_a_save_that_breaks_off_leaves_the_former_checkpoint(tmp_path: Any, world2: World) -> None:
+    with pytest.raises(OSError, match="the checkpoint was not saved: File too large"):
+        world2.run(saved, BreakingOff, tmp_path / "last")
+    world2.kill()
+    assert torch.load(tmp_path / "last", weights_only=True)["global_step"] == 2
+    assert os.listdir(tmp_path) == ["last"]
+
+
+class Reversed(Deep):
+    """Registers its head in front of the layers and what it computes before them behind: the first guess is wrong."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "blocks"):
+            return
+        self.head = nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(8))
+        self.first = nn.Linear(6, WIDTH)
+
+
+def outside(module: L.LightningModule) -> set[str]:
+    """The parameters outside of the layers that this rank holds."""
+    held = {name for name, value in module.named_parameters() if not isinstance(value, Placeholder)}
+    return {name for name in held if not name.startswith("blocks")}
+
+
+def left_in_parts(path: str, ranks: int = 2) -> dict[str, Any]:
+    """Trains, saves, validates with the parts in other places, and goes on from the file; with what is refused."""
+
+    def strategy(**options: Any) -> Any:
+        return PipelineStrategy(num_micro_batches=4, gather_at_end=False, **options) if ranks > 1 else "auto"
+
+    torch.manual_seed(7)
+    module: Deep = Reversed()
+    trainer = make_trainer(CASE, strategy(), ranks, use_distributed_sampler=False)
+    saves = ModelCheckpoint(os.path.dirname(path), filename=os.path.basename(path), save_on_train_epoch_end=True)
+    trainer.callbacks.append(saves)  # type: ignore[attr-defined]
+    trainer.fit(module, loader())
+    found: dict[str, Any] = {"held": outside(module), "weights": {}, "refused": []}
+    inputs = torch.zeros(2, 6).double()
+    for attempt in (lambda: trainer.save_checkpoint(path + ".late"), lambda: float(module(inputs).detach().sum())):
+        try:
+            attempt()
+        except PipelineError as error:
+            found["refused"].append(str(error))
+    validating = make_trainer(CASE, strategy(balance=[6, 2]), ranks)
+    found["val_loss"] = validating.validate(module, eval_loader(8), verbose=False)[0]["val_loss"]
+    module = Reversed()
+    again = make_trainer(CASE, strategy(), ranks, max_epochs=3, use_distributed_sampler=False)
+    again.fit(module, loader(), ckpt_path=path + ".ckpt")
+    values = module.state_dict()
+    found["weights"] = {name: value for name, value in values.items() if not isinstance(value, Placeholder)}
+    return found
+
+
+def test_parts_stay_where_they_are_after_the_run(tmp_path: Any, world2: World) -> None:
+    """The first guess of what stands before and behind the layers is wrong, too."""
+    (tmp_path / "one").mkdir()
+    reference = left_in_parts(os.fspath(tmp_path / "one" / "last"), ranks=1)
+    results = world2.run(left_in_parts, os.fspath(tmp_path / "last"))
+    assert [result["held"] for result in results] == [{"head.weight", "head.bias"}, {"first.weight", "first.bias"}]
+    assert set.union(*(set(result["weights"]) for result in results)) == set(reference["weights"])
+    for result in results:
+        assert_same(result["weights"], reference["weights"])
+        assert result["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-6)
+        late, computed = result["refused"]
+        assert "gather_at_end=False has left each rank its part of the model; save it during the run" in late
+        assert "gather_at_end=False left it on another rank; load a checkpoint to have all values" in computed
+    assert not (tmp_path / "last.late").exists()
+
+
+def test_parts_of_spawned_processes_are_refused() -> None:
+    with pytest.raises(ValueError, match="gather_at_end=False with start_method='spawn': the parts of the model would"):
+        make_trainer(CASE, PipelineStrategy(gather_at_end=False, start_method="spawn"), 2)
 
 
 class Looking(Deep):
@@ -260,18 +415,24 @@ class Alone:
 
     def __init__(self, *others: Any) -> None:
         self.others = others
+        self.num_ranks = 1 + len(others)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, *self.others]
 
 
-def test_what_another_rank_lacks_is_told_on_every_rank() -> None:
-    other = (False, ["blocks.0.scale", "a", "b", "c", "d"])
-    with pytest.raises(ValueError, match=r"rank 1 has no values of blocks\.0\.scale, a, b and 2 more, which it is"):
-        share_values(built(Deep(), 1), Alone(other), Alone(), Alone())  # type: ignore[arg-type]
+def test_what_no_rank_has_is_told_on_every_rank() -> None:
+    mine = built(Deep(), 1)
+    assert "blocks.0.scale" in mine.missing()
+    other = (False, {"blocks.0.scale", "blocks.1.scale", "blocks.2.scale", "blocks.3.scale", "head.weight"})
+    words = r"no rank of a pipeline has values of blocks\.0\.scale, blocks\.1\.scale, blocks\.2\.scale and 1 more: conf"
+    with pytest.raises(ValueError, match=words):
+        share_values(mine, Alone(other), Alone(), Alone(other))  # type: ignore[arg-type]
 
 
 def test_values_that_come_from_other_stages_are_refused() -> None:
-    words = "rank 0 has no values of blocks.7.linear.bias, which it is to hold.*independently of each other"
+    ranks = [built(Copying(), position) for position in (1, 0)]
+    other = Alone((False, ranks[1].missing()))
+    words = "no rank of a pipeline has values of blocks.7.linear.bias: .*independently of each other"
     with pytest.raises(ValueError, match=words):
-        share_values(built(Copying(), 1), Alone(), Alone(), Alone())  # type: ignore[arg-type]
+        share_values(ranks[0], other, Alone(), other)  # type: ignore[arg-type]

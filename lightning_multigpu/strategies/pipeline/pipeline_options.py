@@ -39,6 +39,7 @@ class PipelineOptions:
     check_loss: bool
     batch_dim: int
     replicated: bool | Sequence[str] = False
+    gather_at_end: bool = True
 
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,8 @@ from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteTensor, RemoteValues
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
@@ -35,14 +39,15 @@ if TYPE_CHECKING:
 
 Bounds = list[tuple[int, int]]
 _CPU = torch.device("cpu")
+_SENT_AT_ONCE_BYTES = 4096
 
 
 class SplitModel:
     """A module of which one rank of a pipeline holds some stages.
 
     Every method that says nothing else is a collective of the pipeline; :meth:`modules_of`, :meth:`own_optimizer_state`
-    and the descriptions are not. A checkpoint is put together on the last stage, whose rank writes it, in host memory:
-    keys keep their order, and parameters are numbered as on one device.
+    and the descriptions are not. A checkpoint is put together on the last stage, whose rank writes it: keys keep their
+    order, and parameters are numbered as on one device.
 
     Args:
         module: the whole module.
@@ -77,6 +82,7 @@ class SplitModel:
         self.group = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else _CPU)
         self.ownership = Ownership(module, chain, bounds, self.stages.rank, self.group.num_ranks)
         self.is_last = self.ownership.position == self.group.num_ranks - 1
+        self._remote = RemoteValues(self.group, self.ownership.position)
         self._was_whole = True
 
     def share(self, world: MeteredGroup, peers: MeteredGroup) -> None:
@@ -178,6 +184,14 @@ class SplitModel:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
+    def leave_in_parts(self) -> None:
+        """Lets errors about values of other ranks say why they are missing after the run; no collective."""
+        for holding in self.ownership.holdings:
+            if isinstance(holding.tensor, Placeholder):
+                kind = "parameter" if holding.is_parameter else "buffer"
+                why = "gather_at_end=False left it on another rank; load a checkpoint to have all values"
+                holding.tensor.sources = (f"{kind} {holding.name} ({why})",)
+
     def values_of_other_ranks(self) -> dict[int, Tensor]:
         """On the last stage the values that it does not hold, by the ``id`` of the placeholder; elsewhere none."""
         return {
@@ -185,47 +199,73 @@ class SplitModel:
             for holding, value in self.ownership.values_of_others(self.group)
         }
 
-    def whole_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+    def whole_state_dict(self, state: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
         Args:
             state: this rank's, with placeholders for values of other stages.
+            streams: the values of other stages stay there until the checkpoint is written, see :meth:`saving`.
         """
-        last = self.group.num_ranks - 1
+        last, position = self.group.num_ranks - 1, self.ownership.position
         holders_of = self.ownership.holders_by_name()
         whole = dict(state)
         for key, value in state.items():
             holders = holders_of.get(key, (last,))
             if last in holders or not isinstance(value, Tensor):
                 continue
-            if self.ownership.position == holders[0]:
-                self.group.send(value, last)
+            if position == holders[0]:
+                self._remote.offer(value, key)
             elif self.is_last:
-                whole[key] = self.group.receive(torch.empty(value.shape, dtype=value.dtype), holders[0])
-        self.group.finish()
-        return whole
+                whole[key] = self._remote.remote(value, key, holders[0], key)
+        return whole if streams else self._fetched(whole)
 
-    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def whole_optimizer_state(self, optimizer: Optimizer, *, streams: bool = False) -> dict[str, Any]:
         """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
+
+        Args:
+            optimizer: of the module.
+            streams: as of :meth:`whole_state_dict`.
 
         Raises:
             PipelineError: on all stages, if their optimizers do not have the same parameters.
         """
         self._check_groups(optimizer)
         state: dict[str, Any] = optimizer.state_dict()
-        last = self.group.num_ranks - 1
-        merged: dict[int, Any] = {}
-        for index, holders in enumerate(self._holders(optimizer)):
-            own = state["state"].get(index)
-            if last not in holders:
-                if self.ownership.position == holders[0]:
-                    self.group.send_object(tree_map_only(Tensor, lambda t: t.detach().cpu(), own), last)
-                elif self.is_last:
-                    own = self.group.receive_object(holders[0])
-            if own is not None:
-                merged[index] = own
+        last, position = self.group.num_ranks - 1, self.ownership.position
+        own: dict[int, Any] = state["state"]
+        holders = self._holders(optimizer)
+        senders = {index: positions[0] for index, positions in enumerate(holders) if last not in positions}
+        if position in senders.values():
+            sent = {index: own[index] for index, sender in senders.items() if sender == position and index in own}
+            self.group.send_object(tree_map_only(Tensor, self._offered, sent), last)
+        received: dict[int, Any] = {}
+        for sender in sorted(set(senders.values())) if self.is_last else ():
+            states = self.group.receive_object(sender)
+            received.update(tree_map_only(_Offer, partial(self._remote_state, sender), states))
         self.group.finish()
-        return {**state, "state": merged}
+        sources = [received if self.is_last and index in senders else own for index in range(len(holders))]
+        merged = {index: source[index] for index, source in enumerate(sources) if index in source}
+        return {**state, "state": merged if streams else self._fetched(merged)}
+
+    def _offered(self, tensor: Tensor) -> Tensor | _Offer:
+        """What the last stage gets of a tensor of an optimizer's state: the tensor itself if it is small."""
+        is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+        if tensor.nbytes <= _SENT_AT_ONCE_BYTES or not is_plain:
+            return tensor.detach().to("cpu", copy=True)
+        return _Offer(self._remote.offer(tensor), tuple(tensor.shape), tensor.dtype)
+
+    def _remote_state(self, sender: int, offer: _Offer) -> Tensor:
+        like = torch.empty(offer.shape, dtype=offer.dtype, device="meta")
+        return self._remote.remote(like, offer.key, sender, "a state of an optimizer")
+
+    def _fetched(self, whole: dict[Any, Any]) -> dict[Any, Any]:
+        """``whole`` with the values of other stages in host memory, on the last stage."""
+        with self._remote.served():
+            return tree_map_only(RemoteTensor, lambda tensor: tensor.fetch(), whole) if self.is_last else whole
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Within the block the last stage writes what :meth:`whole_state_dict` and its like have left with others."""
+        return self._remote.served()
 
     def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Copies, from one device's optimizer state, the entries of parameters that this rank holds."""
@@ -300,6 +340,15 @@ class SplitModel:
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """A tensor of an optimizer's state that another rank offers."""
+
+    key: Hashable
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.3g} MB"
 
@@ -308,8 +357,8 @@ def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup,
     """Gives each rank the values that it holds, the same on all ranks; a collective of the world.
 
     Args:
-        ownership: which rank holds what.
-        world: all ranks.
+        ownership: which rank holds what; values that only other ranks of the pipeline have come from there.
+        world: all ranks, in the order of their numbers.
         peers: the ranks that hold the same layers, one of each pipeline; their first gives values that rank 0 lacks.
         group: the ranks of this pipeline.
 
@@ -317,19 +366,24 @@ def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup,
         Whether every rank had all values.
 
     Raises:
-        ValueError: on all ranks, if neither a rank nor rank 0 has values that the rank is to hold.
+        ValueError: on all ranks, if neither rank 0 nor a rank of the pipeline has values that a rank is to hold.
     """
-    found = world.gather_objects((ownership.is_whole(), ownership.lacking()))
+    found = world.gather_objects((ownership.is_whole(), ownership.missing()))
     if found[0][0]:
         ownership.share_values(world, 0)
         return all(is_whole for is_whole, _ in found)
-    for rank, (_, lacking) in enumerate(found):
-        if lacking:
-            names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
-            raise ValueError(
-                f"rank {rank} has no values of {names}, which it is to hold: configure_model() makes them from values "
-                "of layers on other ranks; make them independently of each other"
-            )
+    size = group.num_ranks
+    pipelines = [[missing for _, missing in found[start : start + size]] for start in range(0, len(found), size)]
+    nowhere = set[str]().union(*(set.intersection(*positions) for positions in pipelines))
+    if nowhere:
+        lacking = [holding.name for holding in ownership.holdings if holding.name in nowhere]
+        names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+        raise ValueError(
+            f"no rank of a pipeline has values of {names}: configure_model() makes them from values of layers on other "
+            "ranks; make them independently of each other"
+        )
+    missing = [found[rank][1] for rank in group.ranks]
+    ownership.complete(missing, group)
     ownership.share_held(world, peers, group)
     return False
 

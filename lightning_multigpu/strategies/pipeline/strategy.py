@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -22,13 +23,14 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.runtime.whole_checkpoint_io import map_files
+from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.hook_detection import has_hook
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -83,6 +85,10 @@ class PipelineStrategy(MultiGPUStrategy):
         batch_dim: the dimension of the tensors of a training batch that counts samples, along which they are cut into
             micro-batches: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
             one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
+        gather_at_end: after the run, rank 0 has the whole model and the optimizers' states in host memory (every rank
+            has the model, if ``configure_model`` has not built it). False leaves each rank its part, for models that
+            do not fit there: a later run with the same module goes on from the parts; to use the module otherwise,
+            load a checkpoint that was saved during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
             says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
             samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
@@ -108,6 +114,7 @@ class PipelineStrategy(MultiGPUStrategy):
         replicated: bool | Sequence[str] = False,
         check_loss: bool = True,
         batch_dim: int = 0,
+        gather_at_end: bool = True,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -124,6 +131,7 @@ class PipelineStrategy(MultiGPUStrategy):
             check_loss=check_loss,
             batch_dim=batch_dim,
             replicated=replicated,
+            gather_at_end=gather_at_end,
         )
         super().__init__(**options)
         self._recording = {"steps": False, "activations": False}
@@ -138,6 +146,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._undo = ExitStack()
         self._gradients_shown = ExitStack()
         self._in_optimizer_step = False
+        self._streams = False  # values of other stages stay there until a checkpoint is written
 
     @property
     @override
@@ -163,6 +172,11 @@ class PipelineStrategy(MultiGPUStrategy):
             self.run_context, self.pipeline_parallel_size, sync_batchnorm=self._layer_sync is not None
         )
         self.pipeline_options.check_num_ranks(self.num_nodes * self.num_processes)
+        if not self.pipeline_options.gather_at_end and self._start_method != "popen":
+            raise ValueError(
+                f"gather_at_end=False with start_method={self._start_method!r}: the parts of the model would end with "
+                "the processes that have them; use start_method='popen'"
+            )
 
     @override
     @contextmanager
@@ -249,6 +263,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self._running.record(**self._recording)
         self._agreement = StageAgreement(self.precision_plugin, model)
         self._undo.callback(self._agreement.end)
+        self._stream_saves(module.trainer)
         self._undo.callback(ModelsInStages(module).end)
         self._outputs.stand_first()
         self._undo.callback(self._outputs.leave)
@@ -264,7 +279,10 @@ class PipelineStrategy(MultiGPUStrategy):
         if self._running is not None and not self.failure_watch.failed:
             assert self._split_model is not None
             if self._split_model.module.trainer.state.status == TrainerStatus.RUNNING:
-                self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
+                if self.pipeline_options.gather_at_end:
+                    self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
+                else:
+                    self._split_model.leave_in_parts()
         self._split_model = self._running = self._outputs = self._agreement = None
         self._built_bounds = []
         self._step_args = None
@@ -468,12 +486,46 @@ class PipelineStrategy(MultiGPUStrategy):
                 "by ModelCheckpoint(every_n_train_steps=...)"
             )
         state, model = super().lightning_module_state_dict(), self._gathering_model()
-        return state if model is None else model.whole_state_dict(state)
+        in_parts = self._running is None and not self.pipeline_options.gather_at_end
+        if in_parts and first_placeholder(state) is not None:
+            raise PipelineError(
+                "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
+                "model; save it during the run, by ModelCheckpoint or in on_train_end, or leave gather_at_end=False out"
+            )
+        return state if model is None else model.whole_state_dict(state, streams=self._streams)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain, model = getattr(optimizer, "_optimizer", optimizer), self._gathering_model()
-        return super().optimizer_state(plain) if model is None else model.whole_optimizer_state(plain)
+        if model is None:
+            return super().optimizer_state(plain)
+        return model.whole_optimizer_state(plain, streams=self._streams)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        model = self._gathering_model() if self._streams else None
+        with nullcontext() if model is None else model.saving():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _stream_saves(self, trainer: pl.Trainer) -> None:
+        """Lets ``trainer.save_checkpoint`` leave the values of other stages with them until the file is written.
+
+        Elsewhere, and where something looks at the values of a checkpoint, they are gathered in rank 0's memory.
+        """
+        save = trainer.save_checkpoint
+
+        @wraps(save)
+        def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
+            is_file = storage_options is None and "://" not in str(filepath)
+            hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
+            self._streams = is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
+            try:
+                save(filepath, weights_only, storage_options)
+            finally:
+                self._streams = False
+
+        trainer.save_checkpoint = streamed  # type: ignore[method-assign]
+        self._undo.callback(delattr, trainer, "save_checkpoint")
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ layers are on all ranks, unless steps write into them before the layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -112,9 +112,9 @@ class Ownership:
         """Whether this rank has all values."""
         return not any(isinstance(holding.tensor, Placeholder) for holding in self.holdings)
 
-    def lacking(self) -> list[str]:
-        """Names of tensors that this rank has to hold and has no values of."""
-        return [h.name for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Placeholder)]
+    def missing(self) -> set[str]:
+        """Names of tensors that this rank has no values of."""
+        return {holding.name for holding in self.holdings if isinstance(holding.tensor, Placeholder)}
 
     def share_values(self, group: MeteredGroup, source: int) -> None:
         """Gives every rank of ``group``, at the start of a run, the values that it holds.
@@ -122,6 +122,18 @@ class Ownership:
         They come from the world's rank ``source``, which has all values.
         """
         self._share(self.holdings, group, source)
+
+    def complete(self, missing: Sequence[Collection[str]], group: PipelineGroup) -> None:
+        """Brings values to ranks of the pipeline that are to hold them and have none; a collective of the pipeline.
+
+        Args:
+            missing: the names of what each position has no values of; every tensor is somewhere.
+            group: the ranks of the pipeline.
+        """
+        for holding in self.holdings:
+            having = [position for position, names in enumerate(missing) if holding.name not in names]
+            self._send(holding, having[-1], [p for p in holding.holders if p not in having], group)
+        group.finish()
 
     def share_held(self, everyone: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> None:
         """Gives all ranks equal values if no rank has all values and each has those that it holds.

@@ -1,0 +1,117 @@
+"""Remote values: tensors of other ranks of a pipeline, which come when the last position writes or needs them.
+
+A checkpoint is put together on the last position from its own tensors and remote ones. ``torch.save`` asks for the
+memory of one tensor after the other, so that the file, an ordinary one, is written without holding it::
+
+    last position       torch.save: [own 0] [own 1] [ask 2 ..... write 2] [ask 3 ..... write 3] ... end
+                                               |       ^                     |       ^               |
+    position 0          offer 2, offer 3;    serve: send 2               serve: send 3             done
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage
+
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+
+
+class RemoteTensor(Placeholder):
+    """A placeholder of contiguous values that another rank sends on demand; ``torch.save`` writes these values.
+
+    Args:
+        like: the tensor whose shape and dtype it has.
+        source: the tensor that it stands for, for messages.
+        fetch: brings the values into the host's memory.
+    """
+
+    @staticmethod
+    def __new__(cls, like: Tensor, source: str, fetch: Callable[[], Tensor]) -> RemoteTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("cpu"))
+
+    def __init__(self, like: Tensor, source: str, fetch: Callable[[], Tensor]) -> None:
+        super().__init__(like, source)
+        self.fetch = fetch
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        template: Any = torch.empty(0, dtype=self.dtype)
+        rebuild, _ = template.__reduce_ex__(protocol)
+        if rebuild is not torch._utils._rebuild_tensor_v2:  # torch.uint16 and its like, whose storages have no dtype
+            values: Any = self.fetch()
+            return values.__reduce_ex__(protocol)
+        memory = _RemoteStorage(self.nbytes, self.fetch)
+        storage = TypedStorage(wrap_storage=memory, dtype=self.dtype, _internal=True)  # type: ignore[no-untyped-call]
+        storage._fake_device = "cpu"  # type: ignore[assignment]  # the device that the file names
+        return rebuild, (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
+
+
+class _RemoteStorage(torch.UntypedStorage):
+    """Memory that ``torch.save`` asks for by ``cpu``, as it does of the storages of other devices."""
+
+    def __new__(cls, num_bytes: int, fetch: Callable[[], Tensor]) -> _RemoteStorage:
+        return super().__new__(cls, num_bytes, device="meta")  # type: ignore[call-arg]  # torch's stubs lack it
+
+    def __init__(self, num_bytes: int, fetch: Callable[[], Tensor]) -> None:
+        self._fetch = fetch
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self._fetch().untyped_storage()
+
+
+class RemoteValues:
+    """Tensors that ranks of a pipeline offer to its last position.
+
+    Args:
+        group: the ranks of the pipeline.
+        position: of this rank.
+    """
+
+    def __init__(self, group: PipelineGroup, position: int) -> None:
+        self._group = group
+        self._position = position
+        self._last = group.num_ranks - 1
+        self._offered: dict[Hashable, Tensor] = {}
+
+    def offer(self, tensor: Tensor, key: Hashable | None = None) -> Hashable:
+        """Keeps a tensor of this rank, which is not the last, until it has been served; returns its key."""
+        key = len(self._offered) if key is None else key
+        self._offered[key] = tensor
+        return key
+
+    def remote(self, like: Tensor, key: Hashable, sender: int, source: str) -> RemoteTensor:
+        """On the last position: the tensor that the rank at ``sender`` offers under ``key``."""
+
+        def fetch() -> Tensor:
+            self._group.send_object(key, sender)
+            values = self._group.receive(torch.empty(like.shape, dtype=like.dtype), sender)
+            self._group.finish()
+            return values
+
+        return RemoteTensor(like, source, fetch)
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Within the block the last position can fetch what is offered; the others enter when it has left the block.
+
+        A collective of the pipeline, after which nothing is offered.
+        """
+        if self._position == self._last:
+            try:
+                yield
+            finally:
+                for position in range(self._last):
+                    self._group.send_object(None, position)
+                self._group.finish()
+        else:
+            while (key := self._group.receive_object(self._last)) is not None:
+                self._group.send(self._offered[key], self._last)
+                self._group.finish()
+            self._offered.clear()
+            yield
