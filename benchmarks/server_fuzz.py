@@ -42,7 +42,8 @@ _ODD: tuple[Any, ...] = (
     *([], {}, [[]], [-1], [[0, 0]], {"tensor": 0}, {"tensor": 0, "dtype": "float64", "shape": [1 << 40]}, "a" * 300),
     *({"tuple": [1, 2]}, {"items": [["lr", 0.1]]}, {"items": [[[], 1]]}, {"tensor": -1, "dtype": "x", "shape": 3}),
 )  # fmt: skip
-_HELLO = {"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1}
+_HELLO = {"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1, "shares_memory": True}
+_MAPPED = {"kind": "memory", "optimizer": 0, "number": 0, "is_mapped": True}
 Frame = tuple[dict[str, Any], bytes]
 
 
@@ -69,9 +70,10 @@ def recorded() -> list[Frame]:
     return [
         (dict(_HELLO), b""),
         ({"kind": "configure", **of_first, "number": 0, "plan": plan, "body": body}, _joined(tensors)),
+        (dict(_MAPPED), b""),
         ({"kind": "load", **of_first, "body": state}, _joined(loaded)),
         ({"kind": "replace", **of_first, "bucket": 0}, bytes(24)),
-        ({**push, "bucket": 1}, bytes(16)),
+        ({**push, "bucket": 1, "in_memory": True}, b""),
         ({"kind": "step", **of_first, "round": 0, "values": packed(values, [], what="step"), "clip_norm": 1.0}, b""),
         ({**push, "bucket": 0}, bytes(24)),
         ({"kind": "average", **of_first, "round": 1, "clip_value": None}, b""),
@@ -91,7 +93,7 @@ def recorded_pair() -> list[tuple[int, Frame]]:
     (configure, _), (push, _), (step, _) = (frames[kind] for kind in ("configure", "push", "step"))
     job = {**_HELLO, "num_workers": 2, "num_replicas": 1, "is_replica": False, "consistency": {
         "is_synchronous": False, "max_staleness": 1, "scales_learning_rate": True, "compensation": 0.1}}  # fmt: skip
-    pushes = [({**push, "bucket": 1}, bytes(16)), ({**push, "bucket": 0}, bytes(24))]
+    pushes = [({**push, "bucket": 1, "in_memory": True}, b""), ({**push, "bucket": 0, "in_memory": False}, bytes(24))]
 
     def asked(kind: str, **fields: Any) -> Frame:
         return {"kind": kind, **fields}, b""
@@ -100,14 +102,19 @@ def recorded_pair() -> list[tuple[int, Frame]]:
     told: list[torch.Tensor] = []
     word = packed({"metrics": {"loss": torch.ones(1)}, "callbacks": []}, told, what="a message")
     first = [
-        *(frames["configure"], frames["replace"], asked("pull", optimizer=0), asked("start", run=1)),
+        *(frames["configure"], frames["memory"], frames["replace"], asked("pull", optimizer=0), asked("start", run=1)),
         *(asked("next", **of_epoch, limit=2), *pushes, (step, b""), asked("trained", epoch=0, number=0)),
         *(asked("pause"), asked("give back", epoch=0), asked("await epoch", epoch=0), asked("statistics")),
         *(asked("tell", name="rate", value=2.5), asked("told", name="rate", of_all=False), frames["state"]),
         *(asked("stop", epoch=0, at_once=True), ({"kind": "over", "body": word}, _joined(told)), asked("goodbye")),
     ]
     second = [
-        *(({**configure, "body": None}, b""), asked("pull", optimizer=0), asked("await start", run=1)),
+        *(
+            ({**configure, "body": None}, b""),
+            frames["memory"],
+            asked("pull", optimizer=0),
+            asked("await start", run=1),
+        ),
         *(asked("next", **of_epoch, limit=None), *pushes, ({**step, "values": []}, b"")),
         *(
             asked("trained", epoch=0, number=1),

@@ -4,9 +4,10 @@
 
 Two workers push gradients that they have already, and pull weights; the model is the MLP of 6.3 M parameters of
 ``bench strategies``, with SGD. For S bytes of gradients and N workers, an update serves N pushes and N pulls
-(synchronous) or one of each (asynchronous), in buckets of 4 MiB. "alone" copies as many bytes in and out, averages and
-steps the optimizer, in a process that does nothing else; "sockets" receives and sends the bytes instead, over loopback,
-in one thread, from and to a process that does nothing else. The ways take turns.
+(synchronous) or one of each (asynchronous), in buckets of 4 MiB, through memory or over loopback. "alone" copies as
+many bytes in and out, averages and steps the optimizer, in a process that does nothing else; "sockets" receives and
+sends the bytes instead, over loopback, in one thread, from and to a process that does nothing else. The ways take
+turns.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def made() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     return parameters, torch.optim.SGD(parameters, lr=1e-9)
 
 
-def work(worker: int, mode: str, port: int, together: Any, turns: Any, own: Any) -> None:
+def work(worker: int, mode: str, shares_memory: bool, port: int, together: Any, turns: Any, own: Any) -> None:
     """Steps as often as the main process says; adds this process's processor time up."""
     torch.set_num_threads(1)
 
@@ -60,8 +61,9 @@ def work(worker: int, mode: str, port: int, together: Any, turns: Any, own: Any)
     rules = Consistency(is_synchronous=mode == "sync")
     address = [("127.0.0.1", port)]
     connections = ServerConnections(
-        address, _SECRET, worker=worker, num_workers=_WORKERS, consistency=rules, meter=Meter(), gather=gather
-    )
+        address, _SECRET, worker=worker, num_workers=_WORKERS, consistency=rules, meter=Meter(), gather=gather,
+        shares_memory=shares_memory,
+    )  # fmt: skip
     connections.open(timeout_s=60)
     _, optimizer = made()
     served = RemoteOptimizer(optimizer, connections, bucket_bytes=_BUCKET_BYTES)
@@ -78,12 +80,12 @@ def work(worker: int, mode: str, port: int, together: Any, turns: Any, own: Any)
 class Serving:
     """A server, and workers that step when told to."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, *, shares_memory: bool) -> None:
         self._server = ServerProcess("127.0.0.1", _SECRET, num_threads=1)
         context = mp.get_context("fork")
         self.turns = [context.JoinableQueue() for _ in range(_WORKERS)]
         self.own = context.Array("d", _WORKERS)
-        arguments = (mode, self._server.port, context.Barrier(_WORKERS), self.turns, self.own)
+        arguments = (mode, shares_memory, self._server.port, context.Barrier(_WORKERS), self.turns, self.own)
         self._workers = [context.Process(target=work, args=(k, *arguments)) for k in range(_WORKERS)]
         for process in self._workers:
             process.start()
@@ -213,31 +215,36 @@ def main() -> None:
         f"{heading()}\n# {_WORKERS} workers; medians of {given.turns} turns of {given.steps} steps\n"
         "# ms for a step of each worker: processor time of the server, of a worker's communication, of the clock;\n"
         "# processor time of the same copies and updates alone, and over sockets; of forward and backward\n"
-        f"{'':6}{'server':>22}{'worker':>8}{'clock':>8}{'alone':>22}{'sockets':>8}  server/alone  server/sockets"
+        f"{'':14}{'server':>22}{'worker':>8}{'clock':>8}{'alone':>22}{'sockets':>8}  server/alone  server/sockets"
         "  training"
     )
     for mode in given.modes:
-        serving = Serving(mode)
+        servings = {way: Serving(mode, shares_memory=way == "memory") for way in ("memory", "loopback")}
         ways = [Alone(mode, over_sockets=over_sockets) for over_sockets in (False, True)]
-        serving.run(3)
-        for way in ways:
-            way.step()
         train = training()
-        train()
-        rows = []
+        for serving in servings.values():
+            serving.run(3)
+        for step in [*(way.step for way in ways), train]:
+            step()
+        rows: dict[str, list[list[float]]] = {way: [] for way in servings}
         for _ in range(given.turns):
-            others = [*(way.step for way in ways), train]
-            rows.append([*serving.run(given.steps), *(timed(step, given.steps) for step in others)])
-        serving.close()
-        server, worker, clock, alone, sockets, step = (
-            Spread.of(found).scaled(1e3) for found in zip(*rows, strict=True)
-        )
-        print(
-            f"{mode:6}{server.median:8.1f} ({server.p25:4.1f} - {server.p75:4.1f}){worker.median:8.1f}"
-            f"{clock.median:8.1f}{alone.median:8.1f} ({alone.p25:4.1f} - {alone.p75:4.1f}){sockets.median:8.1f}"
-            f"{server.median / alone.median:14.2f}{server.median / sockets.median:16.2f}{step.median:10.1f}",
-            flush=True,
-        )
+            turn = {way: serving.run(given.steps) for way, serving in servings.items()}
+            others = [timed(step, given.steps) for step in [*(way.step for way in ways), train]]
+            for way, found in turn.items():
+                rows[way].append([*found, *others])
+        for way, serving in servings.items():
+            serving.close()
+            _print_row(f"{mode} {way}", rows[way])
+
+
+def _print_row(name: str, rows: list[list[float]]) -> None:
+    server, worker, clock, alone, sockets, step = (Spread.of(found).scaled(1e3) for found in zip(*rows, strict=True))
+    print(
+        f"{name:14}{server.median:8.1f} ({server.p25:4.1f} - {server.p75:4.1f}){worker.median:8.1f}"
+        f"{clock.median:8.1f}{alone.median:8.1f} ({alone.p25:4.1f} - {alone.p75:4.1f}){sockets.median:8.1f}"
+        f"{server.median / alone.median:14.2f}{server.median / sockets.median:16.2f}{step.median:10.1f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -67,6 +67,14 @@ class Channel:
         self._socket = sock
         self.bytes_in = self.bytes_out = 0
 
+    @property
+    def is_within_host(self) -> bool:
+        """Whether both ends have the same address, as those of one host have. Emulated hosts have different ones."""
+        try:
+            return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
+        except (OSError, IndexError):  # it is broken, or has no addresses
+            return False
+
     def send(self, fields: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Sends one frame; returns when the kernel has all of it, so that the payload may change.
 

@@ -430,6 +430,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._joins = joins
         self._num_servers, self._replicas = num_servers, replicas
         self._num_told = 0
+        self._told_unshared: set[str] = set()
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
         self._places: list[int] = []
@@ -540,13 +541,18 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def _serve(self, optimizer: Optimizer) -> Served:
         assert self._connections is not None
         bucket_bytes = round(self._bucket_cap_mb * 2**20)
-        return RemoteOptimizer(
+        served = RemoteOptimizer(
             optimizer,
             self._connections,
             split=self._split,
             bucket_bytes=bucket_bytes,
             compressor=self._compressor,
         )
+        for name, why in self._connections.unshared.items():
+            if name not in self._told_unshared:
+                self._told_unshared.add(name)
+                rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
+        return served
 
     @override
     def _disconnect(self) -> None:

@@ -168,7 +168,7 @@ def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: Wor
 def test_gradients_and_weights_travel_once_a_step_to_servers_and_back(world2: World) -> None:
     for result in world2.run(traffic, "sharded_ps"):
         for operations in result["operations"][1:]:
-            assert operations.pop(("push", "servers")) == (PARAMETER_BYTES, PARAMETER_BYTES, 0)
+            assert operations.pop(("push", "servers")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
             assert operations.pop(("pull", "servers")) == (PARAMETER_BYTES, 0, 0)
             assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
 

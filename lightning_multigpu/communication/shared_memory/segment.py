@@ -1,26 +1,29 @@
-"""A nameless segment of memory that the ranks of one host share; the kernel frees it however they end.
+"""Nameless segments of memory that processes of one host share; the kernel frees them however they end.
 
-The first rank makes a file in memory (``memfd_create``) and the others open it through ``/proc``. It is no file in
-``/dev/shm`` and is not bound by its size, but counts towards the memory of the ranks' control group. The kernel frees
-it when the last process that has it is gone.
+The first process makes a file in memory (``memfd_create``) and the others open it through ``/proc``. It is no file in
+``/dev/shm`` and is not bound by its size, but counts towards the memory of the processes' control group. Processes
+of other users cannot open it, and nobody can shorten it. The kernel frees it when the last process that has it is gone.
 
-Every rank locks one byte of it. The kernel drops the lock when the process ends, even if it is killed, so that a free
-byte tells of a rank that is gone.
+Every rank of a :class:`SharedSegment` locks one byte of it. The kernel drops the lock when the process ends, even if it
+is killed, so that a free byte tells of a rank that is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _NAME = "lightning_multigpu"
 _TOKEN_BYTES = 16
 _HEADER_BYTES = 64
+Offer = tuple[int, int, bytes]  # process, descriptor, and the token by which others know the file
 
 
 class SharedMemoryUnavailableError(RuntimeError):
@@ -47,13 +50,13 @@ class SharedSegment:
         problem = None
         if self.rank == 0:
             try:
-                offer = [self._create(total_bytes)]
+                self._descriptor, offer[0] = created_file(total_bytes)
             except OSError as error:
                 problem = str(error)
         dist.broadcast_object_list(offer, src=dist.get_process_group_ranks(group)[0], group=group)
         if offer[0] is not None:
             try:
-                self._attach(*offer[0], total_bytes=total_bytes)
+                self._attach(offer[0], total_bytes)
             except OSError as error:
                 problem = str(error)
         problems: list[str | None] = [None] * dist.get_world_size(group)
@@ -92,30 +95,91 @@ class SharedSegment:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _create(self, total_bytes: int) -> tuple[int, int, bytes]:
-        """Makes the file; returns process, descriptor, and the token by which the others know it."""
-        if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memfd_create")
-        self._descriptor = os.memfd_create(_NAME)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.close)
-            os.posix_fallocate(self._descriptor, 0, total_bytes)
-            token = os.urandom(_TOKEN_BYTES)
-            os.pwrite(self._descriptor, token, 0)
-            on_failure.pop_all()
-        return os.getpid(), self._descriptor, token
-
-    def _attach(self, pid: int, descriptor: int, token: bytes, *, total_bytes: int) -> None:
-        # On another host, or in another container, there may be another process of that id. To open just any file of
-        # it could have consequences.
-        elsewhere = OSError(f"process {pid} is not the first rank of this group: the ranks are in different containers")
+    def _attach(self, offer: Offer, total_bytes: int) -> None:
         if self._descriptor < 0:
-            path = f"/proc/{pid}/fd/{descriptor}"
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                raise elsewhere
-            self._descriptor = os.open(path, os.O_RDWR)
-        if os.pread(self._descriptor, _TOKEN_BYTES, 0) != token:
-            raise elsewhere
+            self._descriptor = opened_file(offer)
         self._mapping = mmap.mmap(self._descriptor, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         # After mmap, which duplicates the descriptor: closing any duplicate would drop the lock.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
+
+
+class OfferedSegment:
+    """Memory that this process makes, and processes of the same user and host map by its :attr:`offer`.
+
+    Args:
+        size_bytes: of :attr:`memory`. It is reserved at once.
+
+    Attributes:
+        memory: zeros at first, shape (size_bytes,), uint8. The mapping lives as long as the tensor or a view of it.
+        offer: for :func:`mapped`, as JSON can express it; good while this object lives.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._descriptor, (pid, descriptor, token) = created_file(_HEADER_BYTES + size_bytes)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.memory = _tensor(self._descriptor)
+        self.offer = [pid, descriptor, token.hex()]
+
+
+def mapped(offer: Sequence[Any]) -> torch.Tensor:
+    """The memory of another process's :class:`OfferedSegment`.
+
+    Raises:
+        OSError: the process is of another user, or in another container or on another host.
+    """
+    pid, descriptor, token = offer
+    opened = opened_file((int(pid), int(descriptor), bytes.fromhex(token)))
+    try:
+        return _tensor(opened)
+    finally:
+        os.close(opened)
+
+
+def created_file(total_bytes: int) -> tuple[int, Offer]:
+    """Makes a nameless file that nobody can shorten; returns its descriptor, and what others need to open it.
+
+    Raises:
+        OSError: there is not so much memory, or no descriptor is left.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create")
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, total_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        token = os.urandom(_TOKEN_BYTES)
+        os.pwrite(descriptor, token, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, (os.getpid(), descriptor, token)
+
+
+def opened_file(offer: Offer) -> int:
+    """A descriptor of another process's file.
+
+    Raises:
+        OSError: the process is of another user, or in another container or on another host.
+    """
+    pid, descriptor, token = offer
+    # On another host, or in another container, there may be another process of that id. To open just any file of it
+    # could have consequences.
+    elsewhere = OSError(f"process {pid} is another one: the processes that share memory are in different containers")
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise elsewhere
+    opened = os.open(path, os.O_RDWR)
+    if os.pread(opened, _TOKEN_BYTES, 0) != token:
+        os.close(opened)
+        raise elsewhere
+    return opened
+
+
+def _tensor(descriptor: int) -> torch.Tensor:
+    """The bytes behind the header, without a descriptor of their own."""
+    size_bytes = os.fstat(descriptor).st_size
+    whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
+    return whole[_HEADER_BYTES:]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_multigpu.communication.channel import Channel, ChannelError
+from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory
 from lightning_multigpu.engine.parameter_server.wire import (
     bytes_of,
     packed,
@@ -22,11 +23,17 @@ class Member:
     """A worker's connection, and what is to be sent over it.
 
     To a quiet member the server sends no weights and answers no questions: another server does, whose replica it is.
+    ``memory`` is that of the buckets, by number of their optimizer and their own, which a worker of this host shares;
+    ``memory_in`` and ``memory_out`` count the bytes that went through it.
     """
 
     worker: int
     channel: Channel
     is_quiet: bool = False
+    shares_memory: bool = False
+    memory: dict[tuple[int, int], BucketMemory] = field(default_factory=dict)
+    memory_in: int = 0
+    memory_out: int = 0
     outbox: queue.SimpleQueue[tuple[dict[str, Any], Sequence[memoryview]] | None] = field(
         default_factory=queue.SimpleQueue
     )

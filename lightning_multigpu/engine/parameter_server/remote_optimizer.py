@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.channel import Channel
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
 from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections, ServerError
@@ -630,8 +631,10 @@ class RemoteOptimizer(RedirectedOptimizer):
         buckets = [bucket for of_server, bucket in list(self._targets) if of_server == server]
         return {"optimizer": self._number, "round": self._round, "is_pull": self._is_pulling, "buckets": buckets}
 
-    def receive(self, server: int, fields: Fields, payload_bytes: int, channel: Channel) -> None:
-        """Takes a part that a server sends; on the thread that reads from it."""
+    def receive(
+        self, server: int, fields: Fields, payload_bytes: int, channel: Channel, memory: BucketMemory | None
+    ) -> None:
+        """Takes a part that a server sends, or has in memory; on the thread that reads from it."""
         if fields["kind"] != "part":
             with self._servers.arriving():
                 if fields["kind"] == "squares":
@@ -643,7 +646,10 @@ class RemoteOptimizer(RedirectedOptimizer):
         kinds = fields.get("kinds")
         if views is None or payload_bytes not in (0, size_bytes) or not isinstance(kinds, list):
             raise WireError(f"a part of {payload_bytes} bytes that nobody waits for")
-        if payload_bytes:
+        if "in_memory" in fields:
+            assert memory is not None
+            copy_out({"pushed": memory.pushed, "weights": memory.weights}[fields["in_memory"]], views)
+        elif payload_bytes:
             channel.receive_into(views)
         with self._servers.arriving():
             pieces = self._buckets[fields["bucket"]].parts[server].pieces

@@ -7,7 +7,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
+from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, cut, segment_for
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
@@ -51,14 +53,23 @@ class _Bucket:
         return flat[self.offsets[index] : self.offsets[index] + piece.numel()].view(piece.shape)
 
 
+class _Push(NamedTuple):
+    """What one worker has pushed of a bucket, in a room of the server or in memory of the worker's."""
+
+    kinds: list[int]
+    gradients: Tensor | None
+    is_in_memory: bool
+
+
 @dataclass(eq=False)
 class _Pushes:
     """What workers have pushed of a bucket in a round, and the average that it becomes."""
 
     bucket: _Bucket
-    of_worker: dict[int, tuple[list[int], Tensor | None]] = field(default_factory=dict)
+    of_worker: dict[int, _Push] = field(default_factory=dict)
     kinds: list[int] = field(default_factory=list)
     gradient: Tensor | None = None
+    rooms: list[Tensor] = field(default_factory=list)
     is_averaged: bool = False
     is_sent: bool = False
 
@@ -121,6 +132,7 @@ class ServedOptimizer:
         saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Attributes:
+        number: of this optimizer, as the workers count.
         staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
             others had made since the worker got the weights.
     """
@@ -128,7 +140,7 @@ class ServedOptimizer:
     def __init__(
         self, job: Job, members: Mapping[int, Member], number: int, saved: Mapping[str, Any] | None = None
     ) -> None:
-        self._number = number
+        self.number = number
         self._num_servers = job.num_servers
         self._consistency = job.consistency
         self.is_resumed = saved is not None
@@ -149,6 +161,9 @@ class ServedOptimizer:
         self._filled: list[_Bucket] = []
         self._num_known: dict[int, int] = {}
         self._ends: list[int] = []
+        self._plan_buckets: list[list[_Bucket]] = []
+        self._offered: dict[tuple[int, int], list[OfferedSegment]] = {}
+        self._shared_weights: dict[int, OfferedSegment] = {}
         self._group_pieces: list[list[tuple[int, int]]] = []
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._sent: list[Tensor | None] = []
@@ -198,6 +213,7 @@ class ServedOptimizer:
         self._filled = [bucket for bucket in self._buckets if bucket.pieces]
         self._num_known[0] = len(self._filled)
         self._ends.append(len(self._filled))
+        self._plan_buckets.append([bucket for bucket in new if bucket.weights.nbytes])
         self._plans.append(plan)
         self._split = plan["split"]
         self._compressor = elementwise(plan.get("compression"))
@@ -227,6 +243,54 @@ class ServedOptimizer:
         stop = first + len(plan["buckets"])
         state = [[b - first, index, values] for b, index, values in self._saved["state"] if first <= b < stop]
         return {**body, "weights": self._saved["weights"][first:stop], "state": state}
+
+    # Memory that workers of this host share
+
+    def offer_memory(self, worker: int, number: int) -> dict[str, Any]:
+        """Makes memory for the buckets of a plan; returns what the worker needs to map it, or why there is none."""
+        buckets = self._plan_buckets[number]
+        sizes = [bucket.weights.nbytes for bucket in buckets]
+        try:
+            segments = [segment_for(sizes), segment_for(sizes) if self._common is None else self._weights_of(number)]
+        except OSError as error:
+            return {"problem": str(error)}
+        self._offered[worker, number] = segments
+        return {
+            "optimizer": self.number,
+            "number": number,
+            "segments": [segment.offer for segment in segments],
+            "buckets": [[bucket.number, size] for bucket, size in zip(buckets, sizes, strict=True)],
+        }
+
+    def _weights_of(self, number: int) -> OfferedSegment:
+        """Memory to which the weights of a plan move, for all synchronous workers of this host."""
+        if number not in self._shared_weights:
+            buckets = self._plan_buckets[number]
+            sizes = [bucket.weights.nbytes for bucket in buckets]
+            segment = self._shared_weights[number] = segment_for(sizes)
+            for bucket, memory in zip(buckets, cut(segment.memory, sizes), strict=True):
+                bucket.weights = memory.view(bucket.weights.dtype).copy_(bucket.weights)
+                for index, piece in enumerate(bucket.pieces):
+                    piece.data = bucket.part(bucket.weights, index)
+        return self._shared_weights[number]
+
+    def memory_is_mapped(self, worker: int, number: int, *, is_mapped: bool) -> None:
+        """Uses the memory that was offered to a worker, which has mapped it, or frees it."""
+        segments = self._offered.pop((worker, number))
+        if not is_mapped:
+            return
+        buckets = self._plan_buckets[number]
+        sizes = [bucket.weights.nbytes for bucket in buckets]
+        memories = (cut(segment.memory, sizes) for segment in segments)
+        for bucket, pushed, weights in zip(buckets, *memories, strict=True):
+            self._members[worker].memory[self.number, bucket.number] = BucketMemory(pushed, weights)
+            if self._common is None:
+                bucket.pulled[worker] = 0, weights.view(bucket.weights.dtype)
+
+    def end_offers(self) -> None:
+        """Lets nobody else map memory; what is mapped stays."""
+        self._offered.clear()
+        self._shared_weights.clear()
 
     def _groups(self, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if len(values) != len(self._group_pieces):
@@ -262,11 +326,17 @@ class ServedOptimizer:
     # Rounds
 
     def room_for_push(
-        self, number: Any, kinds: Any, payload_bytes: int, *, is_compressed: bool = False
+        self,
+        number: Any,
+        kinds: Any,
+        payload_bytes: int,
+        *,
+        is_compressed: bool = False,
+        memory: BucketMemory | None = None,
     ) -> Tensor | None:
         """A tensor for the gradients of a bucket, which :meth:`push` gets; None if the worker has none.
 
-        It is of the weights' dtype, or uint8 for compressed gradients.
+        It is of the weights' dtype, or uint8 for compressed gradients. With ``memory`` it has them already.
 
         Raises:
             WireError: the push does not fit the bucket.
@@ -280,9 +350,14 @@ class ServedOptimizer:
             if self._compressor is None or dtype != torch.float32:
                 raise WireError("a push is compressed, and was not announced as such")
             numel, dtype = self._compressor.encoded_bytes(numel), torch.uint8
-        if payload_bytes != (numel * dtype.itemsize if any(kinds) else 0):
+        size_bytes = numel * dtype.itemsize if any(kinds) else 0
+        if payload_bytes != (0 if memory is not None else size_bytes):
             raise WireError(f"a push of {payload_bytes} bytes for a bucket of {weights.nbytes}")
-        return self._room(numel, dtype) if any(kinds) else None
+        if memory is not None and size_bytes > memory.pushed.numel():
+            raise WireError(f"a push of {size_bytes} bytes in memory of {memory.pushed.numel()}")
+        if not any(kinds):
+            return None
+        return self._room(numel, dtype) if memory is None else memory.pushed[:size_bytes].view(dtype)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
         spare = self._spare[numel, dtype]
@@ -295,20 +370,31 @@ class ServedOptimizer:
             self._rounds[worker] = _Round((worker,))
         return self._rounds[worker]
 
-    def push(self, worker: int, number: int, round_: int, kinds: list[int], gradients: Tensor | None) -> None:
+    def push(
+        self,
+        worker: int,
+        number: int,
+        round_: int,
+        kinds: list[int],
+        gradients: Tensor | None,
+        *,
+        is_in_memory: bool = False,
+    ) -> None:
         """The gradients of a worker for a bucket; those of an earlier push in the round are forgotten."""
         round_now = self._round_of(worker)
         if round_ != round_now.number:
             raise WireError(f"worker {worker} pushes in round {round_}, and this is round {round_now.number}")
         pushes = round_now.pushes.setdefault(number, _Pushes(self._bucket(number)))
-        _, before = pushes.of_worker.get(worker, ([], None))
-        self._spares([before])
+        before = pushes.of_worker.get(worker)
+        if before is not None and not before.is_in_memory:
+            self._spares([before.gradients])
         if gradients is not None and gradients.dtype != pushes.bucket.weights.dtype:
             assert self._compressor is not None
             wire, gradients = gradients, self._room(pushes.bucket.weights.numel(), torch.float32)
             self._compressor.decode(wire, gradients)
-            self._spares([wire])
-        pushes.of_worker[worker] = (kinds, gradients)
+            self._spares([] if is_in_memory else [wire])
+            is_in_memory = False
+        pushes.of_worker[worker] = _Push(kinds, gradients, is_in_memory)
         self._go_on(round_now, [pushes])
 
     def request(self, worker: int, round_: int, request: _Request) -> None:
@@ -360,11 +446,11 @@ class ServedOptimizer:
 
     def _end_round(self, round_now: _Round, request: _Request) -> None:
         for pushes in round_now.pushes.values():
-            gradients = [flat for _, flat in pushes.of_worker.values()]
+            rooms = [push.gradients for push in pushes.of_worker.values() if not push.is_in_memory] + pushes.rooms
             if request.kind == "average":
-                self._sent += gradients  # one of them holds the average
+                self._sent += rooms  # one of them holds the average
             else:
-                self._spares(gradients)
+                self._spares(rooms)
         for worker in round_now.workers:
             self._has_mirrored(worker, round_now.number)
         following = _Round(round_now.workers, round_now.number + 1)
@@ -379,10 +465,15 @@ class ServedOptimizer:
 
     def _average(self, pushes: _Pushes, pushing: set[int]) -> None:
         of_worker = [pushes.of_worker[worker] for worker in sorted(pushing)]
-        pushes.kinds = [max(kinds) for kinds in zip(*(kinds for kinds, _ in of_worker), strict=True)]
-        present = [gradients for _, gradients in of_worker if gradients is not None]
+        pushes.kinds = [max(kinds) for kinds in zip(*(push.kinds for push in of_worker), strict=True)]
+        present = [push.gradients for push in of_worker if push.gradients is not None]
         if present:
             total, *others = present
+            if len(pushing) > 1 and any(push.gradients is total and push.is_in_memory for push in of_worker):
+                # That worker may push again before the others have got the average.
+                room = self._room(total.numel(), total.dtype)
+                total = torch.add(total, others.pop(0), out=room) if others else room.copy_(total)
+                pushes.rooms.append(room)
             for gradients in others:
                 total += gradients
             if len(pushing) > 1:
@@ -419,7 +510,7 @@ class ServedOptimizer:
             if self._num_servers == 1:
                 round_now.squares = squares
             else:
-                told = {"kind": "squares", "optimizer": self._number, "squares": squares}
+                told = {"kind": "squares", "optimizer": self.number, "squares": squares}
                 self._members[round_now.workers[0]].post(told)
         if round_now.squares is None:
             return False
@@ -482,13 +573,16 @@ class ServedOptimizer:
         weights = self._copied_for(worker, bucket)
         fields = {
             "kind": "part",
-            "optimizer": self._number,
+            "optimizer": self.number,
             "bucket": bucket.number,
             "kinds": [DENSE] * len(bucket.pieces),
             "version": bucket.version,
             "staleness": staleness,
         }
-        member.post(fields, [bytes_of(weights)])
+        if self._common is None and (self.number, bucket.number) in member.memory:
+            self._post_in_memory(member, {**fields, "in_memory": "weights"}, weights)
+        else:
+            member.post(fields, [bytes_of(weights)])
 
     def pull(self, worker: int) -> None:
         """Sends all weights to a worker."""
@@ -510,6 +604,7 @@ class ServedOptimizer:
         self._held.pop(worker, None)
         self._lacking.pop(worker, None)
         self._num_known.pop(worker, None)
+        self._offered = {of: segments for of, segments in self._offered.items() if of[0] != worker}
         for bucket in self._buckets:
             bucket.pulled.pop(worker, None)
         self.pauses(worker)
@@ -560,8 +655,18 @@ class ServedOptimizer:
         """Sends a bucket's averages, or its weights after the step."""
         averages = round_.requests[round_.workers[0]].kind == "average"
         flat = None if pushes.gradient is None else pushes.gradient if averages else pushes.bucket.weights
-        fields = {"kind": "part", "optimizer": self._number, "bucket": pushes.bucket.number, "kinds": pushes.kinds}
-        member.post(fields, [] if flat is None else [bytes_of(flat)])
+        fields = {"kind": "part", "optimizer": self.number, "bucket": pushes.bucket.number, "kinds": pushes.kinds}
+        memory = member.memory.get((self.number, pushes.bucket.number))
+        if flat is None or memory is None:
+            member.post(fields, [] if flat is None else [bytes_of(flat)])
+            return
+        if averages:
+            memory.pushed.view(flat.dtype).copy_(flat)
+        self._post_in_memory(member, {**fields, "in_memory": "pushed" if averages else "weights"}, flat)
+
+    def _post_in_memory(self, member: Member, fields: dict[str, Any], flat: Tensor) -> None:
+        member.memory_out += flat.nbytes
+        member.post(fields)
 
     # In the place of a server that has ended
 
@@ -576,7 +681,7 @@ class ServedOptimizer:
         """Tells a worker that asked another server too, whose replica this is, that what it asked for is done here."""
         member = self._members.get(worker)
         if member is not None and (member.is_quiet or self._lacking.get(worker, (-1, ()))[0] == round_):
-            member.post({"kind": "mirrored", "optimizer": self._number})
+            member.post({"kind": "mirrored", "optimizer": self.number})
 
     def send_rest(self, worker: int, round_: int, buckets: Sequence[int], *, is_pull: bool) -> None:
         """Sends a worker the buckets that it lacks of a round, or of a pull; those that are not ready come later."""

@@ -96,6 +96,8 @@ class Server:
         self._is_over.wait()
         with self._changing:
             members = list(self._members.values())
+            for served in self._optimizers.values():
+                served.end_offers()
         for member in members:
             if self._problem:
                 told = {"kind": "error", "text": self._problem, "replica_goes_on": self._replica_goes_on}
@@ -189,7 +191,7 @@ class Server:
                 raise WireError(f"there is a worker {worker} already")
             self._job = job
             self._num_joined = max(self._num_joined, worker + 1 - workers)
-            return self._let_in(worker, channel, is_quiet=fields.get("is_replica") is True)
+            return self._let_in(worker, fields, channel)
 
     def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
         """A worker that comes to a job that is there, under a number that no worker has had."""
@@ -207,13 +209,15 @@ class Server:
             worker = job.num_workers + self._num_joined - 1
             told: dict[str, Any] = {"num_workers": job.num_workers, "shares": job.shares}
             told["epoch"] = self._dealer.newest_epoch
-            return self._let_in(worker, channel, consistency=asdict(job.consistency), **told)
+            return self._let_in(worker, fields, channel, consistency=asdict(job.consistency), **told)
 
-    def _let_in(self, worker: int, channel: Channel, *, is_quiet: bool = False, **welcome: Any) -> Member:
+    def _let_in(self, worker: int, hello: Mapping[str, Any], channel: Channel, **welcome: Any) -> Member:
+        is_quiet = hello.get("is_replica") is True and hello.get("joins") is not True
         if self._is_over.is_set():  # nobody would end the thread that writes to the worker
             raise WireError(self._problem or "the job of this server has ended")
         member = self._members[worker] = Member(worker, channel, is_quiet)
         self._num_come += 1
+        member.shares_memory = hello.get("shares_memory") is True and channel.is_within_host
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})
         if is_quiet and self._has_taken_over:
@@ -249,8 +253,8 @@ class Server:
     def _forget(self, member: Member) -> None:
         worker = member.worker
         del self._members[worker]
-        self._bytes_in += member.channel.bytes_in
-        self._bytes_out += member.channel.bytes_out
+        self._bytes_in += member.channel.bytes_in + member.memory_in
+        self._bytes_out += member.channel.bytes_out + member.memory_out
         self._await_run.pop(worker, None)
         self._await_last_word.discard(worker)
         batches = self._dealer.lose(worker)
@@ -294,6 +298,8 @@ class Server:
                     done["is_resumed"] = served.is_resumed
                     if served.is_resumed and worker == plan == 0:
                         done["weights"] = served.checksum()
+                    if member.shares_memory:
+                        done["memory"] = served.offer_memory(worker, plan)
                     self._changing.notify_all()
                 elif worker != 0:
                     raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
@@ -306,17 +312,28 @@ class Server:
             return True
         if kind == "push":
             served = self._optimizer(fields)
+            memory = member.memory[served.number, fields["bucket"]] if fields.get("in_memory") is True else None
             with self._turn():
                 room = served.room_for_push(
                     fields.get("bucket"),
                     fields.get("kinds"),
                     payload_bytes,
                     is_compressed=fields.get("is_compressed") is True,
+                    memory=memory,
                 )
-            if room is not None:
+            if memory is None and room is not None:
                 channel.receive_into([bytes_of(room)])
             with self._turn():
-                served.push(worker, fields["bucket"], fields.get("round", -1), fields["kinds"], room)
+                if memory is not None and room is not None:
+                    member.memory_in += room.nbytes
+                served.push(
+                    worker,
+                    fields["bucket"],
+                    fields.get("round", -1),
+                    fields["kinds"],
+                    room,
+                    is_in_memory=memory is not None,
+                )
             return True
         if kind == "replace" and worker == 0:
             with self._changing:
@@ -344,6 +361,8 @@ class Server:
                 served.request(worker, int(fields["round"]), request_of(fields))
             elif kind == "pull":
                 served.pull(worker)
+            elif kind == "memory":
+                served.memory_is_mapped(worker, int(fields["number"]), is_mapped=fields["is_mapped"] is True)
             elif kind == "norm":
                 served.norm(worker, float(fields["squares"]))
             elif kind == "state":
@@ -392,8 +411,8 @@ class Server:
             for worker, found in served.staleness.items():
                 counts[worker].update(found)
         return {
-            "bytes_in": self._bytes_in + sum(member.channel.bytes_in for member in self._members.values()),
-            "bytes_out": self._bytes_out + sum(member.channel.bytes_out for member in self._members.values()),
+            "bytes_in": self._bytes_in + sum(m.channel.bytes_in + m.memory_in for m in self._members.values()),
+            "bytes_out": self._bytes_out + sum(m.channel.bytes_out + m.memory_out for m in self._members.values()),
             "num_steps": self._num_steps,
             "waited_s": self._waited_s,
             "staleness": [[worker, sorted(found.items())] for worker, found in sorted(counts.items())],

@@ -29,6 +29,8 @@ from torch import Tensor
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.communication.shared_memory.segment import mapped
+from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_in, cut
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.server_statistics import COUNTED, ServerStatistics
 from lightning_multigpu.engine.parameter_server.wire import (
@@ -51,6 +53,7 @@ Payload = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
 Fields = dict[str, Any]
 _URGENT, _NORMAL, _LAST = range(3)
 _Frame = tuple[Fields, Payload, Transfer | None]
+_Memory = dict[tuple[int, int], BucketMemory]
 # How urgent a frame is, a number in order, and where it goes; None ends the thread that sends.
 _Outbox = queue.PriorityQueue[tuple[int, int, "tuple[_Connection, _Frame] | None"]]
 
@@ -58,8 +61,10 @@ _Outbox = queue.PriorityQueue[tuple[int, int, "tuple[_Connection, _Frame] | None
 class Receiver(Protocol):
     """An optimizer, to which servers send weights or averages."""
 
-    def receive(self, server: int, fields: Fields, payload_bytes: int, channel: Channel) -> None:
-        """Takes what a server sends for it; on the thread that reads from the server."""
+    def receive(
+        self, server: int, fields: Fields, payload_bytes: int, channel: Channel, memory: BucketMemory | None
+    ) -> None:
+        """Takes what a server sends for it, or has in memory; on the thread that reads from the server."""
 
     def lacks(self, server: int) -> Fields | None:
         """What it waits for from a server; None if it has not asked the server for anything."""
@@ -69,7 +74,8 @@ class Receiver(Protocol):
 class _Connection:
     """One server or replica: its channel, and what is to be sent to it.
 
-    ``confirmed`` has its answers to what is sent to servers and replicas alike.
+    ``confirmed`` has its answers to what is sent to servers and replicas alike; ``memory`` is that of the buckets, by
+    number of their optimizer and their own, which a server on this host shares.
     """
 
     number: int
@@ -78,6 +84,7 @@ class _Connection:
     outbox: _Outbox
     is_replica: bool
     confirmed: list[Fields] = field(default_factory=list)
+    memory: _Memory = field(default_factory=dict)
     num_lost: int = 0
 
 
@@ -95,8 +102,10 @@ class ServerConnections:
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
         num_replicas: of each server: 0 or 1.
+        shares_memory: exchange gradients and weights with servers of this host through memory, and not over sockets.
 
     Attributes:
+        unshared: the servers of this host with which no memory is shared: their name, and why.
         ended: the servers and replicas without which the job goes on: their place in ``addresses``, and a sentence.
         lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
             are left.
@@ -116,6 +125,7 @@ class ServerConnections:
         meter: Meter,
         gather: Callable[[Any], list[Any]],
         num_replicas: int = 0,
+        shares_memory: bool = True,
     ) -> None:
         self.worker = -1 if worker is None else worker
         self.num_workers, self.num_servers = num_workers, len(addresses) // (1 + num_replicas)
@@ -125,6 +135,8 @@ class ServerConnections:
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
         self.shares = list(shares or [1] * self.num_servers)
+        self._shares_memory = shares_memory
+        self.unshared: dict[str, str] = {}
         self.lost: list[Fields] = []
         self.ended: list[tuple[int, str]] = []
         self.is_stopped = False
@@ -181,7 +193,8 @@ class ServerConnections:
             hello["consistency"] = dataclasses.asdict(self.consistency)
             for connection in others:
                 is_replica = connection is not self._copies[connection.number][0]
-                self._put(connection, ({**hello, "is_replica": is_replica}, (), None), _URGENT)
+                mine = {"is_replica": is_replica, "shares_memory": self._may_share(connection)}
+                self._put(connection, ({**hello, **mine}, (), None), _URGENT)
             self.wait_until(lambda: all(connection.confirmed for connection in others))
             for connection in others:
                 connection.confirmed.clear()
@@ -201,11 +214,30 @@ class ServerConnections:
     def _join(self, hello: Fields) -> None:
         """Takes a number of its own, and what else the job's workers know, from the first server."""
         first = self._copies[0][0]
-        self._put(first, ({**hello, "joins": True}, (), None), _URGENT)
+        self._put(first, ({**hello, "joins": True, "shares_memory": self._may_share(first)}, (), None), _URGENT)
         self.wait_until(lambda: bool(first.confirmed))
         fields = first.confirmed.pop()
         self.worker, self.num_workers, self.joined_in = fields["worker"], fields["num_workers"], fields["epoch"]
         self.consistency, self.shares = Consistency(**fields["consistency"]), fields["shares"]
+
+    def _may_share(self, connection: _Connection) -> bool:
+        return self._shares_memory and connection.channel.is_within_host
+
+    def _map(self, connection: _Connection, offered: Fields) -> None:
+        """Maps the memory that a server offers for buckets, and says so before anything is pushed."""
+        try:
+            if "problem" in offered:
+                raise OSError(offered["problem"])
+            sizes = [size for _, size in offered["buckets"]]
+            memories = (cut(mapped(offer), sizes) for offer in offered["segments"])
+            for (bucket, _), pushed, weights in zip(offered["buckets"], *memories, strict=True):
+                connection.memory[offered["optimizer"], bucket] = BucketMemory(pushed, weights)
+        except OSError as error:
+            self.unshared.setdefault(connection.name, str(error))
+        if "problem" not in offered:
+            is_mapped = connection.name not in self.unshared
+            told = {name: offered[name] for name in ("optimizer", "number")}
+            self._put(connection, ({"kind": "memory", **told, "is_mapped": is_mapped}, (), None), _URGENT)
 
     def _found(self, place: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
         """The connection to a server, when the server listens."""
@@ -273,11 +305,20 @@ class ServerConnections:
                 payload = _once(payload)
             for connection in copies:
                 transfer = None
+                told = fields
                 if push_bytes is not None:
+                    memory = connection.memory.get((fields["optimizer"], fields["bucket"]))
+                    is_in_memory = memory is not None and push_bytes <= memory.pushed.numel()
                     transfer = self.meter.begin(
-                        "push", group="servers", group_size=self.num_workers, size_bytes=push_bytes, awaited=False
+                        "push",
+                        group="servers",
+                        group_size=self.num_workers,
+                        size_bytes=push_bytes,
+                        memory_bytes=push_bytes if is_in_memory else 0,
+                        awaited=False,
                     )
-                self._put(connection, (fields, payload, transfer), _URGENT if is_urgent else _NORMAL)
+                    told = {**fields, "in_memory": is_in_memory}
+                self._put(connection, (told, payload, transfer), _URGENT if is_urgent else _NORMAL)
 
     def ask(self, server: int, fields: Fields) -> None:
         """Sends a question to a server alone; its replica is asked too if the server ends before it answers."""
@@ -363,6 +404,7 @@ class ServerConnections:
         for connection in self._connections:
             connection.channel.shut_down()
             connection.channel.close()
+            connection.memory.clear()
 
     def _fails(self, problem: str) -> None:
         with self.arriving():
@@ -403,7 +445,11 @@ class ServerConnections:
         while (posted := outbox.get()[2]) is not None:
             connection, (fields, payload, transfer) = posted
             try:
-                connection.channel.send(fields, payload() if callable(payload) else payload)
+                parts = payload() if callable(payload) else payload
+                if fields.get("in_memory"):
+                    copy_in(parts, connection.memory[fields["optimizer"], fields["bucket"]].pushed)
+                    parts = ()
+                connection.channel.send(fields, parts)
             except ChannelError:
                 pass  # the thread that reads knows more
             except Exception as error:  # a copy from a device has failed, for example
@@ -418,7 +464,10 @@ class ServerConnections:
                 fields, payload_bytes = connection.channel.receive()
                 kind = fields.get("kind")
                 if kind in ("part", "squares", "mirrored"):
-                    self._receivers[fields["optimizer"]].receive(number, fields, payload_bytes, connection.channel)
+                    memory = connection.memory.get((fields["optimizer"], fields.get("bucket", -1)))
+                    self._receivers[fields["optimizer"]].receive(
+                        number, fields, payload_bytes, connection.channel, memory
+                    )
                     continue
                 if kind == "lost":
                     if number == 0:  # all servers see it, and replicas
@@ -445,6 +494,8 @@ class ServerConnections:
                     return
                 with self.arriving():
                     if kind in _CONFIRMED:
+                        if offered := fields.pop("memory", None):
+                            self._map(connection, offered)
                         connection.confirmed.append(fields)
                         continue
                     self._answers[number].append((fields, tensors))

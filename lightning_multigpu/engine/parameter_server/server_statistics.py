@@ -16,8 +16,8 @@ class ServerStatistics:
     """The counts of all servers of a job, in their order.
 
     Args:
-        bytes_in: received by each server.
-        bytes_out: sent by each server.
+        bytes_in: received by each server, through sockets or memory.
+        bytes_out: sent by each server, likewise.
         num_steps: that workers have asked each server for.
         waited_s: time that messages of workers waited at each server for those of others, added up.
         staleness: how often the updates of each asynchronous worker had which staleness; empty where training is

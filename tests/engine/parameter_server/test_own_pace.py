@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from tests.engine.parameter_server.test_host_optimizer import (
     groups_of,
     weights,
 )
-from tests.engine.parameter_server.test_servers import SMALL, Job, job
+from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, job
 
 
 class Worker:
@@ -73,10 +73,11 @@ def workers(
     *,
     num_servers: int = 1,
     shares: list[int] | None = None,
+    in_memory: Collection[int] = ALL,
     **rules: Any,
 ) -> Iterator[list[Worker]]:
     consistency = Consistency(is_synchronous=False, **rules)
-    with job(num_servers, number, shares) as found:
+    with job(num_servers, number, shares, in_memory=in_memory) as found:
         made = [Worker(found, worker, make, consistency) for worker in range(number)]
         try:
             yield made
@@ -96,15 +97,19 @@ def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize(("num_servers", "shares"), [(1, None), (3, None), (3, [2, 1, 1])], ids=["1", "3", "unequal"])
+@pytest.mark.parametrize(
+    ("num_servers", "shares", "in_memory"),
+    [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
+    ids=["1", "3", "unequal"],
+)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
-    name: str, num_servers: int, shares: list[int] | None
+    name: str, num_servers: int, shares: list[int] | None, in_memory: Collection[int]
 ) -> None:
     make = OPTIMIZERS.get(name, lambda groups: NormedSGD(groups, lr=0.1))
     order = [0, 1, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
-    with workers(make, num_servers=num_servers, shares=shares) as both:
+    with workers(make, num_servers=num_servers, shares=shares, in_memory=in_memory) as both:
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
             assert both[worker].remote.version == both[0].remote.version or worker == 1
@@ -135,10 +140,11 @@ def test_the_learning_rate_is_divided_by_the_staleness() -> None:
     assert_equal(found, [p - rate / 2 * g for p, rate, g in zip(parameters, rates, third, strict=True)])
 
 
-def test_delay_is_compensated_for() -> None:
+@WAYS
+def test_delay_is_compensated_for(in_memory: Collection[int]) -> None:
     """g + lambda g g (w - w_pulled), as in the paper."""
     first, second = gradients(0, 0), gradients(1, 0)
-    with workers(compensation=0.5) as (one, other):
+    with workers(compensation=0.5, in_memory=in_memory) as (one, other):
         one.step(first)
         other.step(second)
         found = other.now
@@ -285,6 +291,7 @@ class Played:
     """A channel of a worker that sends what the test says, and is gone."""
 
     bytes_in = bytes_out = 1
+    is_within_host = True
 
     def __init__(self, frames: list[Frame]) -> None:
         self._frames, self._payload = iter(frames), b""
@@ -310,7 +317,8 @@ def size(value: Any) -> int:
     """Entries of all containers that a server's objects hold, but for figures of the report at the end."""
     if isinstance(value, dict | list | set | deque):
         return len(value) + sum(map(size, value.values() if isinstance(value, dict) else value))
-    own = type(value).__module__.startswith("lightning_multigpu.engine") and not isinstance(value, type)
+    own = type(value).__module__.startswith("lightning_multigpu.engine") and hasattr(value, "__dict__")
+    own = own and not isinstance(value, type)
     return sum(size(held) for name, held in vars(value).items() if name != "staleness") if own else 0
 
 
@@ -319,20 +327,20 @@ def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
     server = Server("127.0.0.1", 0, b"")
     sent: list[list[Frame]] = [[frame for w, frame in recorded_pair() if w == worker] for worker in range(2)]
     first = server._introduced(Played(sent[0]))  # type: ignore[arg-type]
-    for fields, payload in sent[0][1:4]:
+    for fields, payload in sent[0][1:5]:
         first.channel = Played([(fields, payload)])  # type: ignore[assignment]
         server._handle(first, *first.channel.receive())
 
     def come_and_go(times: int) -> int:
         for number in range(times):
-            ways = ["await start", "next", "push", "step", "step twice", "tell", "await over", "goodbye"]
+            ways = ["configure", "await start", "next", "push", "step", "step twice", "tell", "await over", "goodbye"]
             way = ways[number % len(ways)]
             frames = [
                 frame for frame in sent[1] if way == frame[0]["kind"] or frame[0]["kind"] not in ("tell", "goodbye")
             ]
             end = next(i for i, (fields, _) in enumerate(frames) if fields["kind"] == way.removesuffix(" twice")) + 1
-            again = [({**fields, "round": 1}, payload) for fields, payload in frames[5:8]]
-            joins = ({"kind": "hello", "joins": True, "num_servers": 1}, b"")
+            again = [({**fields, "round": 1}, payload) for fields, payload in frames[6:9]]
+            joins = ({"kind": "hello", "joins": True, "num_servers": 1, "shares_memory": True}, b"")
             start = [joins] if number % 2 else frames[:1]
             server._welcome(Played(start + frames[1:end] + (again if way == "step twice" else [])))  # type: ignore[arg-type]
         assert server._members.keys() == {0}

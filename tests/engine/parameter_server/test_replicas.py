@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.wire import elementwise
 from tests.engine.parameter_server.test_host_optimizer import assert_equal, gradients, weights
-from tests.engine.parameter_server.test_servers import SECRET, SMALL, Job, job, train
+from tests.engine.parameter_server.test_servers import ALL, SECRET, SMALL, Job, job, train
 
 ASYNCHRONOUS = Consistency(is_synchronous=False)
 RULES = pytest.mark.parametrize("rules", [Consistency(), ASYNCHRONOUS], ids=["sync", "async"])
@@ -89,9 +89,11 @@ class Killed:
 
 
 @contextlib.contextmanager
-def replicated(num_servers: int = 1, **killed: int) -> Iterator[tuple[Job, Killed]]:
+def replicated(
+    num_servers: int = 1, *, in_memory: Collection[int] = ALL, **killed: int
+) -> Iterator[tuple[Job, Killed]]:
     """A job of two workers with replicas; its last server is the one that is killed."""
-    with job(num_servers, 2, num_replicas=1) as found:
+    with job(num_servers, 2, num_replicas=1, in_memory=in_memory) as found:
         yield found, Killed(found.servers[num_servers - 1], **killed)
 
 
@@ -140,7 +142,7 @@ def test_training_goes_on_bit_for_bit_whenever_a_server_is_killed() -> None:
         assert_same(results_of(found), expected)
     for where, number in [("gets", counted.got), ("sends", counted.sent)]:
         for at in [*range(1, 9), *range(9, number - 3, 17)]:
-            with replicated(2, **{where: at}) as (found, killed):
+            with replicated(2, in_memory=((), (0,), ALL)[at % 3], **{where: at}) as (found, killed):
                 assert_same(results_of(found), expected)
                 assert killed.is_dead
             assert found.problems[::2] == ["", ""], "the first server and its replica end in order"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from lightning_multigpu.communication.compression.compressors import Elementwise
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server_connections
+from lightning_multigpu.engine.parameter_server.bucket_memory import copy_in
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.served_optimizer import Job as ServedJob
@@ -48,6 +49,9 @@ from tests.world import free_port
 T = TypeVar("T")
 SECRET = bytes(range(32))
 SMALL = 100.0  # bytes of a bucket: each of the weights has one of its own
+ALL = range(1_000_000)
+WAYS = pytest.mark.parametrize("in_memory", [(), (0,), ALL], ids=["sockets", "mixed", "memory"])
+"""Workers that share memory with servers."""
 
 
 class Workers:
@@ -82,6 +86,7 @@ class Job:
     problems: list[str]
     shares: list[int] | None = None
     num_replicas: int = 0
+    in_memory: Collection[int] = ALL
 
     @contextlib.contextmanager
     def connections(
@@ -97,6 +102,7 @@ class Job:
             meter=meter or Meter(),
             gather=lambda value: self.workers.gather(worker or 0, value),
             num_replicas=self.num_replicas,
+            shares_memory=(worker or 0) in self.in_memory,
         )
         found.open(timeout_s=10.0)
         try:
@@ -110,10 +116,14 @@ class Job:
 
 @contextlib.contextmanager
 def job(
-    num_servers: int = 1, num_workers: int = 2, shares: list[int] | None = None, num_replicas: int = 0
+    num_servers: int = 1,
+    num_workers: int = 2,
+    shares: list[int] | None = None,
+    num_replicas: int = 0,
+    in_memory: Collection[int] = ALL,
 ) -> Iterator[Job]:
     servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers * (1 + num_replicas))]
-    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, num_replicas)
+    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, num_replicas, in_memory)
 
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
@@ -146,9 +156,15 @@ def train(
     return remote
 
 
-@pytest.mark.parametrize(("num_servers", "shares"), [(1, None), (3, None), (3, [2, 1, 1])], ids=["1", "3", "unequal"])
-def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, shares: list[int] | None) -> None:
-    with job(num_servers, shares=shares) as found:
+@pytest.mark.parametrize(
+    ("num_servers", "shares", "in_memory"),
+    [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
+    ids=["1", "3", "unequal"],
+)
+def test_every_optimizer_of_torch_updates_as_on_one_device(
+    num_servers: int, shares: list[int] | None, in_memory: Collection[int]
+) -> None:
+    with job(num_servers, shares=shares, in_memory=in_memory) as found:
 
         def work(worker: int) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
             results = {}
@@ -270,7 +286,8 @@ def test_parts_that_are_not_even_are_sent_one_after_the_other(
     assert sent == in_order if shares == [2, 1] else sorted(sent) == in_order
 
 
-def test_unusual_steps() -> None:
+@WAYS
+def test_unusual_steps(in_memory: Collection[int]) -> None:
     """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
     normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
     reference = weights()
@@ -278,7 +295,7 @@ def test_unusual_steps() -> None:
     for step in range(STEPS):
         reference[0].grad = averaged(step)[0]
         stepped.step()
-    with job(2) as found:
+    with job(2, in_memory=in_memory) as found:
 
         def work(worker: int) -> None:
             with found.connections(worker) as connections:
@@ -320,7 +337,10 @@ def test_unusual_steps() -> None:
         found.workers.run(work)
 
 
-def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
+    in_memory: Collection[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     send = Channel.send
 
     def slow_to_worker_1(self: Channel, fields: Any, payload: Any = ()) -> None:
@@ -330,7 +350,7 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(monk
         send(self, fields, payload)
 
     monkeypatch.setattr(Channel, "send", slow_to_worker_1)
-    with job(2) as found:
+    with job(2, in_memory=in_memory) as found:
 
         def work(worker: int) -> None:
             with found.connections(worker) as connections:
@@ -379,8 +399,14 @@ def test_weights_and_gradients_of_other_layouts() -> None:
         found.workers.run(work)
 
 
-def test_buckets_are_pushed_while_backward_goes_on() -> None:
-    with job() as found:
+@WAYS
+def test_buckets_are_pushed_while_backward_goes_on(in_memory: Collection[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(parts: Any, memory: Tensor) -> None:
+        time.sleep(0.05)  # the server must not hear of it before
+        copy_in(parts, memory)
+
+    monkeypatch.setattr(server_connections, "copy_in", slowly)
+    with job(in_memory=in_memory) as found:
 
         def work(worker: int) -> None:
             meter = Meter()
@@ -416,12 +442,17 @@ def test_buckets_are_pushed_while_backward_goes_on() -> None:
             [step] = meter.steps
             sent = {t.operation: (t.count, t.size_bytes, t.sent_bytes) for t in step.operations}
             assert sent == {"push": (6, 6 * 1024, 6 * 1024), "pull": (2, 4 * 1024, 0)}
+            assert step.memory_bytes == (6 * 1024 if worker in in_memory else 0)
 
         found.workers.run(work)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk"])
-def test_compressed_gradients(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "in_memory"),
+    [("fp16", (0,)), ("bf16", ()), ("int8", ALL), ("topk", (0,))],
+    ids=["fp16", "bf16", "int8", "topk"],
+)
+def test_compressed_gradients(name: str, in_memory: Collection[int]) -> None:
     """What is pushed is what the compressor makes of each bucket, with the errors of the steps before."""
     compressor = make_compressor(name)
     assert isinstance(compressor, ElementwiseCompressor)
@@ -447,7 +478,7 @@ def test_compressed_gradients(name: str) -> None:
         assert sent["push"] == (STEPS + 1) * compressor.encoded_bytes(pushed)
         return weight.detach().reshape(-1)
 
-    with job() as found:
+    with job(in_memory=in_memory) as found:
         results = found.workers.run(work)
     expected = torch.zeros(pushed)
     errors = torch.zeros(2, pushed)
@@ -609,7 +640,7 @@ def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
     sent: list[tuple[int, float]] = []
 
     class Receiver:
-        is_quiet = False
+        is_quiet, memory = False, ()
 
         def post(self, fields: dict[str, Any], payload: list[memoryview]) -> None:
             found = torch.frombuffer(payload[0], dtype=torch.float32)
