@@ -31,6 +31,8 @@ class MeshStrategy(ParallelStrategy, ABC):
 
         rank                      0  1  2  3  4  5  6  7
         data_parallel_rank        0  0  0  0  1  1  1  1      with pipeline_parallel_size = 4
+                                                              or both sizes 2: then also
+        tensor_parallel_rank      0  1  0  1  0  1  0  1
 
     Lightning's collectives run over the world or the data axis, and the meter is told of them. After a failure they
     ask nobody: each returns what this rank has, so that saving and tearing down do not wait for ranks that are gone.
@@ -102,6 +104,11 @@ class MeshStrategy(ParallelStrategy, ABC):
     def data_parallel_rank(self) -> int:
         """Which of those batches is this rank's."""
         return self.global_rank // self._model_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each split layer is this rank's."""
+        return self.global_rank % self.tensor_parallel_size
 
     @property
     def _model_parallel_size(self) -> int:

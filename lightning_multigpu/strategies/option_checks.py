@@ -231,16 +231,17 @@ def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_
     check_precision(precision, run.device_type, bf16_supported=bf16_supported)
 
 
-def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool) -> None:
+def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fewest_stages: int = 2) -> None:
     """Checks that there are enough ranks for a pipeline, and that their back end moves tensors between two ranks.
 
     Args:
         run: the run.
         num_stages: ranks of a pipeline.
         sync_batchnorm: SyncBatchNorm is asked for; pipelines have none.
+        fewest_stages: 2, or 1 where the ranks share work in another way too.
     """
     num_devices = run.ranks_per_host
-    if num_stages < 2:
+    if num_stages < fewest_stages:
         given = "one device a pipeline" if num_devices > 1 else f"devices={num_devices}"
         raise ValueError(
             f"{given}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "

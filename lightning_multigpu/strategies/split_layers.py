@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
@@ -22,6 +23,7 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     order_of_calls,
     planned_block,
 )
+from lightning_multigpu.engine.tensor_split.layers import gather_last
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -56,16 +58,26 @@ class SplitLayers:
         module: the whole module.
         group: the ranks among which layers are split.
         plan: which layers are split; see :class:`.TensorSplitStrategy`.
+        gathers: whether the logits of a head, by its name, are gathered where they are computed.
 
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
     """
 
-    def __init__(self, module: Module, group: TensorGroup, plan: Plan) -> None:
+    def __init__(
+        self,
+        module: Module,
+        group: TensorGroup,
+        plan: Plan,
+        *,
+        gathers: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
         self._module = module
         self._group = group
         self._plan = plan
+        self._called: list[str] = []
+        self._gathers = gathers
         self._gathered: dict[str, str] = {}
         self._undo = ExitStack()
 
@@ -132,7 +144,7 @@ class SplitLayers:
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
-        module = self._module
+        module, self._called = self._module, list(called)
         found = find_blocks(module, called)
         if self._plan == "auto":
             return found
@@ -175,6 +187,9 @@ class SplitLayers:
                 )
 
     def _wrap_logits(self, output: Tensor, layer: Any) -> Tensor:
+        if self._gathers(layer.meter_name):
+            return gather_last(output, self._group, layer.split, layer.meter_name)
+
         def note(name: str, operation: str) -> None:
             if name not in self._gathered:
                 self._gathered[name] = operation
@@ -183,8 +198,13 @@ class SplitLayers:
 
         return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
 
+    def roles(self) -> list[tuple[str, str]]:
+        """Names and roles of the split layers, in the order in which a step runs them."""
+        roles = {name: role for block, _ in self.split or () for name, role in block.roles.items()}
+        return [(name, roles[name]) for name in self._called if name in roles]
+
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Gives every rank the whole layers back; a collective of the tensor group."""
+        """Gives every rank the whole of the layers whose values it has; a collective of the tensor group."""
         assert self.split is not None
         for optimizer in optimizers:
             states = _plain(optimizer).state
@@ -192,7 +212,7 @@ class SplitLayers:
                 states[parameter] = self._whole_state(parameter, state)
         for name, parameter in self._module.named_parameters():
             split = split_of(parameter)
-            if split is not None:
+            if split is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
                 parameter.data = self._whole(parameter, parameter.data, name)
                 forget_split(parameter)

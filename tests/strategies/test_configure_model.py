@@ -416,6 +416,7 @@ class Alone:
     def __init__(self, *others: Any) -> None:
         self.others = others
         self.num_ranks = 1 + len(others)
+        self.ranks = list(range(self.num_ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, *self.others]

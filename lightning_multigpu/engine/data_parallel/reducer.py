@@ -81,6 +81,11 @@ class GradientReducer:
         self._last_bucket_s: float | None = None
         self._last_bucket: torch.cuda.Event | None = None
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed, for which :meth:`average_all` has to know their parameters."""
+        return self._pieces is not None
+
     def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, Piece]) -> "GradientReducer":
         """A reducer in this one's place, whose tensors travel through ``all_reduce``."""
         return GradientReducer(self._group, self._meter, axis=self._axis, all_reduce=all_reduce, pieces=pieces)
@@ -122,10 +127,15 @@ class GradientReducer:
         is_complete, self._is_complete = self._is_complete, False
         return is_complete
 
-    def average(self, tensor: Tensor) -> None:
-        """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over."""
+    def average(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> None:
+        """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over.
+
+        Args:
+            tensor: flat.
+            pieces: the parameters whose gradients it holds, in order, if it is to be compressed.
+        """
         if self.all_reduce is not None:
-            self._begin(tensor, (), blocking=True)()
+            self._begin(tensor, pieces, blocking=True)()
             return
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)

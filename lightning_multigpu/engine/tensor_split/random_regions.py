@@ -44,6 +44,12 @@ class RandomRegions:
             torch.cuda.manual_seed(seed + 1 + self._rank)
         torch.default_generator.manual_seed(seed + 1 + self._rank)
 
+    def restart(self, device: torch.device, *, inside: bool) -> None:
+        """Forgets the region that is open; with ``inside``, numbers differ between ranks from here on."""
+        self._outside = self._outside_on_gpu = None
+        if inside:
+            self.enter(device)
+
     def leave(self, device: torch.device) -> None:
         """From here on all ranks draw the same numbers; outside of a region it does nothing."""
         if self._outside is None:

@@ -188,11 +188,15 @@ def _cross_entropy(
 _METADATA = (
     *(
         getattr(Tensor, name).__get__
-        for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout", "is_cuda", "is_sparse")
+        for name in (
+            *("device", "dtype", "layout", "ndim", "is_cuda", "is_sparse"),
+            *("requires_grad", "grad_fn", "is_leaf", "_version"),
+        )
     ),
     Tensor.dim,
     Tensor.is_floating_point,
     Tensor.is_complex,
+    Tensor.is_inference,
     torch.is_floating_point,
     torch.is_complex,
     Tensor.element_size,

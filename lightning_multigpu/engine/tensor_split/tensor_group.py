@@ -17,6 +17,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
 
 _BESIDE_FROM_BYTES = 1 << 20
@@ -131,7 +132,7 @@ class TensorGroup:
             tensor: contiguous; the same shape and dtype on every rank.
             name: of the layer, for the meter.
         """
-        if self.size == 1 or self._is_alone:
+        if self.size == 1 or self._is_silent(tensor):
             return tensor
         with self._metered("all_reduce", tensor.nbytes, name):
             self._sum(tensor)
@@ -142,7 +143,7 @@ class TensorGroup:
 
         It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
         """
-        if self.size == 1 or self._is_alone:
+        if self.size == 1 or self._is_silent(tensor):
             return _Done(tensor)
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor.nbytes, name)
@@ -174,7 +175,7 @@ class TensorGroup:
         whole = own.new_zeros(bounds[-1][1], *own.shape[1:])
         row = whole[0].numel()
         start, stop = bounds[self.rank]
-        if self._is_alone:
+        if self._is_silent(tensor):
             whole[start:stop] = own
             return whole.movedim(0, dim)
         with self._metered("all_gather", whole.nbytes, name):
@@ -199,7 +200,7 @@ class TensorGroup:
         whole = tensor.detach().movedim(dim, 0).contiguous()
         row = whole[0].numel()
         start, stop = bounds[self.rank]
-        if self._is_alone:
+        if self._is_silent(tensor):
             return whole[start:stop].movedim(0, dim).contiguous()
         with self._metered("reduce_scatter", whole.nbytes, name):
             if self._shared is not None:
@@ -225,6 +226,10 @@ class TensorGroup:
             self._thread = None
         if self._shared is not None:
             self._shared.close()
+
+    def _is_silent(self, tensor: Tensor) -> bool:
+        """Whether nothing is sent: within :meth:`alone`, and for what has no values on this stage of a pipeline."""
+        return self._is_alone or isinstance(tensor, Placeholder)
 
     def _sum(self, tensor: Tensor) -> None:
         if self._shared is not None:

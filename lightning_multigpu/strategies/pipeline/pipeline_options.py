@@ -126,7 +126,8 @@ class PipelineOptions:
 
     def num_parts(self, num_ranks: int) -> int:
         """Micro-batches of a batch that has at least as many samples, in a pipeline of ``num_ranks`` ranks."""
-        return 4 * num_ranks if self.num_micro_batches == "auto" else self.num_micro_batches
+        usual = 4 * num_ranks if num_ranks > 1 else 1
+        return usual if self.num_micro_batches == "auto" else self.num_micro_batches
 
     def num_ranks_of_pipeline(self, num_ranks: int) -> int:
         """Ranks of each pipeline, given the number of ranks in all."""
@@ -156,7 +157,7 @@ class PipelineOptions:
             )
 
     def chain(self, module: Module, num_ranks: int, device: torch.device) -> Chain:
-        """The part of the module that is split.
+        """The part of the module that is split; a chain without layers where one rank runs the whole module.
 
         Args:
             module: the whole module.
@@ -166,9 +167,11 @@ class PipelineOptions:
         Raises:
             ValueError: the module has no part of that name, or the part has too few layers.
         """
-        if self.split_points is not None:
+        if num_ranks * self.num_stages_of_rank == 1:
+            chain = Chain(type(module).__name__, (), {module: ""})
+        elif self.split_points is not None:
             self._check_num_split_points(num_ranks)
-            chain: Chain = TracedChain(module, self.module, self.split_points, device, self._schedule_code)
+            chain = TracedChain(module, self.module, self.split_points, device, self._schedule_code)
         else:
             chain = find_chain(module, self.module, num_ranks * self.num_stages_of_rank, self._schedule_code)
         self._check_replicated(module)
@@ -196,6 +199,8 @@ class PipelineOptions:
             ValueError: ``balance`` is a list for another number of layers or stages.
         """
         num_stages = num_ranks * self.num_stages_of_rank
+        if num_stages == 1:
+            return [(0, len(chain))]
         if isinstance(self.balance, str):
             sizes = chain.parameter_bytes()
             # A layer that stands in its container several times runs as often, and counts as often.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -46,6 +47,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
+from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 
 _SEED_BITS = 2**62 - 1
 
@@ -61,6 +63,7 @@ class RunningPipeline:
         plugin: the Trainer's precision plugin.
         number: the index of this pipeline among those side by side.
         data_axis: communication with the ranks that hold the same stages in other pipelines; None if there are none.
+        tensor_axis: the ranks that split the layers of this rank's stages among them; None if there are none.
         world: all ranks of all pipelines.
 
     Attributes:
@@ -80,6 +83,7 @@ class RunningPipeline:
         plugin: Precision,
         number: int,
         data_axis: DataAxis | None,
+        tensor_axis: TensorAxis | None,
         world: MeteredGroup,
     ) -> None:
         self.in_step = False
@@ -92,13 +96,14 @@ class RunningPipeline:
         self._plugin = plugin
         self._number = number
         self._data_axis = data_axis
+        self._tensor_axis = tensor_axis
         self._world = world
         self._num_micro_batches = options.num_parts(model.group.num_ranks)
         self._recompute = layers_of(model.chain, options.activation_checkpointing)
         self._recorder = Recorder(model.meter, model.device, model.ownership.held, model.ownership.buffers)
         self._kept = KeptState(model.module, model.chain)
         self._runner = self._new_runner()
-        seed = model.stages.broadcast_object(torch.initial_seed() & _SEED_BITS, model.group.ranks[0])
+        seed = world.broadcast_object(torch.initial_seed() & _SEED_BITS, 0)
         self._seed = seed_of(seed, number)
         self._sums = StageSums(model.group)
         self._logs = StageLogs(model.module)
@@ -106,7 +111,7 @@ class RunningPipeline:
         self._num_evaluated = 0
         self._will_train = model.module.trainer.state.fn == TrainerFn.FITTING
         # What is still to be done with the first batch.
-        self._balance_due = options.measured_balance if self._will_train else None
+        self._balance_due = options.measured_balance if self._will_train and model.group.num_ranks > 1 else None
         self._is_checked = False
         self._is_new_form = False
         self._loss_forms = LossForms()
@@ -126,6 +131,7 @@ class RunningPipeline:
             recompute=self._recompute,
             recorder=recorder or self._recorder,
             enter=self._kept.enter,
+            begin_part=(lambda part: None) if self._tensor_axis is None else self._tensor_axis.begin_part,
         )
 
     # Training
@@ -258,7 +264,8 @@ class RunningPipeline:
             if hook == "training_step":  # its batch is a part that has been cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
             with self._outputs.noting():
-                return getattr(self._model.module, hook)(*args, **kwargs)
+                output = getattr(self._model.module, hook)(*args, **kwargs)
+                return output if self._tensor_axis is None else self._tensor_axis.whole_outputs(output)
         finally:
             self.in_step = False
             # A metric that was computed within the step was computed on this stage alone: now all have to do so.
@@ -272,6 +279,13 @@ class RunningPipeline:
         if "training_step" in self._watched:
             return
         part = first_part(batch, self._num_micro_batches)
+        if self._tensor_axis is not None:
+            self._tensor_axis.split(
+                lambda: unlogged_loss(
+                    self._plugin, self._model.module, lambda: self._call("training_step", cloned(part), *others)
+                ),
+                self._world,
+            )
         with self._plugin.train_step_context():
             if self._model.is_untraced:
                 self._trace("training_step", part, *others, will_train=True)
@@ -308,13 +322,14 @@ class RunningPipeline:
             return [record.value for record in records], [vars(part) for part in self._model.module.modules()]
 
         everyone = self._world if self._will_train else self._model.stages
-        has_moved = self._model.find_uses(step, left, seed_of(self._seed, 4), everyone)
+        with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
+            has_moved = self._model.find_uses(step, left, seed_of(self._seed, 4), everyone)
         if has_moved and hook == "training_step":  # the split has counted what it moved elsewhere
             bounds = self._options.bounds(self._model.chain, self._model.group.num_ranks)
             if self._options.measured_balance is None and bounds != self._model.bounds:
                 self._model.split_again(bounds)
                 self._runner = self._new_runner()
-        if (is_first or has_moved) and self._balance_due is None:
+        if (is_first or has_moved) and self._balance_due is None and self._model.group.num_ranks > 1:
             rank_zero_info(self._model.describe())
 
     def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
@@ -346,7 +361,14 @@ class RunningPipeline:
             return unlogged_loss(self._plugin, self._model.module, lambda: self._call("training_step", part, *others))
 
         probe = CostProbe(
-            model.chain, model.bounds, model.ownership, model.group, model.device, self._seed, self._recompute
+            model.chain,
+            model.bounds,
+            model.ownership,
+            model.group,
+            model.device,
+            self._seed,
+            self._recompute,
+            agreed=bool if self._tensor_axis is None else self._tensor_axis.any,
         )
         with without_trace(model.module):
             found = probe.measure(step), slowest_link(model.group), probe.elsewhere_s
@@ -394,7 +416,8 @@ class RunningPipeline:
 
         with self._model.meter.unrecorded():
             check_losses(self._model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
-            check_gradients(self._model, batch, run, len(weights), loss_reduction=self._loss_reduction)
+            gather = self._model.stages.gather_objects if self._tensor_axis is None else self._tensor_axis.gather
+            check_gradients(self._model, batch, run, len(weights), loss_reduction=self._loss_reduction, gather=gather)
 
     def _check_kept_state(self, batch: Any, others: Sequence[Any]) -> None:
         """Where stages run steps or layers several times a batch, which shows before the first step what they keep."""

@@ -373,7 +373,9 @@ def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup,
         ownership.share_values(world, 0)
         return all(is_whole for is_whole, _ in found)
     size = group.num_ranks
-    pipelines = [[missing for _, missing in found[start : start + size]] for start in range(0, len(found), size)]
+    step = abs(group.ranks[-1] - group.ranks[-2]) if size > 1 else 1  # between ranks of a tensor group's pipelines
+    firsts = (first for first in range(len(found)) if first // step % size == 0)
+    pipelines = [[found[first + step * number][1] for number in range(size)] for first in firsts]
     nowhere = set[str]().union(*(set.intersection(*positions) for positions in pipelines))
     if nowhere:
         lacking = [holding.name for holding in ownership.holdings if holding.name in nowhere]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.strategies.hook_detection import has_hook
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 
@@ -27,14 +28,15 @@ class StageAgreement:
     Args:
         plugin: the Trainer's precision plugin.
         model: the split model.
+        tensor: the ranks that split layers of this stage among them; None if there are none.
     """
 
-    def __init__(self, plugin: Precision, model: SplitModel) -> None:
+    def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
         self._plugin = plugin
         self._scaler: Any = getattr(plugin, "scaler", None)
         self._module = model.module
         self._ownership = model.ownership
-        self._sums = StageSums(model.group)
+        self._sums = StageSums(model.group, tensor)
         self._gradients = RemoteGradients(model.ownership, self._sums)
         self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
         vars(plugin)[HOOKS_BEFORE_STEP] = self._run_hooks_with_gradients

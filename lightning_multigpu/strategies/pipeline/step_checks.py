@@ -164,7 +164,15 @@ def _disagreement(
     return disagreement(whole, rest, weights, samples, given=given, rtol=rtol)
 
 
-def check_gradients(model: SplitModel, batch: Any, run: Run, num_parts: int, *, loss_reduction: LossReduction) -> None:
+def check_gradients(
+    model: SplitModel,
+    batch: Any,
+    run: Run,
+    num_parts: int,
+    *,
+    loss_reduction: LossReduction,
+    gather: Callable[[Any], list[Any]],
+) -> None:
     """Checks that the gradients of two micro-batches add up to those of both together; a collective of the pipeline.
 
     Layers but those of dropout and BatchNorm are in training mode. The check leaves no trace, as :func:`check_losses`.
@@ -175,6 +183,7 @@ def check_gradients(model: SplitModel, batch: Any, run: Run, num_parts: int, *, 
         run: see :class:`.GradientCheck`.
         num_parts: micro-batches of the batch.
         loss_reduction: how the losses of micro-batches make that of their batch.
+        gather: returns the objects of all ranks of the pipeline, and of those that split its layers, on every rank.
 
     Raises:
         ValueError: on every stage, if the gradients do not add up.
@@ -189,7 +198,7 @@ def check_gradients(model: SplitModel, batch: Any, run: Run, num_parts: int, *, 
         parameters,
         run,
         traceless=lambda: without_trace(model.module),
-        gather=model.stages.gather_objects,
+        gather=gather,
         loss_reduction=loss_reduction,
         rtol=gradient_rtol(model.module, model.device),
     )

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
@@ -37,6 +38,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
+from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,96 +46,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class PipelineStrategy(MultiGPUStrategy):
-    """Pipeline training: each rank holds some consecutive layers, the stages, and micro-batches flow through them.
-
-    The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` iterates over. Modules
-    before and after the layers (embeddings, a head, the loss) stay in your unmodified ``training_step``, which runs
-    once for each micro-batch. Rank 0 has the last stage: it logs, predicts and monitors.
+class StagedStrategy(MultiGPUStrategy):
+    """Base class of strategies whose ranks hold stages of a model, see :class:`PipelineStrategy`.
 
     Args:
-        module: name of the container whose layers are split, "model.layers" for example. "auto" takes the container
-            with the most parameters, and of a Hugging Face model its list of blocks.
-        schedule: order of the passes. "gpipe" runs all micro-batches forward, then all backward; "1f1b" runs backward
-            as soon as possible, so that at most P micro-batches are in memory on P ranks; "interleaved" does so with
-            several stages a rank, which shortens idle time; "zero_bubble" also computes the gradients of the weights
-            later, where a rank would be idle.
-        num_micro_batches: number of parts that a batch is cut into; "auto" makes four a rank. A batch with fewer
-            samples makes fewer.
-        stages_per_rank: stages of each rank under "interleaved" and "zero_bubble", by default 2.
-        balance: distribution of the layers over the stages. "parameters" evens out the bytes of the parameters;
-            "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
-            memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
-            schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
-            of layers of each stage. What stands before the layers counts as the first stage's, and what stands behind
-            them as the last stage's.
-        split_points: names of submodules, "net.decoder" for example, at each of which another stage begins, for modules
-            that are no chain of layers. ``module`` is then the module that is cut, "auto" the smallest submodule whose
-            forward pass contains all points. ``torch.export`` traces that forward pass on the first batch.
-        pipeline_parallel_size: ranks of one pipeline, by default all ranks. With fewer there are several pipelines
-            side by side, each with its part of every global batch; each stage averages its gradients with the same
-            stage of the other pipelines.
-        data_parallel_size: number of pipelines side by side: the same setting the other way round.
-        activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
-            all layers, or a list of classes, names of classes ("Block") and names of layers ("blocks.3"). Under
-            "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
-        replicated: modules and parameters outside of the layers, by name ("embedding"), that every rank holds; True for
-            all. By default the ranks whose stages use a parameter hold it. Pass the names of those that hooks outside
-            of steps compute with on every rank.
-        check_loss: before the first step, and where the loss has a new term, check that losses and gradients of
-            micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
-        batch_dim: the dimension of the tensors of a training batch that counts samples, along which they are cut into
-            micro-batches: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
-            one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
-        gather_at_end: after the run, rank 0 has the whole model and the optimizers' states in host memory (every rank
-            has the model, if ``configure_model`` has not built it). False leaves each rank its part, for models that
-            do not fit there: a later run with the same module goes on from the parts; to use the module otherwise,
-            load a checkpoint that was saved during the run.
-        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
-            says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
-            samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
-            sum(w l) / sum(w). ``uneven_inputs`` has no effect on a single pipeline.
-
-    Raises:
-        ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training,
-            before the first step, the losses or gradients of the micro-batches do not add up to those of their batch.
+        pipeline_options: of the pipeline.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
     """
 
-    def __init__(
-        self,
-        *,
-        module: str = "auto",
-        schedule: ScheduleName = "1f1b",
-        num_micro_batches: int | Literal["auto"] = "auto",
-        stages_per_rank: int | None = None,
-        balance: Literal["parameters", "time", "memory"] | Sequence[int] = "parameters",
-        split_points: Sequence[str] | None = None,
-        pipeline_parallel_size: int | None = None,
-        data_parallel_size: int | None = None,
-        activation_checkpointing: bool | Sequence[str | type] = False,
-        replicated: bool | Sequence[str] = False,
-        check_loss: bool = True,
-        batch_dim: int = 0,
-        gather_at_end: bool = True,
-        **options: Any,
-    ) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
-        self.pipeline_options = PipelineOptions(
-            module=module,
-            schedule=schedule,
-            num_micro_batches=num_micro_batches,
-            stages_per_rank=stages_per_rank,
-            balance=balance,
-            split_points=split_points,
-            pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=data_parallel_size,
-            activation_checkpointing=activation_checkpointing,
-            check_loss=check_loss,
-            batch_dim=batch_dim,
-            replicated=replicated,
-            gather_at_end=gather_at_end,
-        )
+    def __init__(self, pipeline_options: PipelineOptions, **options: Any) -> None:
         super().__init__(**options)
+        self.pipeline_options = pipeline_options
         self._recording = {"steps": False, "activations": False}
         self._built_bounds: Bounds = []
         self._step_args: tuple[Any, ...] | None = None
@@ -168,6 +91,10 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        self._check_num_ranks()
+
+    def _check_num_ranks(self) -> None:
+        """Checks that the ranks of the run can form pipelines."""
         option_checks.check_pipeline(
             self.run_context, self.pipeline_parallel_size, sync_batchnorm=self._layer_sync is not None
         )
@@ -189,7 +116,7 @@ class PipelineStrategy(MultiGPUStrategy):
                 return
             self._share_random_states()
             size = self.pipeline_parallel_size
-            position = size - 1 - self.global_rank % size
+            position = size - 1 - self.global_rank // self.tensor_parallel_size % size
             precision, device = self.precision_plugin, self.root_device
             with built_by_stages(module, precision, self._split, position, size, device) as bounds:
                 yield
@@ -247,8 +174,9 @@ class PipelineStrategy(MultiGPUStrategy):
         if self.data_parallel_size > 1:
             assert self.groups is not None
             bookkeeping = self.metered(self.groups.mesh.get_group("data"), "control")
-            data_axis = DataAxis(self.new_group("data"), bookkeeping, self.meter)
+            data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
+        tensor_axis = self._tensor_axis(model)
         self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last)
         self._running = RunningPipeline(
             model,
@@ -258,10 +186,13 @@ class PipelineStrategy(MultiGPUStrategy):
             plugin=self.precision_plugin,
             number=self.data_parallel_rank,
             data_axis=data_axis,
+            tensor_axis=tensor_axis,
             world=self._world,
         )
         self._running.record(**self._recording)
-        self._agreement = StageAgreement(self.precision_plugin, model)
+        self._agreement = StageAgreement(
+            self.precision_plugin, model, None if tensor_axis is None else tensor_axis.group
+        )
         self._undo.callback(self._agreement.end)
         self._stream_saves(module.trainer)
         self._undo.callback(ModelsInStages(module).end)
@@ -272,17 +203,32 @@ class PipelineStrategy(MultiGPUStrategy):
                 metric.dist_sync_fn = self._gather_metric
                 self._undo.callback(setattr, metric, "dist_sync_fn", None)
 
+    def _data_reducer(self) -> GradientReducer:
+        """Averages gradients with the same stages of other pipelines; making it is a collective of the world."""
+        return GradientReducer(self.new_group("data"), self.meter, axis="data")
+
+    def _tensor_axis(self, model: SplitModel) -> TensorAxis | None:
+        """The ranks that split the layers of a stage among them; making it is a collective of the world."""
+        return None
+
+    def _make_whole(self) -> None:
+        """Gives the ranks the whole module back, if that is wanted, at the end of a run that has not failed."""
+        assert self._split_model is not None
+        if self.pipeline_options.gather_at_end:
+            self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
+        else:
+            self._split_model.leave_in_parts()
+
     @override
     def teardown(self) -> None:
         self._gradients_shown.close()
-        self._undo.close()
-        if self._running is not None and not self.failure_watch.failed:
-            assert self._split_model is not None
-            if self._split_model.module.trainer.state.status == TrainerStatus.RUNNING:
-                if self.pipeline_options.gather_at_end:
-                    self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
-                else:
-                    self._split_model.leave_in_parts()
+        try:
+            if self._running is not None and not self.failure_watch.failed:
+                assert self._split_model is not None
+                if self._split_model.module.trainer.state.status == TrainerStatus.RUNNING:
+                    self._make_whole()
+        finally:
+            self._undo.close()
         self._split_model = self._running = self._outputs = self._agreement = None
         self._built_bounds = []
         self._step_args = None
@@ -425,7 +371,7 @@ class PipelineStrategy(MultiGPUStrategy):
         assert self._split_model is not None
         callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
-        if not self._split_model.is_last:  # each prediction is written once
+        if not self._split_model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
             for writer in writers:
                 for method in ("write_on_batch_end", "write_on_epoch_end"):
                     setattr(writer, method, _write_nothing)
@@ -456,15 +402,17 @@ class PipelineStrategy(MultiGPUStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``; within a step that of the rank with this rank's stages in ``src``'s pipeline."""
         if self._in_step:
-            size = self.pipeline_parallel_size
+            size = self._model_parallel_size
             src = src // size * size + self.global_rank % size
         return super().broadcast(obj, src)
 
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """The states of a metric on the last stages, which have its samples; within a step only those ask."""
         assert self._split_model is not None
-        states = self.gather_objects((self._split_model.is_last, tensor.cpu()))
-        return [state.to(tensor.device) for is_last, state in states if is_last] or [tensor]
+        # Ranks of a tensor group have the same samples; within a step all ranks asked are of one tensor rank.
+        counts = self._split_model.is_last and (self._in_step or self.tensor_parallel_rank == 0)
+        states = self.gather_objects((counts, tensor.cpu()))
+        return [state.to(tensor.device) for counts, state in states if counts] or [tensor]
 
     # Checkpoints
 
@@ -518,7 +466,8 @@ class PipelineStrategy(MultiGPUStrategy):
         def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
             is_file = storage_options is None and "://" not in str(filepath)
             hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
-            self._streams = is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
+            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group take part
+            self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
             try:
                 save(filepath, weights_only, storage_options)
             finally:
@@ -541,6 +490,98 @@ class PipelineStrategy(MultiGPUStrategy):
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+
+class PipelineStrategy(StagedStrategy):
+    """Pipeline training: each rank holds some consecutive layers, the stages, and micro-batches flow through them.
+
+    The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` iterates over. Modules
+    before and after the layers (embeddings, a head, the loss) stay in your unmodified ``training_step``, which runs
+    once for each micro-batch. Rank 0 has the last stage: it logs, predicts and monitors.
+
+    Args:
+        module: name of the container whose layers are split, "model.layers" for example. "auto" takes the container
+            with the most parameters, and of a Hugging Face model its list of blocks.
+        schedule: order of the passes. "gpipe" runs all micro-batches forward, then all backward; "1f1b" runs backward
+            as soon as possible, so that at most P micro-batches are in memory on P ranks; "interleaved" does so with
+            several stages a rank, which shortens idle time; "zero_bubble" also computes the gradients of the weights
+            later, where a rank would be idle.
+        num_micro_batches: number of parts that a batch is cut into; "auto" makes four a rank. A batch with fewer
+            samples makes fewer.
+        stages_per_rank: stages of each rank under "interleaved" and "zero_bubble", by default 2.
+        balance: distribution of the layers over the stages. "parameters" evens out the bytes of the parameters;
+            "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
+            memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
+            schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
+            of layers of each stage. What stands before the layers counts as the first stage's, and what stands behind
+            them as the last stage's.
+        split_points: names of submodules, "net.decoder" for example, at each of which another stage begins, for modules
+            that are no chain of layers. ``module`` is then the module that is cut, "auto" the smallest submodule whose
+            forward pass contains all points. ``torch.export`` traces that forward pass on the first batch.
+        pipeline_parallel_size: ranks of one pipeline, by default all ranks. With fewer there are several pipelines
+            side by side, each with its part of every global batch; each stage averages its gradients with the same
+            stage of the other pipelines.
+        data_parallel_size: number of pipelines side by side: the same setting the other way round.
+        activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
+            all layers, or a list of classes, names of classes ("Block") and names of layers ("blocks.3"). Under
+            "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
+        replicated: modules and parameters outside of the layers, by name ("embedding"), that every rank holds; True for
+            all. By default the ranks whose stages use a parameter hold it. Pass the names of those that hooks outside
+            of steps compute with on every rank.
+        check_loss: before the first step, and where the loss has a new term, check that losses and gradients of
+            micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
+        batch_dim: the dimension of the tensors of a training batch that counts samples, along which they are cut into
+            micro-batches: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
+            one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
+        gather_at_end: after the run, rank 0 has the whole model and the optimizers' states in host memory (every rank
+            has the model, if ``configure_model`` has not built it). False leaves each rank its part, for models that
+            do not fit there: a later run with the same module goes on from the parts; to use the module otherwise,
+            load a checkpoint that was saved during the run.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
+            says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
+            samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
+            sum(w l) / sum(w). ``uneven_inputs`` has no effect on a single pipeline.
+
+    Raises:
+        ValueError: an option is out of its range; ``configure_model`` cannot be run for one stage alone; in training,
+            before the first step, the losses or gradients of the micro-batches do not add up to those of their batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: str = "auto",
+        schedule: ScheduleName = "1f1b",
+        num_micro_batches: int | Literal["auto"] = "auto",
+        stages_per_rank: int | None = None,
+        balance: Literal["parameters", "time", "memory"] | Sequence[int] = "parameters",
+        split_points: Sequence[str] | None = None,
+        pipeline_parallel_size: int | None = None,
+        data_parallel_size: int | None = None,
+        activation_checkpointing: bool | Sequence[str | type] = False,
+        replicated: bool | Sequence[str] = False,
+        check_loss: bool = True,
+        batch_dim: int = 0,
+        gather_at_end: bool = True,
+        **options: Any,
+    ) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        pipeline_options = PipelineOptions(
+            module=module,
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            stages_per_rank=stages_per_rank,
+            balance=balance,
+            split_points=split_points,
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
+            activation_checkpointing=activation_checkpointing,
+            check_loss=check_loss,
+            batch_dim=batch_dim,
+            replicated=replicated,
+            gather_at_end=gather_at_end,
+        )
+        super().__init__(pipeline_options, **options)
 
 
 def _write_nothing(*args: Any) -> None:

@@ -57,6 +57,7 @@ class CostProbe:
         recompute: indices of the layers that run again in backward, and are measured so.
         fewest_runs: runs of a step that are measured in any case.
         enough_s: seconds after which no further run begins.
+        agreed: what ranks whose layers communicate with each other make of whether it is enough, the same on each.
 
     Attributes:
         elsewhere_s: seconds that a stage other than the first took for the part before the layers; None if this rank
@@ -75,6 +76,7 @@ class CostProbe:
         *,
         fewest_runs: int = 3,
         enough_s: float = 1.0,
+        agreed: Callable[[bool], bool] = lambda is_enough: is_enough,
     ) -> None:
         self._chain = chain
         self._bounds = bounds
@@ -85,6 +87,7 @@ class CostProbe:
         self._recompute = recompute
         self._fewest_runs = fewest_runs
         self._enough_s = enough_s
+        self._agreed = agreed
         bound = bounds[ownership.position]
         self._layers = LayerInterception(chain, *bound, self._begin_part, self._measure_layer, self._enter)
         self.elsewhere_s: float | None = None
@@ -138,7 +141,7 @@ class CostProbe:
         for run in range(1 if self._is_warm else 0, 1 + _MOST_RUNS):
             if run == 1:
                 begin_s = time.perf_counter()
-            if run > self._fewest_runs and time.perf_counter() - begin_s > self._enough_s:
+            if run > self._fewest_runs and self._agreed(time.perf_counter() - begin_s > self._enough_s):
                 break
             self._saved = SavedTensors(held if run == 0 else None)
             with self._saved.counted():

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
+from lightning_multigpu.communication.compression import Piece
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 _BUCKET_BYTES = 25 << 20
@@ -49,10 +52,13 @@ class StageSums:
 
     Args:
         group: the ranks of the pipeline.
+        tensor: the ranks that split layers of this stage among them; None if there are none. With them :meth:`norm`
+            and :meth:`any` are collectives of all stages of their pipelines.
     """
 
-    def __init__(self, group: PipelineGroup) -> None:
+    def __init__(self, group: PipelineGroup, tensor: TensorGroup | None = None) -> None:
         self._group = group
+        self._tensor = tensor
 
     def sum_gradients(self, common: Sequence[Holding]) -> None:
         """Gives every holder of a parameter the sum of the ranks' gradients; a rank without a gradient counts as zero.
@@ -82,11 +88,16 @@ class StageSums:
 
     def norm(self, parameters: Sequence[Parameter]) -> Tensor:
         """The 2-norm of the gradients of all stages' ``parameters`` together, the same on every stage."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        local = torch.nn.utils.get_total_norm(gradients)
-        square = local.to(self._group.device, torch.float64) ** 2
+        square = self._square([parameter for parameter in parameters if split_of(parameter) is None])
+        if self._tensor is not None:
+            parts = self._square([parameter for parameter in parameters if split_of(parameter) is not None])
+            square += self._tensor.all_reduce(parts.reshape(1), "gradient norm")[0]
         self._all_reduce(square)
         return square.sqrt()
+
+    def _square(self, parameters: Sequence[Parameter]) -> Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).to(self._group.device, torch.float64) ** 2
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum of the stages' ``numbers``, of equal shapes, in the host's memory."""
@@ -95,8 +106,10 @@ class StageSums:
         return summed.cpu()
 
     def any(self, flag: Tensor) -> Tensor:
-        """Writes into ``flag`` (one number) the largest of the stages' values."""
-        value = flag.to(self._group.device)
+        """Writes into ``flag`` (one number, not negative) whether any rank's is above 0: a number above 0, or 0."""
+        value = flag.to(self._group.device, copy=True)
+        if self._tensor is not None:
+            self._tensor.all_reduce(value.reshape(1), "overflow")
         self._all_reduce(value, dist.ReduceOp.MAX)
         return flag.copy_(value)
 
@@ -141,14 +154,15 @@ class DataAxis:
     """The ranks that hold the same stage in pipelines side by side; every method is a collective of theirs.
 
     Args:
-        group: those ranks; used by nothing else.
+        reducer: averages gradients over those ranks.
         bookkeeping: the same ranks, for small messages.
-        meter: records the gradients' messages, as group "data".
+        module: whose gradients are averaged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, bookkeeping: MeteredGroup, meter: Meter) -> None:
-        self._reducer = GradientReducer(group, meter, axis="data")
+    def __init__(self, reducer: GradientReducer, bookkeeping: MeteredGroup, module: Module) -> None:
+        self._reducer = reducer
         self._bookkeeping = bookkeeping
+        self._module = module
 
     def average_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Gives every rank the average of the ranks' gradients; a rank without a gradient counts as zero.
@@ -163,14 +177,24 @@ class DataAxis:
             return
         mine = torch.tensor([parameter.grad is not None for parameter in trained])
         anywhere = self._bookkeeping.all_reduce(mine, "max").tolist()
-        gradients = _gradients([parameter for parameter, found in zip(trained, anywhere, strict=True) if found])
+        averaged = [parameter for parameter, found in zip(trained, anywhere, strict=True) if found]
+        gradients = _gradients(averaged)
         if any(gradient.is_sparse for gradient in gradients):
             raise ValueError(
                 "several pipelines side by side do not average sparse gradients; make the embedding with "
                 "sparse=False, or use one pipeline"
             )
-        for bucket in alike(gradients, full_bytes=_BUCKET_BYTES):
-            apply_flat(self._reducer.average, bucket)
+        pieces: dict[int, Piece] = {}
+        if self._reducer.compresses:
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            pieces = {id(g): Piece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
+        # Ranks of a tensor group have other parts and the same whole gradients, which must stay the same to the bit:
+        # what rounding and compression make of a gradient depends on what it travels with.
+        for is_part in (True, False):
+            alike_ones = [g for p, g in zip(averaged, gradients, strict=True) if (split_of(p) is not None) is is_part]
+            for bucket in alike(alike_ones, full_bytes=_BUCKET_BYTES):
+                of_bucket = [pieces[id(gradient)] for gradient in bucket] if pieces else []
+                apply_flat(functools.partial(self._reducer.average, pieces=of_bucket), bucket)
 
     def share_buffers(self, buffers: list[Tensor]) -> None:
         """Gives every rank the buffers of the first rank: BatchNorm's statistics."""

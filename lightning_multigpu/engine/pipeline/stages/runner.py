@@ -45,6 +45,8 @@ class PipelineRunner:
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
         enter: called where a running step comes to the layers, and where it leaves them.
+        begin_part: called where a new random state has been set: with 0 before a step, with 1 + i before layer i, with
+            1 + n after the last of n layers, and with None when a stage's part of a step has ended.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class PipelineRunner:
         recorder: Recorder,
         recompute: Collection[int] = (),
         enter: Callable[[Region], None] = lambda region: None,
+        begin_part: Callable[[int | None], None] = lambda part: None,
     ) -> None:
         self.group = group
         self.position = dist.get_rank(group.process_group)
@@ -70,6 +73,7 @@ class PipelineRunner:
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
+        self._part_begins = begin_part
         self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer, enter)
         self.stages = [
             Stage(
@@ -87,8 +91,9 @@ class PipelineRunner:
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         # An operation in place must not overwrite a received tensor, whose gradient is needed.
         self._clones_input = {
-            stage.index: any(getattr(part, "inplace", False) for part in chain.layers[bounds[stage.index][0]].modules())
+            stage.index: any(getattr(part, "inplace", False) for layer in own[:1] for part in layer.modules())
             for stage in self.stages
+            for own in [chain.layers[slice(*bounds[stage.index])]]
         }
         self._order = (
             TorchSchedules(self.stages, group.process_group, device, schedule)
@@ -204,6 +209,7 @@ class PipelineRunner:
             )
         finally:
             self._seed = step_seed
+            self._part_begins(None)
         if ended:
             output = Activations.of(result)
             if self._schedule == "zero_bubble":  # which detaches outputs in place, and cannot do so with views
@@ -227,6 +233,7 @@ class PipelineRunner:
 
     def _begin_part(self, part: int) -> None:
         set_random_state(self._seed_of_part(part), self._device)
+        self._part_begins(part)
 
     def _seed_of_part(self, part: int) -> int:
         key = (*self._seed, part)
@@ -238,4 +245,9 @@ class PipelineRunner:
             return forward(*args, **kwargs)
         seed = self._seed_of_part(1 + index)  # as _begin_part has set it
         layer = self._chain.layers[index]
-        return recomputed(layer, forward, args, kwargs, lambda: set_random_state(seed, self._device))
+
+        def begin() -> None:
+            set_random_state(seed, self._device)
+            self._part_begins(1 + index)
+
+        return recomputed(layer, forward, args, kwargs, begin)

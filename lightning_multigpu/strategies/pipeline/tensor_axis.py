@@ -1,0 +1,177 @@
+"""The tensor axis of a pipeline: layers that are split among the ranks that have the same stages.
+
+The layers are split on the first batch, on the whole module, before its stages are watched and balanced::
+
+    first batch    every rank gets the whole module -> trial of split layers -> each keeps its part of its stages
+    afterwards     stage 0    ranks 2 and 3    layers 0 and 1, half of each     activations go from rank 2 to rank 0
+                   stage 1    ranks 0 and 1    layers 2 and 3, half of each     and from rank 3 to rank 1
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
+from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.strategies.dry_run import gradient_rtol, without_trace
+from lightning_multigpu.strategies.pipeline.split_model import SplitModel
+from lightning_multigpu.strategies.split_layers import Plan, SplitLayers
+
+
+class TensorAxis:
+    """The ranks that split the layers of this rank's stages among them.
+
+    Args:
+        model: the stages of this rank.
+        group: those ranks, for what their layers exchange.
+        peers: the same ranks, for everything else.
+        plan: which layers are split; see :class:`.TensorSplitStrategy`.
+    """
+
+    def __init__(self, model: SplitModel, group: TensorGroup, peers: MeteredGroup, plan: Plan) -> None:
+        self.group = group
+        self.peers = peers
+        self._model = model
+        self._layers = SplitLayers(model.module, group, plan, gathers=self._is_within)
+        self._inside: frozenset[int] = frozenset()
+        held = [*model.ownership.held(), *model.ownership.buffers()]
+        peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the first batch has come."""
+        return self._layers.split is not None
+
+    def split(self, step: Callable[[], Any], world: MeteredGroup) -> None:
+        """Splits the module by its first training batch, and prints the split; a collective of all ranks.
+
+        Args:
+            step: runs the training step and returns its loss.
+            world: all ranks, of all pipelines.
+
+        Raises:
+            ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
+        """
+        model, module = self._model, self._model.module
+        with model.meter.unrecorded(), torch.inference_mode(False):
+            if model.group.num_ranks > 1:
+                model.ownership.restore(model.stages, model.group.ranks)
+                for holding in model.ownership.holdings:
+                    holding.tensor.data = holding.tensor.data.to(model.device)
+            self._layers.decide(
+                step,
+                module.trainer.optimizers,
+                traceless=lambda: without_trace(module),
+                gather=world.gather_objects,
+                rtol=gradient_rtol(module, model.device),
+            )
+            gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+            model.ownership.drop()
+        self._inside = frozenset(self._parts_inside())
+
+    # During a step
+
+    def begin_part(self, part: int | None) -> None:
+        """Makes random numbers differ between the ranks in parts of a step that begin between split layers.
+
+        Args:
+            part: as of :class:`.PipelineRunner`, which has just set the same random state on all ranks.
+        """
+        inside = part in self._inside and self._model.module.training
+        self.group.random.restart(self._model.device, inside=inside)
+
+    def whole_outputs(self, outputs: Any) -> Any:
+        """Outputs of a step with gathered logits."""
+        return tree_map_only(SplitLogits, torch.clone, outputs) if self.is_split else outputs
+
+    def any(self, is_so: bool) -> bool:
+        """Whether it is so on any rank of the group; a collective of the group."""
+        votes = torch.tensor([float(is_so)], device=self._model.group.device)
+        return bool(self.group.all_reduce(votes, "agreement") > 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""
+        return [each for line in self.peers.gather_objects(self._model.stages.gather_objects(value)) for each in line]
+
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """Parameters that each rank of the group holds whole, by name."""
+        held = {id(parameter) for parameter in self._model.ownership.held()}
+        named = self._model.module.named_parameters()
+        return [(name, p) for name, p in named if id(p) in held and split_of(p) is None]
+
+    # Checkpoints, and the end
+
+    def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` with whole parameters; a collective of the group."""
+        return self._layers.whole_state_dict(state)
+
+    def own_state_dict(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``module.state_dict()`` with this rank's parts of whole parameters."""
+        return self._layers.own_state_dict(state) if self.is_split else state
+
+    def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer's ``state_dict()`` with whole states; a collective of the group."""
+        return self._layers.whole_optimizer_state(optimizer, found)
+
+    def cut_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Makes whole states that optimizers have this rank's parts of them."""
+        for optimizer in optimizers if self.is_split else ():
+            self._layers.cut_state(optimizer)
+
+    def make_whole(self) -> None:
+        """Gives every rank the whole of the layers whose values it has; a collective of the group."""
+        if not self.is_split:
+            return
+        self._layers.make_whole(self._model.module.trainer.optimizers)
+        for holding in self._model.ownership.holdings:
+            split = split_of(holding.tensor)
+            if split is not None:  # what only another rank has
+                shape = list(holding.tensor.shape)
+                shape[split.dim] = split.whole_size
+                like = torch.empty(shape, dtype=holding.tensor.dtype, device="meta")
+                whole = Placeholder(like, holding.source, holding.tensor.device)
+                exchange(holding.tensor, Parameter(whole, requires_grad=holding.tensor.requires_grad))
+                forget_split(holding.tensor)
+
+    def close(self) -> None:
+        """Ends the group's thread and releases shared memory."""
+        self._layers.close()
+        self.group.close()
+
+    # Layers of the pipeline
+
+    def _is_within(self, name: str) -> bool:
+        """Whether a split layer is in a layer of the pipeline that another one follows."""
+        index = self._indices().get(self._model.module.get_submodule(name))
+        return index is not None and index < len(self._model.chain) - 1
+
+    def _indices(self) -> dict[Module, int]:
+        """Of each module within the pipeline's layers, the index of its layer."""
+        layers = [*enumerate(self._model.chain.layers)]
+        return {part: index for index, layer in reversed(layers) for part in layer.modules()}
+
+    def _parts_inside(self) -> set[int]:
+        """The parts of a step that begin between a layer that splits activations and the one that joins them."""
+        indices, module = self._indices(), self._model.module
+        num_parts, inside = len(self._model.chain) + 2, set[int]()
+        begun, is_open = 0, False  # the newest part that has begun; whether activations are split in it
+        for name, role in self._layers.roles():
+            index = indices.get(module.get_submodule(name))
+            part = 1 + index if index is not None else 0 if begun == 0 else num_parts - 1
+            if is_open:
+                inside.update(range(begun + 1, part + 1))
+            begun, is_open = max(begun, part), role == "column"
+        if is_open:
+            inside.update(range(begun + 1, num_parts))
+        return inside

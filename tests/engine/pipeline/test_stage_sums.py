@@ -1,0 +1,38 @@
+"""Norms and flags over the stages of pipelines whose layers are split."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.pipeline.stages.gradients import StageSums
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from tests.world import World, init_group
+
+
+def norm_and_flags() -> tuple[float, list[float]]:
+    """Ranks 0 and 1 have the last stage, 2 and 3 the first; each stage has a whole and a split parameter."""
+    init_group()
+    rank = dist.get_rank()
+    lines = [dist.new_group([2 + number, number], sort_ranks=False) for number in range(2)]
+    tensor = [dist.new_group([2 * number, 2 * number + 1]) for number in range(2)]
+    group = TensorGroup(tensor[rank // 2], meter=Meter())
+    sums = StageSums(PipelineGroup(lines[rank % 2], Meter(), torch.device("cpu")), group)
+    whole, split = Parameter(torch.zeros(1)), Parameter(torch.zeros(2))
+    cut(split, ParameterSplit.even(2, 2), rank % 2)
+    whole.grad, split.grad = torch.tensor([1.0 + rank // 2]), torch.tensor([3.0 + rank])
+    norm = float(sums.norm([whole, split]))
+    flags = [float(sums.any(torch.tensor([float(rank == bad)]))) for bad in (0, 3, 4)]
+    group.close()
+    return norm, flags
+
+
+def test_each_parameter_counts_once_and_every_rank_hears_of_an_overflow(world4: World) -> None:
+    expected = (1.0**2 + 2.0**2 + 3.0**2 + 4.0**2 + 5.0**2 + 6.0**2) ** 0.5
+    for norm, flags in world4.run(norm_and_flags):
+        assert abs(norm - expected) < 1e-9
+        assert [flag > 0 for flag in flags] == [True, True, False]
