@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
+        HybridStrategy,
         MultiGPUStrategy,
         ParameterServerStrategy,
         PipelineStrategy,
@@ -33,6 +34,7 @@ __version__ = version("lightning-multigpu")
 __all__ = [
     "REGIMES",
     "CPUParameterServerStrategy",
+    "HybridStrategy",
     "Meter",
     "MultiGPUStrategy",
     "ParameterServerStrategy",
@@ -50,6 +52,7 @@ __all__ = [
 _MODULES = {
     "REGIMES": "lightning_multigpu.registry",
     "CPUParameterServerStrategy": "lightning_multigpu.strategies",
+    "HybridStrategy": "lightning_multigpu.strategies",
     "Meter": "lightning_multigpu.communication.metering.meter",
     "MultiGPUStrategy": "lightning_multigpu.strategies",
     "ParameterServerStrategy": "lightning_multigpu.strategies",

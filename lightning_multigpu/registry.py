@@ -28,7 +28,8 @@ class Regime:
         model: how the model travels.
         bytes_per_step: bytes that travel per optimizer step, as a formula in S (bytes of the gradients, equal to the
             bytes of the model), N (ranks), n (nodes), K (servers), P (devices of a pipeline), v (stages of each
-            device), M (micro-batches) and A (bytes of a batch's activations at a cut between stages).
+            device), M (micro-batches), A (bytes of a batch's activations at a cut between stages), and d, p and t
+            (sizes of a mesh along data, pipeline and tensor).
         synchronous: True if the strategy computes what one device computes at the same global batch.
     """
 
@@ -165,6 +166,16 @@ REGIMES: tuple[Regime, ...] = (
         gradients="those of split layers stay with their ranks; those of whole layers are the same on all",
         model="broadcast once at the start; each rank then keeps its part of the split layers",
         bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block, inside its layers",
+    ),
+    Regime(
+        name="hybrid",
+        class_path="lightning_multigpu.HybridStrategy",
+        summary="pipelines side by side, with the layers of each stage split over devices: three sizes of a mesh",
+        compute="each pipeline on its share of the batch, its stages at once; each rank on its part of split layers",
+        gradients="between pipelines those of each rank's part, around a ring; between stages those of activations",
+        model="broadcast once at the start; each rank then keeps its part of its stage's layers",
+        bytes_per_step="2(d-1)/d x S/(p t) between pipelines; A forward and A back at each of the p-1 cuts; inside "
+        "layers as tensor_split with t ranks",
     ),
 )
 

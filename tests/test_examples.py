@@ -108,15 +108,17 @@ def test_configuration_trains(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.launch
-def test_configuration_splits_the_layers_of_a_language_model(tmp_path: Path) -> None:
-    config = str(ROOT / "configs/tensor_split.yaml")
+@pytest.mark.parametrize("name", ["tensor_split", "hybrid"])
+def test_configuration_splits_the_layers_of_a_language_model(tmp_path: Path, name: str) -> None:
+    config = str(ROOT / f"configs/{name}.yaml")
     sizes = ("--model.width=32", "--model.context=32", "--data.context=32", "--data.batch_size=8")
     few = ("--trainer.max_steps=3", "--trainer.limit_val_batches=1")
     run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", *sizes, *few)
-    report = json.loads((tmp_path / "runs/tensor_split/version_0/multigpu_report.json").read_text())
-    assert (report["strategy"]["name"], report["steps"], report["global_batch"]) == ("tensor_split", 3, 8)
-    saved = torch.load(tmp_path / "runs/tensor_split/version_0/checkpoints/last.ckpt", weights_only=False)
-    ByteGPT(width=32, context=32).load_state_dict(saved["state_dict"])
+    report = json.loads((tmp_path / f"runs/{name}/version_0/multigpu_report.json").read_text())
+    assert (report["strategy"]["name"], report["steps"], report["global_batch"]) == (name, 3, 8)
+    saved = torch.load(tmp_path / f"runs/{name}/version_0/checkpoints/last.ckpt", weights_only=False)
+    layers = 4 if name == "hybrid" else 3
+    ByteGPT(width=32, context=32, num_layers=layers).load_state_dict(saved["state_dict"])
 
 
 @pytest.mark.launch

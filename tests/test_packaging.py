@@ -30,6 +30,7 @@ import lightning_multigpu
 from lightning_multigpu import (
     REGIMES,
     CPUParameterServerStrategy,
+    HybridStrategy,
     MultiGPUStrategy,
     PipelineStrategy,
     Regime,
@@ -176,6 +177,7 @@ class TestPublicNames:
         assert set(lightning_multigpu.__all__) == {
             "REGIMES",
             "CPUParameterServerStrategy",
+            "HybridStrategy",
             "Meter",
             "MultiGPUStrategy",
             "ParameterServerStrategy",
@@ -353,7 +355,14 @@ class TestDocuments:
 
     @pytest.mark.parametrize(
         "strategy",
-        [MultiGPUStrategy, CPUParameterServerStrategy, RingDDPStrategy, PipelineStrategy, TensorSplitStrategy],
+        [
+            MultiGPUStrategy,
+            CPUParameterServerStrategy,
+            RingDDPStrategy,
+            PipelineStrategy,
+            TensorSplitStrategy,
+            HybridStrategy,
+        ],
     )
     def test_docstring_has_every_option(self, strategy: type) -> None:
         """The pages take their tables of options from there."""
@@ -367,7 +376,7 @@ class TestDocuments:
 
     def test_no_table_of_options_is_written_by_hand(self) -> None:
         names = {*options(CPUParameterServerStrategy), *options(RingDDPStrategy), *options(PipelineStrategy)}
-        names |= options(TensorSplitStrategy).keys()
+        names |= options(TensorSplitStrategy).keys() | options(HybridStrategy).keys()
         for path in (ROOT / "README.md", *self.PAGES):
             rows = re.findall(r"^\| `(\w+)` \|", path.read_text(), re.MULTILINE)
             assert not names.intersection(rows), path
@@ -400,7 +409,7 @@ class TestDocuments:
                 text = path.read_text()
                 assert not resource.findall(text) + imported.findall(text), path
 
-    @pytest.mark.parametrize("name", ["ring_ddp", "gpipe", "tensor_split"])
+    @pytest.mark.parametrize("name", ["ring_ddp", "gpipe", "tensor_split", "hybrid"])
     def test_configuration_shows_the_defaults(self, name: str) -> None:
         config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
         [regime] = [regime for regime in REGIMES if regime.name == name]

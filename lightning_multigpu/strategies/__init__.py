@@ -3,6 +3,7 @@
 import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
@@ -10,6 +11,7 @@ from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 __all__ = [
     "CPUParameterServerStrategy",
+    "HybridStrategy",
     "MultiGPUStrategy",
     "ParameterServerStrategy",
     "PipelineStrategy",

@@ -17,7 +17,14 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_multigpu import ParameterServerStrategy, PipelineStrategy, RingDDPStrategy, TensorSplitStrategy, faults
+from lightning_multigpu import (
+    HybridStrategy,
+    ParameterServerStrategy,
+    PipelineStrategy,
+    RingDDPStrategy,
+    TensorSplitStrategy,
+    faults,
+)
 from tests.launch import outside_faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
@@ -90,6 +97,12 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
         hang_report_s=HANG_REPORT_S,
     ),
     "tensor_split": lambda method: TensorSplitStrategy(
+        start_method=method,
+        failure_timeout_s=FAILURE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        hang_report_s=HANG_REPORT_S,
+    ),
+    "hybrid": lambda method: HybridStrategy(
         start_method=method,
         failure_timeout_s=FAILURE_TIMEOUT_S,
         join_timeout_s=JOIN_TIMEOUT_S,

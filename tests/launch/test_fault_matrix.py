@@ -63,6 +63,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     [
         *(("ring_ddp", each) for each in ONE_HOST),
         *(("pipeline_1f1b", each) for each in STAGES),
+        ("hybrid", Combination("kill", "backward", 1, "popen")),  # rank 0 waits for it within a layer
         *(pytest.param(("ring_ddp", each), marks=pytest.mark.hosts) for each in SEVERAL_HOSTS),
     ],
     ids=lambda job: f"{job[0]}-{job[1].kind}-{job[1].where}-{job[1].launcher}",

@@ -88,6 +88,19 @@ def test_two_hosts_train_as_one_device(
         assert (host.counters() - earlier).sent_bytes > 0
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_tensor_groups_on_two_hosts_train_as_one_device(
+    mesh: tuple[int, int, int], hosts: EmulatedHosts, tmp_path: Path, one_device: dict[str, Tensor]
+) -> None:
+    """Gradients, or activations, travel between the hosts, and sums within layers inside of them."""
+    with Job(tmp_path / "logs") as job:
+        for host in hosts:
+            arguments = [str(tmp_path), "--devices", "2", "--mesh", *map(str, mesh)]
+            job.start(host, [sys.executable, SCRIPT, *arguments], host.environment())
+        job.wait()
+    assert_same_weights(tmp_path, one_device)
+
+
 def last_step(output: str) -> int:
     steps = re.findall(r"^step (\d+)$", output, re.MULTILINE)
     return int(steps[-1]) if steps else 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-import lightning_multigpu  # noqa: F401 - its import makes the strategies known
+import lightning_multigpu
 
 GLOBAL_BATCH_SIZE = 8
 NUM_SAMPLES = 40
@@ -48,8 +48,10 @@ class MLP(pl.LightningModule):
         generator = torch.Generator().manual_seed(2)
         x = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
         y = torch.randint(3, (NUM_SAMPLES,), generator=generator)
-        ranks = self.trainer.world_size
-        sampler = Dealt(self.trainer.global_rank, ranks)
+        strategy: Any = self.trainer.strategy
+        rank = getattr(strategy, "data_parallel_rank", self.trainer.global_rank)
+        ranks = getattr(strategy, "data_parallel_size", self.trainer.world_size)
+        sampler = Dealt(rank, ranks)
         return DataLoader(TensorDataset(x, y), batch_size=GLOBAL_BATCH_SIZE // ranks, sampler=sampler)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -88,16 +90,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("--strategy", default="ring_ddp")
+    parser.add_argument("--mesh", type=int, nargs=3, help="sizes of data, pipeline and tensor, for hybrid")
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--max-steps", type=int, default=10)
     parser.add_argument("--pause-s", type=float, default=0.0)
     arguments = parser.parse_args()
+    strategy = arguments.strategy
+    if arguments.mesh is not None:
+        data, pipeline, tensor = arguments.mesh
+        strategy = lightning_multigpu.HybridStrategy(
+            data_parallel_size=data, pipeline_parallel_size=pipeline, tensor_parallel_size=tensor
+        )
     weights = train(
         arguments.root,
         max_steps=arguments.max_steps,
         pause_s=arguments.pause_s,
-        strategy=arguments.strategy,
-        devices=1,
+        strategy=strategy,
+        devices=arguments.devices,
         num_nodes=arguments.nodes,
     )
     rank = torch.distributed.get_rank()

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,7 +42,8 @@ def train(strategy: str | None, ranks: int) -> dict[str, Any]:
     return {"weights": state(module)}
 
 
-def test_loaders_that_shuffle_by_themselves(world2: World) -> None:
+@pytest.mark.parametrize("strategy", ["tensor_split", "hybrid"])
+def test_loaders_that_shuffle_by_themselves(world2: World, strategy: str) -> None:
     reference = train(None, 1)
-    for result in world2.run(train, "tensor_split", 2):
+    for result in world2.run(train, strategy, 2):
         assert_same_weights(result, reference)

@@ -1,0 +1,291 @@
+"""The strategy of hybrid parallel training: pipelines side by side, with the layers of each stage split over ranks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_multigpu.communication.compression import Compressor
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
+from lightning_multigpu.strategies.pipeline.split_model import SplitModel
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy, StagedStrategy
+from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.split_layers import Plan, check_plan, plan_text
+
+_SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+
+
+class HybridStrategy(StagedStrategy):
+    """Hybrid parallel training: pipelines side by side, with the layers of each stage split over a tensor group.
+
+    Neighbouring ranks are a tensor group, which splits layers as ``tensor_split`` does; tensor groups behind each
+    other are the stages of a pipeline; pipelines side by side share each global batch and average their gradients::
+
+        rank                    0  1  2  3  4  5  6  7      data x pipeline x tensor = 2 x 2 x 2
+        data_parallel_rank      0  0  0  0  1  1  1  1      which part of the global batch
+        stage                   1  1  0  0  1  1  0  0      rank 0 has the last stage
+        tensor_parallel_rank    0  1  0  1  0  1  0  1      which part of each split layer
+
+    Any size may be 1. With ``pipeline_parallel_size=1`` each rank runs the whole module, which then need not be a
+    chain of layers. Layers are split on the first training batch, for which each rank has the whole module; see
+    :class:`.Trials`.
+
+    Args:
+        data_parallel_size: pipelines side by side. The product of the three sizes is the number of ranks. Of what is
+            left out, the tensor group gets 2 ranks and then the pipeline gets 2, each where the remaining ranks allow
+            it, and the data axis the rest.
+        pipeline_parallel_size: ranks of a pipeline that have different layers.
+        tensor_parallel_size: ranks that split the same layers; they have to be on one host.
+        pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
+        tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ...}``.
+        compression: compress the gradients that pipelines on different hosts exchange, as of :class:`RingDDPStrategy`.
+            A checkpoint does not keep what error feedback holds back.
+        compress_inside_hosts: also compress between ranks of one host.
+        shared_memory: let ranks of one host reduce gradients, and the sums within split layers, through shared memory.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ValueError: an option is out of its range; the sizes do not make the ranks; a tensor group would reach over
+            several hosts; before the first step, no layer can be split, or an optimizer needs whole tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        tensor_parallel_size: int | None = None,
+        pipeline: Mapping[str, Any] | None = None,
+        tensor: Mapping[str, Any] | None = None,
+        compression: str | Mapping[str, Any] | Compressor | None = None,
+        compress_inside_hosts: bool = False,
+        shared_memory: bool = True,
+        **options: Any,
+    ) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
+        for name, size in zip(_SIZES, self._asked, strict=True):
+            if size is not None:
+                option_checks.check_positive(name, size, whole=True)
+        pipeline, tensor = dict(pipeline or {}), dict(tensor or {})
+        own = inspect.signature(PipelineStrategy.__init__).parameters.items()
+        of_pipeline = {name: each.default for name, each in own if each.kind is each.KEYWORD_ONLY}
+        option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
+        option_checks.check_options("tensor=", tensor, ["plan"])
+        super().__init__(PipelineOptions(**{**of_pipeline, **pipeline}), **options)
+        self._pipeline_given = pipeline
+        self._plan: Plan = tensor.get("plan", "auto")
+        check_plan(self._plan)
+        self._transport = GradientTransport(
+            compressor=compressor_of(compression),
+            compress_inside_hosts=compress_inside_hosts,
+            shared_memory=shared_memory,
+        )
+        # During a run:
+        self._axis: TensorAxis | None = None
+        self._compressed: HierarchicalAllReduce | None = None
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        compressor = self._transport.compressor
+        of_pipeline = vars(self.pipeline_options)
+        return {
+            **{name: value for name, value in super().options.items() if name not in of_pipeline},
+            **dict(zip(_SIZES, self._asked, strict=True)),
+            "pipeline": self._pipeline_given or None,
+            "tensor": None if self._plan == "auto" else {"plan": plan_text(self._plan)},
+            "compression": compressor if compressor in (None, AUTO) else repr(compressor),
+            "compress_inside_hosts": self._transport.compress_inside_hosts,
+            "shared_memory": self._transport.shared_memory,
+        }
+
+    # The mesh
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """The sizes of the pipeline and the tensor axes."""
+        data, pipeline, tensor = self._asked
+        left = max(1, self.num_nodes * self.num_processes // math.prod(size or 1 for size in self._asked))
+        if tensor is None:
+            tensor = left if data and pipeline else 2 - left % 2
+            left //= tensor
+        if pipeline is None:
+            pipeline = left if data else 2 - left % 2
+        return pipeline, tensor
+
+    @property
+    def pipeline_parallel_size(self) -> int:  # type: ignore[override]
+        """Ranks of a pipeline, among which the layers are distributed."""
+        return self._sizes[0]
+
+    @property
+    def tensor_parallel_size(self) -> int:  # type: ignore[override]
+        """Ranks among which each layer of a stage is split."""
+        return self._sizes[1]
+
+    @override
+    def _check_num_ranks(self) -> None:
+        world, (pipeline, tensor) = self.num_nodes * self.num_processes, self._sizes
+        data = self._asked[0] or max(1, world // (pipeline * tensor))
+        if data * pipeline * tensor != world:
+            given = " times ".join(f"{n}={s}" for n, s in zip(_SIZES, (data, pipeline, tensor), strict=True))
+            raise ValueError(
+                f"{given} makes {data * pipeline * tensor} ranks, and there are {world}; change one of them"
+            )
+        if self.num_processes % tensor:
+            raise ValueError(
+                f"tensor_parallel_size={tensor}: a host has {self.num_processes} ranks, and every split layer would "
+                f"wait for the network between hosts; pass a divisor of {self.num_processes}"
+            )
+        points = self.pipeline_options.split_points
+        if tensor > 1 and points is not None:
+            raise ValueError(
+                f"split_points={list(points)!r} with tensor_parallel_size={tensor}: a module that is cut by tracing "
+                "holds whole layers; leave split_points out, or pass tensor_parallel_size=1"
+            )
+        if tensor > 1 and not self.pipeline_options.gather_at_end:
+            raise ValueError(
+                f"gather_at_end=False with tensor_parallel_size={tensor}: ranks would be left with parts of layers; "
+                "leave it out, or pass tensor_parallel_size=1"
+            )
+        if pipeline == 1 and (self.pipeline_options.num_stages_of_rank > 1 or points is not None):
+            option = f"split_points={list(points)!r}" if points else f"schedule={self.pipeline_options.schedule!r}"
+            raise ValueError(
+                f"{option} with pipeline_parallel_size=1: one rank runs the whole module, and has no stages; leave it "
+                "out, or pass pipeline_parallel_size=2"
+            )
+        option_checks.check_pipeline(
+            self.run_context, pipeline, sync_batchnorm=self._layer_sync is not None, fewest_stages=1
+        )
+
+    # Setting up
+
+    @override
+    def _data_reducer(self) -> GradientReducer:
+        assert self.lightning_module is not None
+        assert self.groups is not None
+        assert self._data is not None
+        reducer, _ = self._transport.open(
+            self.lightning_module,
+            self.groups,
+            self.meter,
+            self._data,
+            ranks_per_host=self.num_processes,
+            hook=None,
+            info=rank_zero_info,
+            warn=rank_zero_warn,
+        )
+        self._compressed = reducer.all_reduce if reducer.compresses else None
+        return reducer
+
+    @override
+    def _tensor_axis(self, model: SplitModel) -> TensorAxis | None:
+        if self.tensor_parallel_size == 1:
+            return None
+        assert self.groups is not None
+        group = self.new_group("tensor")
+        layers = TensorGroup(group, meter=self.meter, shared_memory=self._transport.shared_memory)
+        self.groups.also_cut.append(layers.abort)
+        self._axis = TensorAxis(model, layers, self.metered(group, "tensor"), self._plan)
+        self._undo.callback(self._axis.close)
+        return self._axis
+
+    @override
+    def _make_whole(self) -> None:
+        super()._make_whole()
+        if self._axis is not None:
+            self._axis.make_whole()
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._axis = self._compressed = None
+
+    # Training
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the batch to the device; where ranks of one pipeline differ, all get what one of them has."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._axis is None or self.failure_watch.failed:
+            return batch
+        peers, mine = self._axis.peers, checksum_of(batch)
+        if len(set(peers.gather_tensor(torch.tensor([mine])).flatten().tolist())) == 1:
+            return batch
+        batch = peers.broadcast_object(batch, peers.first_rank)
+        return move_data_to_device(batch, device or self.root_device)
+
+    @override
+    def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
+        if self._compressed is not None:
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self._compressed.end_step(1.0 if scaler is None else float(scaler.get_scale()))
+
+    @override
+    def on_train_end(self) -> None:
+        if self._compressed is not None and self._compressed.compressed is not None:
+            rank_zero_info(self._compressed.compressed.summary())
+        super().on_train_end()
+
+    @override
+    def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
+        groups = super()._held_in_common()
+        return groups if self._axis is None else [*groups, (self._axis.peers, self._axis.replicated())]
+
+    @override
+    def stage_record(self) -> StageRecord | None:
+        record = super().stage_record()
+        if record is None:  # ranks with the same part of every layer are a pipeline of their own in reports
+            return None
+        return replace(record, pipeline=record.pipeline * self.tensor_parallel_size + self.tensor_parallel_rank)
+
+    # Checkpoints
+
+    @property
+    def _gathering_axis(self) -> TensorAxis | None:
+        """The ranks that have all stages' parts of a checkpoint and make whole values of them; None elsewhere."""
+        model = self._gathering_model()
+        gathers = model is not None and model.is_last and self._axis is not None and self._axis.is_split
+        return self._axis if gathers else None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state, axis = super().lightning_module_state_dict(), self._gathering_axis
+        return state if axis is None else axis.whole_state_dict(state)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._axis is not None:
+            checkpoint = {**checkpoint, "state_dict": self._axis.own_state_dict(checkpoint["state_dict"])}
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state, axis = super().optimizer_state(optimizer), self._gathering_axis
+        return state if axis is None else axis.whole_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._axis is not None:
+            self._axis.cut_states(self.optimizers)

@@ -1,0 +1,291 @@
+"""Pipelines side by side with split layers in their stages train as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.strategies.tasks import Case, assert_same_weights, data_ranks, fit, make_strategy, make_trainer, state
+from tests.strategies.test_tensor_split import LENGTH, MODELS, RTOL, VOCABULARY, WIDTH, Language, Task
+from tests.world import World
+
+CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+
+
+def sizes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
+    return {"data_parallel_size": data, "pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
+
+
+def under(case: Case, **options: Any) -> Case:
+    return Case(**{**vars(case), "strategy": options})
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1)], ids=str)
+def test_trains_as_one_device(world4: World, shape: tuple[int, int, int]) -> None:
+    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True)
+    reference: Any = fit(case, None, 1)
+    for result in world4.run(fit, under(case, **sizes(*shape)), "hybrid", 4):
+        assert_same_weights(result, reference)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
+
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "interleaved": {"schedule": "interleaved"},
+    "zero bubble": {"schedule": "zero_bubble"},
+    "gpipe, by time": {"schedule": "gpipe", "balance": "time"},
+    "by memory, checkpointed": {"balance": "memory", "activation_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_of_split_layers(world4: World, name: str) -> None:
+    case = Case(trainer=CLIPPED, max_epochs=1)
+    reference: Any = fit(case, None, 1)
+    for result in world4.run(fit, under(case, pipeline=PIPELINES[name]), "hybrid", 4):
+        assert_same_weights(result, reference)
+
+
+class Noting(Callback):
+    """What the rank holds in its second batch, and saves after the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.held = self.state = 0
+        self.names: set[str] = set()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.current_epoch == 0:
+            held = [name for name, p in module.named_parameters() if trainer.world_size == 1 or strategy.holds(p)]
+            self.names = {name.split(".")[1] for name in held} - {"blocks"}
+            self.held = sum(p.numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p))
+            (optimizer,) = trainer.optimizers
+            self.state = sum(v.numel() for each in optimizer.state.values() for v in each.values() if v.dim())
+            if self.path:
+                trainer.save_checkpoint(self.path)
+
+
+class Dealt(Task):
+    """The tokens of each global batch are dealt out to the data ranks."""
+
+    def train_dataloader(self) -> Any:
+        tokens = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(1))
+        data, ranks = TensorDataset(tokens), data_ranks(self.trainer)
+        order = DistributedSampler(data, 1, 0, shuffle=True, seed=0) if ranks == 1 else None
+        return DataLoader(data, batch_size=4 // ranks, shuffle=order is None, sampler=order)
+
+
+def train(
+    model: str,
+    ranks: int,
+    *,
+    path: str | None = None,
+    resume: str | None = None,
+    optimizer: str = "sgd",
+    **options: Any,
+) -> dict[str, Any]:
+    task, noting = Dealt(model, optimizer), Noting(path)
+    strategy = "auto" if ranks == 1 else make_strategy("hybrid", **options)
+    trainer = make_trainer(Case(max_epochs=2), strategy, ranks, callbacks=[noting], gradient_clip_val=0.5)
+    trainer.fit(task, ckpt_path=resume or None)
+    adam = {n: {k: v.shape for k, v in s.items()} for n, s in trainer.optimizers[0].state_dict()["state"].items()}
+    return {"weights": state(task), "held": noting.held, "state": noting.state, "adam": adam}
+
+
+def assert_close(weights: dict[str, Tensor], reference: dict[str, Tensor], rtol: float) -> None:
+    assert list(weights) == list(reference)
+    for name, value in reference.items():
+        # The bias of keys has no gradient but rounding, which Adam makes larger.
+        torch.testing.assert_close(weights[name], value, rtol=rtol, atol=max(1e-8, rtol / 100))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_models_of_hugging_face(world4: World, model: str) -> None:
+    reference = train(model, 1)
+    for result in world4.run(train, model, 4):
+        assert_close(result["weights"], reference["weights"], RTOL[model])
+
+
+@pytest.fixture(scope="module")
+def world8() -> Iterator[World]:
+    world = World(8)
+    yield world
+    world.close()
+
+
+def test_eight_ranks(world8: World) -> None:
+    reference = train("fused", 1, optimizer="adamw")
+    for result in world8.run(train, "fused", 8, optimizer="adamw", timeout_s=300.0):
+        assert_close(result["weights"], reference["weights"], 1e-9)
+
+
+def test_a_checkpoint_is_that_of_one_device(world4: World, tmp_path: Path) -> None:
+    """Each rank holds a quarter, but for what is whole; the file has everything, and goes on anywhere."""
+    one, own = str(tmp_path / "one.ckpt"), str(tmp_path / "own.ckpt")
+    reference = train("fused", 1, path=one, optimizer="adamw")
+    for result in world4.run(train, "fused", 4, path=own, optimizer="adamw", **sizes(1, 2, 2)):
+        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert result["held"] < 0.4 * reference["held"], "the embedding is on both stages"
+        assert result["state"] == 2 * result["held"]
+    mine, theirs = (torch.load(path, weights_only=True) for path in (own, one))
+    assert mine.keys() == theirs.keys()
+    assert_close(mine["state_dict"], theirs["state_dict"], 1e-9)
+    for number, values in theirs["optimizer_states"][0]["state"].items():
+        torch.testing.assert_close(mine["optimizer_states"][0]["state"][number], values, rtol=1e-9, atol=1e-11)
+    for shape in ((1, 2, 2), (2, 1, 2)):
+        for result in world4.run(train, "fused", 4, resume=own, optimizer="adamw", **sizes(*shape)):
+            assert_close(result["weights"], reference["weights"], 1e-9)
+            assert not result["adam"] or result["adam"].items() <= reference["adam"].items()
+
+
+def dropped(balance: list[int]) -> dict[int, list[Tensor]]:
+    """What two layers of dropout keep, one in the midst of a block whose layers are the pipeline's, one behind it."""
+    task = Dealt("fused")
+    layers = (nn.Linear(WIDTH, 32), nn.Dropout(0.5), nn.Linear(32, WIDTH), nn.Dropout(0.5))
+    task.model = Language(*layers)
+    kept: dict[int, list[Tensor]] = {1: [], 3: []}
+    for number, masks in kept.items():
+        layers[number].register_forward_hook(lambda _, args, output, masks=masks: masks.append(output.detach() != 0))
+    strategy, noting = make_strategy("hybrid", pipeline={"balance": balance, "num_micro_batches": 2}), Noting("")
+    make_trainer(Case(max_epochs=1), strategy, 4, callbacks=[noting]).fit(task)
+    assert noting.names == {"embedding", "head"} & {"embedding" if strategy.global_rank > 1 else "head"}
+    return {number: [mask.clone() for mask in masks[-4:] if type(mask) is Tensor] for number, masks in kept.items()}
+
+
+@pytest.mark.parametrize("balance", [[1, 3], [2, 2]], ids=str)
+def test_dropout_between_split_layers_differs_between_ranks(world4: World, balance: list[int]) -> None:
+    ranks = world4.run(dropped, balance)
+    for number, position in ((1, int(balance[0] == 1)), (3, 1)):
+        first, second = ranks[2 - 2 * position][number], ranks[3 - 2 * position][number]
+        assert len(first) == len(second) == 4
+        assert not torch.equal(first[0], first[1]), "micro-batches differ"
+        for mine, theirs in zip(first, second, strict=True):
+            if number == 3:
+                assert torch.equal(mine, theirs)
+            else:
+                assert mine.shape[-1] == 16
+                assert 0.3 < (mine & theirs).double().mean() / mine.double().mean() < 0.7, "they are independent"
+
+
+class Logits(Dealt):
+    """The head is a layer of the pipeline that another one follows, and what it returns goes to another stage."""
+
+    def __init__(self) -> None:
+        super().__init__("fused")
+        hidden = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))
+        self.model = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Linear(WIDTH, VOCABULARY), nn.LogSoftmax(-1)
+        )
+        self.tokens = torchmetrics.SumMetric()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        return F.nll_loss(self.model(tokens)[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.tokens(batch[0])
+        self.log("tokens", self.tokens, on_epoch=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(8 * LENGTH).view(8, LENGTH) % VOCABULARY), batch_size=2)
+
+
+def logits(ranks: int, **options: Any) -> dict[str, Any]:
+    task, strategy = Logits(), make_strategy("hybrid", **options) if ranks > 1 else "auto"
+    trainer = make_trainer(Case(max_epochs=1), strategy, ranks)
+    trainer.fit(task)
+    return {"weights": state(task), "tokens": float(trainer.callback_metrics["tokens"])}
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[int, int, int]) -> None:
+    """What is split leaves no stage in parts, and ranks of a tensor group do not count a sample twice."""
+    reference = logits(1)
+    pipeline = {"balance": [3, 1]} if shape[1] > 1 else {}
+    for result in world4.run(logits, 4, pipeline=pipeline, **sizes(*shape)):
+        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert result["tokens"] == reference["tokens"]
+
+
+class Built(Dealt):
+    """Each rank builds the layers of its stages alone."""
+
+    def __init__(self) -> None:
+        super().__init__("fused")
+        self.model = nn.Identity()
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            torch.manual_seed(3)
+            self.model = MODELS["fused"]()
+
+
+def built(ranks: int) -> dict[str, Any]:
+    task, strategy = Built(), make_strategy("hybrid") if ranks > 1 else "auto"
+    make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
+    return {"weights": state(task)}
+
+
+def test_configure_model_builds_stages_whose_layers_are_split(world4: World) -> None:
+    reference = built(1)
+    assert_close(world4.run(built, 4)[0]["weights"], reference["weights"], 1e-9)
+
+
+def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
+    case = Case(max_epochs=1)
+    reference: Any = fit(case, None, 1)
+    options = {**sizes(2, 1, 2), "compression": "int8", "compress_inside_hosts": True}
+    for result in world4.run(fit, under(case, **options), "hybrid", 4):
+        flat, expected = (
+            torch.cat([value.flatten() for value in each["weights"].values()]) for each in (result, reference)
+        )
+        difference = torch.linalg.vector_norm(flat - expected) / torch.linalg.vector_norm(expected)
+        assert 1e-6 < difference < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (sizes(1, 1, 2), r"times tensor_parallel_size=2 makes 2 ranks, and there are 4"),
+        ({"data_parallel_size": 3}, "data_parallel_size=3 times"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"tensor": {"plan": {"*.up": "colum"}}}, "plan='colum'"),
+        ({"pipeline": {"split_points": ["layers.2"]}}, "pass tensor_parallel_size=1"),
+        ({"pipeline": {"gather_at_end": False}}, "pass tensor_parallel_size=1"),
+        ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
+        ({"num_nodes": 2, "tensor_parallel_size": 8}, "a host has 4 ranks"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
+    num_nodes = options.pop("num_nodes", 1)
+    with pytest.raises(ValueError, match=words):
+        make_trainer(Case(), make_strategy("hybrid", **options), 4, num_nodes=num_nodes)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pipeline": {"scheduel": "gpipe"}}, {"tensor": {"plans": "auto"}}, {"module": "x"}]
+)
+def test_unknown_options_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="has no option"):
+        make_strategy("hybrid", **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [(1, (1, 1, 1)), (2, (1, 1, 2)), (3, (3, 1, 1)), (4, (1, 2, 2)), (6, (3, 1, 2)), (8, (2, 2, 2))],
+)
+def test_sizes_that_are_left_out(ranks: int, expected: tuple[int, int, int]) -> None:
+    strategy: Any = make_trainer(Case(), make_strategy("hybrid"), ranks).strategy
+    assert (strategy.data_parallel_size, strategy.pipeline_parallel_size, strategy.tensor_parallel_size) == expected
+    named = make_trainer(Case(), make_strategy("hybrid", data_parallel_size=1), 4).strategy
+    assert named.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
