@@ -168,7 +168,7 @@ class RunReport(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._gathered is None:
-            gathered = _gather(trainer, (self._record(trainer), self._told()))
+            gathered = gather(trainer, (self._record(trainer), self._told()))
         elif not trainer.is_global_zero:
             return
         else:
@@ -184,7 +184,7 @@ class RunReport(Callback):
             records,
             strategy=name,
             options=options,
-            versions=_versions(trainer.strategy.root_device),
+            versions=versions_of(trainer.strategy.root_device),
             about=about,
             aggregations=KEYS,
             pipeline=pipeline.section(),
@@ -196,7 +196,7 @@ class RunReport(Callback):
             return
         if self._print_table:
             run_table.show(self.report)
-        if self._write_file and not _is_fast_dev_run(trainer):
+        if self._write_file and not is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture(self._picture_suffix))
 
     def _record(self, trainer: Trainer) -> document.RankRecord:
@@ -255,11 +255,11 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return callbacks
 
 
-def _is_fast_dev_run(trainer: Trainer) -> bool:
+def is_fast_dev_run(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # likewise
 
 
-def _gather(trainer: Trainer, record: _Object) -> list[_Object]:
+def gather(trainer: Trainer, record: _Object) -> list[_Object]:
     """One object of every rank, on every rank."""
     gather_objects = getattr(trainer.strategy, "gather_objects", None)
     if gather_objects is not None:
@@ -292,7 +292,7 @@ def _about(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     }
 
 
-def _versions(device: torch.device) -> dict[str, str]:
+def versions_of(device: torch.device) -> dict[str, str]:
     from lightning_multigpu import __version__
 
     versions = {

@@ -46,6 +46,8 @@ class Meter:
         if history < 1:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
+        self.listener: Callable[[list[Transfer], list[Interval]], None] | None = None
+        """Given the transfers of each step, once all their times are known, and the intervals that nothing hid."""
         self._notes: CollectiveObserver | None = None
         self.now = clock
         """The meter's clock, in seconds."""
@@ -218,7 +220,10 @@ class Meter:
 
     def _resolve(self) -> None:
         while self._pending and self._pending[0].done():
-            self.steps.append(_sum_up(self._pending.popleft()))
+            step = self._pending.popleft()
+            if self.listener is not None:
+                self.listener(step.transfers, _exposed(step.transfers, _waits(step)))
+            self.steps.append(_sum_up(step))
 
 
 def _empty_meter(history: int) -> Meter:
@@ -226,7 +231,7 @@ def _empty_meter(history: int) -> Meter:
 
 
 def _sum_up(step: PendingStep) -> StepTraffic:
-    waits = merged(wait.interval() for wait in step.waits)
+    waits = _waits(step)
     by_operation: dict[tuple[str, str, int], list[Transfer]] = {}
     for transfer in step.transfers:
         by_operation.setdefault((transfer.operation, transfer.group, transfer.group_size), []).append(transfer)
@@ -252,6 +257,10 @@ def _sum_up(step: PendingStep) -> StepTraffic:
         total_s=length(_busy(step.transfers)),
         exposed_s=length(_exposed(step.transfers, waits)),
     )
+
+
+def _waits(step: PendingStep) -> list[Interval]:
+    return merged(wait.interval() for wait in step.waits)
 
 
 def _busy(transfers: Sequence[Transfer]) -> list[Interval]:

@@ -1,0 +1,436 @@
+"""The profile of a window of steps: where the time goes on every rank, and what would make the steps shorter."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_multigpu.callbacks.action_recorder import ActionRecorder
+from lightning_multigpu.callbacks.probes import usable_cores
+from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, versions_of
+from lightning_multigpu.callbacks.strategy_identity import identify
+from lightning_multigpu.callbacks.value_reads import ValueReads
+from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.planning.step_phases import Span, partition, phase_of
+from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.strategies.observed import ObservedStrategy
+
+_TRIAL_STEPS = 3
+_CALLBACKS = 8
+"""As many take the most time, and are told of."""
+_PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
+
+
+class ProfilerReport(Callback):
+    """Profiles a window of optimizer steps on all ranks, and says why they take the time that they take.
+
+    At the end of training rank 0 prints for each rank how a step was spent (see
+    :mod:`lightning_multigpu.planning.step_phases`), and the diagnosis: each reason for long steps with its evidence,
+    its remedy, and the step time that is predicted with it, the largest saving first. A saving below 5 % of a step is
+    not named. The same is written to ``profile.html``, a page of its own with pictures, to ``profile.json`` (see
+    :mod:`lightning_multigpu.report.profile_document`), and as a timeline of all ranks to ``profile_trace.json``, for
+    https://ui.perfetto.dev or ``chrome://tracing``; all in ``trainer.log_dir``, else ``trainer.default_root_dir``.
+
+    The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
+    ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
+    place. One further step counts where the program reads values of tensors. Where the ranks of a host have more
+    threads than cores, three more are run with fewer threads, which changes results by rounding alone. Outside of the
+    window the callback costs one comparison a batch.
+
+    The figures come from the actions that Lightning tells its profiler, which goes on to be told of them, from the
+    strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
+    ``async_ps`` ranks of other hosts keep their own clock. On GPUs the phases are those of the host, which runs ahead
+    of the device.
+
+    Args:
+        wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
+        warmup: steps at its beginning that are not counted.
+        active: steps that are counted.
+        print_report: whether rank 0 prints the report.
+        write_files: whether rank 0 writes the files.
+
+    Raises:
+        ValueError: ``wait`` or ``warmup`` is below 0, or ``active`` below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        wait: int = 5,
+        warmup: int = 1,
+        active: int = 10,
+        print_report: bool = True,
+        write_files: bool = True,
+    ) -> None:
+        for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least} optimizer steps")
+        self.profile: dict[str, Any] | None = None
+        """The newest profile, as a dictionary, on rank 0."""
+        self.path: Path | None = None
+        """The path of its file, on rank 0."""
+        self._wait, self._warmup, self._active = wait, warmup, active
+        self._first = wait + warmup
+        self._print_report = print_report
+        self._write_files = write_files
+        self._window: _Window | None = None
+        self._gathered: list[Any] | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = trainer.global_step
+        self._window = _Window(trainer, self._wait, self._warmup, self._active)
+        if isinstance(trainer.strategy, ObservedStrategy):
+            trainer.strategy.record_stages(count_activations=False)
+            self._gathered = trainer.strategy.gather_at_end(self._told)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        window = self._window
+        if window is None:
+            return
+        window.batches += 1
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            window.step_ends(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window is not None:
+            self._window.interrupted = True
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window is not None:
+            self._window.interrupted = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._window is not None
+        self._window.close(trainer)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window is None:
+            return
+        told = gather(trainer, self._told()) if self._gathered is None else self._gathered
+        directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
+        self._window = None
+        if not trainer.is_global_zero:
+            return
+        if not all(of_rank["steps"] for of_rank in told):
+            rank_zero_warn(
+                f"ProfilerReport profiled no step: training ended within the first {self._first} steps, or each later "
+                "step had a validation or the end of an epoch in it; give it a smaller wait or warmup, or train longer"
+            )
+            return
+        name, options = identify(trainer.strategy)
+        self.profile = profile_document.build(
+            told, strategy=name, options=options, versions=versions_of(trainer.strategy.root_device)
+        )
+        if self._print_report:
+            print(profile_text.text(self.profile))
+        if self._write_files and not is_fast_dev_run(trainer):
+            self._write(directory)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._abandon(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._abandon(trainer)
+
+    def _abandon(self, trainer: Trainer) -> None:
+        if self._window is not None:
+            self._window.stop(trainer)
+            self._window = None
+
+    def _told(self) -> dict[str, Any]:
+        assert self._window is not None
+        return self._window.told()
+
+    def _write(self, directory: str) -> None:
+        assert self.profile is not None
+        path = Path(directory) / profile_document.FILE_NAME
+        trace_path = path.with_name(profile_document.TRACE_NAME)
+        page_path = path.with_name(profile_page.FILE_NAME)
+        try:
+            if "://" in directory:
+                raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
+            document.write(self.profile, path)
+            document.write(profile_document.trace(self.profile), trace_path)
+            document.write_bytes(profile_page.page(self.profile).encode(), page_path)
+        except OSError as error:
+            # Training has succeeded by now; a full disk must not make it look as if it had not.
+            rank_zero_warn(f"the profile was not written to {directory}: {error}")
+            return
+        self.path = path
+        if self._print_report:
+            print(f"written to {page_path},\n{path}\nand {trace_path}")
+
+
+class _Window:
+    """The profiled steps of this rank.
+
+    ::
+
+        wait | warmup, active: recorded | reads of values | fewer threads, if there are too many
+    """
+
+    def __init__(self, trainer: Trainer, wait: int, warmup: int, active: int) -> None:
+        meter = getattr(trainer.strategy, "meter", None)
+        self._meter = meter if isinstance(meter, Meter) else None
+        self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
+        self._rank = trainer.global_rank
+        self._node = trainer.node_rank
+        self._warmup, self._active = warmup, active
+        self._left_to_wait = wait
+        self._workers = _data_workers(trainer)
+        self._recorder: ActionRecorder | None = None
+        self._transfers: list[Transfer] = []
+        self._exposed: list[tuple[float, float]] = []
+        self._ends_s: list[float] = []
+        self._counted: list[tuple[float, float, int]] = []
+        self._reads: ValueReads | None = None
+        self._watching = ExitStack()
+        self._clock: ClockOffset | None = None
+        self._trial: _ThreadTrial | None = None
+        self._stages: StageRecord | None = None
+        self.batches = 0
+        self.interrupted = False
+        self._next: Callable[[Trainer], None] = self._waiting
+        if wait == 0:
+            self._record(trainer)
+
+    def step_ends(self, trainer: Trainer) -> None:
+        """An optimizer step has ended on this rank."""
+        self._next(trainer)
+        self.batches = 0
+        self.interrupted = False
+
+    def close(self, trainer: Trainer) -> None:
+        """Training has ended, maybe within the window; a collective where the ranks train together."""
+        self.stop(trainer)
+        if self._clock is None and self._counted:
+            self._complete(trainer)
+
+    def stop(self, trainer: Trainer) -> None:
+        """Puts back what the window has replaced."""
+        self._watching.close()
+        if self._trial is not None:
+            self._trial.end()
+        if self._recorder is not None:
+            _put_profiler(trainer, self._recorder.inner)
+        if self._meter is not None and self._meter.listener == self._heard:
+            self._meter.flush()
+            self._meter.listener = None
+        self._next = _nothing
+
+    def told(self) -> dict[str, Any]:
+        """What this rank has measured, as JSON; times on its own clock."""
+        spans = [] if self._recorder is None else self._recorder.spans
+        steps = []
+        for start_s, end_s, batches in self._counted:
+            within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
+            steps.append(
+                {
+                    "start_s": start_s,
+                    "end_s": end_s,
+                    "batches": batches,
+                    "parts": [[p.name, p.start_s, p.end_s] for p in self._parts(within, start_s, end_s)],
+                    "callbacks_s": _callbacks_s(within),
+                    "transfers": [
+                        [t.operation, t.group, t.group_size, *t.interval(), t.size_bytes, t.sent_bytes, t.memory_bytes]
+                        for t in self._transfers
+                        if start_s <= t.interval()[0] < end_s
+                    ],
+                }
+            )  # fmt: skip
+        clock = self._clock or ClockOffset(0.0, 0.0)
+        return {
+            "rank": self._rank,
+            "node": self._node,
+            "host": socket.gethostname(),
+            "threads": torch.get_num_threads() if self._trial is None else self._trial.threads,
+            "cores": usable_cores(),
+            "data_workers": self._workers,
+            "clock": asdict(clock),
+            "steps": steps,
+            "reads": [] if self._reads is None else self._reads.most(),
+            "trial": None if self._trial is None else self._trial.told(),
+            "stages": None if self._stages is None else asdict(self._stages),
+        }
+
+    def _waiting(self, trainer: Trainer) -> None:
+        self._left_to_wait -= 1
+        if self._left_to_wait == 0:
+            self._record(trainer)
+
+    def _record(self, trainer: Trainer) -> None:
+        self._recorder = ActionRecorder(_profiler(trainer), self.now)
+        _put_profiler(trainer, self._recorder)
+        if self._meter is not None:
+            self._meter.listener = self._heard
+        self._watching.enter_context(self._broadcasts_heard())
+        self._ends_s = [self.now()]
+        self._next = self._recording
+
+    def _recording(self, trainer: Trainer) -> None:
+        now_s = self.now()
+        start_s, self._ends_s = self._ends_s[-1], [now_s]
+        if self.interrupted:
+            return
+        if self._warmup > 0:
+            self._warmup -= 1
+            return
+        self._counted.append((start_s, now_s, self.batches))
+        if len(self._counted) == self._active:
+            self.stop(trainer)
+            self._complete(trainer)
+            self._reads = ValueReads()
+            self._watching.enter_context(self._reads.watched())
+            self._next = self._reading
+
+    def _reading(self, trainer: Trainer) -> None:
+        self._watching.close()
+        self._next = _nothing
+        hosts = _gathered_together(trainer, (socket.gethostname(), trainer.node_rank, torch.get_num_threads()))
+        if trainer.strategy.root_device.type != "cpu" or hosts is None:
+            return
+        counts = Counter(host[:2] for host in hosts)
+        if torch.get_num_threads() * max(counts.values()) > usable_cores() and torch.get_num_threads() > 1:
+            self._trial = _ThreadTrial(max(1, usable_cores() // max(counts.values())), self.now)
+            self._next = self._trying
+
+    def _trying(self, trainer: Trainer) -> None:
+        assert self._trial is not None
+        if self._trial.step_ends(interrupted=self.interrupted):
+            self._next = _nothing
+
+    @contextmanager
+    def _broadcasts_heard(self) -> Iterator[None]:
+        """Lightning broadcasts before each batch whether rank 0 was sent a SIGTERM: an action that it does not name."""
+        broadcast = dist.broadcast
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start_s = self.now()
+            try:
+                return broadcast(*args, **kwargs)
+            finally:
+                self._exposed.append((start_s, self.now()))
+
+        dist.broadcast = timed
+        try:
+            yield
+        finally:
+            dist.broadcast = broadcast
+
+    def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
+        self._transfers += transfers
+        self._exposed += exposed
+
+    def _complete(self, trainer: Trainer) -> None:
+        """The steps are recorded: takes the newest record of stages, and compares the clocks of ranks. A collective."""
+        if isinstance(trainer.strategy, ObservedStrategy):
+            self._stages = trainer.strategy.stage_record()
+        if _gathered_together(trainer, 0) is None:
+            self._clock = ClockOffset(0.0, 0.0)
+        else:
+            self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
+
+    def _parts(self, spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
+        phases = [Span(s.start_s, s.end_s, phase) for s in spans if (phase := phase_of(s.name)) is not None]
+        exposed = [Span(a, b, "communication") for a, b in self._exposed if a < end_s and b > start_s]
+        passes: list[Span] = []
+        for step in () if self._stages is None else self._stages.steps:
+            if step.timeline and step.timeline[0].start_s >= start_s and step.timeline[-1].end_s <= end_s:
+                passes.append(Span(step.timeline[0].start_s, step.timeline[-1].end_s, "stage_wait"))
+                passes += [Span(i.start_s, i.end_s, _PASSES.get(i.kind, "stage_wait")) for i in step.timeline]
+        return partition(phases, [exposed, passes], start_s, end_s)
+
+
+class _ThreadTrial:
+    """Steps with fewer threads; the first of them is not counted."""
+
+    def __init__(self, fewer: int, now: Callable[[], float]) -> None:
+        self.threads = torch.get_num_threads()
+        self._fewer = fewer
+        self._now = now
+        self._seconds: list[float] = []
+        self._last_s: float | None = None
+        torch.set_num_threads(fewer)
+
+    def step_ends(self, *, interrupted: bool) -> bool:
+        """Returns whether that was the last one."""
+        now_s = self._now()
+        if self._last_s is not None and not interrupted:
+            self._seconds.append(now_s - self._last_s)
+        self._last_s = now_s
+        if len(self._seconds) == _TRIAL_STEPS:
+            self.end()
+            return True
+        return False
+
+    def end(self) -> None:
+        torch.set_num_threads(self.threads)
+
+    def told(self) -> dict[str, Any] | None:
+        return {"threads": self._fewer, "step_s": median(self._seconds)} if self._seconds else None
+
+
+def _nothing(trainer: Trainer) -> None:
+    """The window is over."""
+
+
+def _gathered_together(trainer: Trainer, value: Any) -> list[Any] | None:
+    """One value of every rank; None where each rank trains at its own pace."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ObservedStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
+        return None
+    return gather(trainer, value)
+
+
+def _profiler(trainer: Trainer) -> Profiler:
+    # Lightning attaches it when the Trainer is made, without an annotation.
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return profiler
+
+
+def _put_profiler(trainer: Trainer, profiler: Profiler) -> None:
+    trainer.profiler = profiler  # type: ignore[attr-defined]
+
+
+def _data_workers(trainer: Trainer) -> int | None:
+    workers = getattr(trainer.train_dataloader, "num_workers", None)
+    return workers if isinstance(workers, int) else None
+
+
+def _callbacks_s(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds by callback, and by hook of the module, without what is no training."""
+    totals: dict[str, float] = {}
+    for span in spans:
+        if phase_of(span.name) == "callbacks" and span.name.startswith(("[Callback]", "[LightningModule]")):
+            owner, _, hook = span.name.partition("]")[2].rpartition(".")
+            name = f"{owner.partition('{')[0]}.{hook}"
+            totals[name] = totals.get(name, 0.0) + span.end_s - span.start_s
+    return dict(sorted(totals.items(), key=lambda item: -item[1])[:_CALLBACKS])

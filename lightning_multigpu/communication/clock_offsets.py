@@ -1,0 +1,42 @@
+"""Differences between the clocks of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """A rank's clock minus that of rank 0, in seconds, and the most by which that can be wrong."""
+
+    offset_s: float
+    error_s: float
+
+
+def clock_offsets(
+    gather: Callable[[float], list[float]], now: Callable[[], float], *, rounds: int = 16
+) -> list[ClockOffset]:
+    """The offset of each rank's clock, in rank order, on every rank. A collective.
+
+    No rank leaves an all-gather before every rank has entered it. So, in the time of rank 0, rank r enters before rank
+    0 leaves, and rank 0 enters before rank r leaves. That bounds the offset of rank r from below and from above; the
+    middle of the tightest bounds of all rounds is taken (Cristian 1989, "Probabilistic clock synchronization").
+
+    Args:
+        gather: a value of every rank, in rank order, on every rank; no rank returns before all have called it.
+        now: this rank's clock, in seconds.
+        rounds: all-gathers, of which each may tighten the bounds.
+    """
+    entered, left = [], []
+    for _ in range(rounds):
+        entered.append(gather(now()))
+        left.append(now())
+    # The times at which a rank has left are told afterwards: one column a round, one row a rank.
+    all_left = [gather(moment) for moment in left]
+    offsets = []
+    for rank in range(len(entered[0])):
+        lower = max(came[rank] - went[0] for came, went in zip(entered, all_left, strict=True))
+        upper = min(went[rank] - came[0] for came, went in zip(entered, all_left, strict=True))
+        offsets.append(ClockOffset((lower + upper) / 2, (upper - lower) / 2) if rank else ClockOffset(0.0, 0.0))
+    return offsets

@@ -1,0 +1,329 @@
+"""Diagnosis of a profiled run: what makes a step long, by the time that a remedy would save.
+
+A step of ranks that wait for each other takes as long as the slowest rank's own work, and the communication that this
+rank cannot hide::
+
+    own work of a rank     its step without "communication" and "stage_wait"
+    step                   max over ranks of own work + exposed communication of the slowest rank
+    saving of a remedy     step - step with the part that the remedy removes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+
+from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+
+SMALLEST_SHARE = 0.05
+"""A saving below this share of the step is not named."""
+_BF16 = 0.5
+_MOST_WORKERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """A rank's profiled steps; times are medians over its optimizer steps, in seconds.
+
+    Attributes:
+        rank, host: who it is.
+        node: number of its host.
+        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
+        callbacks_s: seconds of a step by callback, for those that take time.
+        transfers_s: time in which transfers were under way, hidden or not.
+        batches: batches of a step, more than 1 with accumulation.
+        data_workers: worker processes of its DataLoader; None where it is not known.
+        threads: intra-op threads.
+        cores: cores that the processes of its host may use.
+        reads: see :class:`ReadValues`; those of a step.
+    """
+
+    rank: int
+    host: str
+    node: int = 0
+    phases_s: Mapping[str, float]
+    callbacks_s: Mapping[str, float] = field(default_factory=dict)
+    transfers_s: float = 0.0
+    batches: int = 1
+    data_workers: int | None = None
+    threads: int = 1
+    cores: int = 1
+    reads: tuple[ReadValues, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.phases_s.values())
+
+    def of(self, *phases: str) -> float:
+        return sum(self.phases_s.get(phase, 0.0) for phase in phases)
+
+    @property
+    def own_s(self) -> float:
+        """The step without waiting for others."""
+        return self.step_s - self.of("communication", "stage_wait")
+
+
+@dataclass(frozen=True)
+class ReadValues:
+    """Values of tensors that one line of code reads in a step, by ``item()`` and the like."""
+
+    line: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ThreadTrial:
+    """The median step of a run with its threads, and with fewer, measured one after the other."""
+
+    threads: int
+    step_s: float
+    fewer: int
+    fewer_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A reason for long steps.
+
+    Attributes:
+        kind: short name.
+        saving_s: seconds of a step that the remedy is predicted to save.
+        step_s: the step that is predicted with it.
+        evidence: what was measured.
+        remedy: what to change.
+    """
+
+    kind: str
+    saving_s: float
+    step_s: float
+    evidence: str
+    remedy: str
+
+
+def diagnose(
+    ranks: Sequence[RankFigures],
+    *,
+    pipeline: PipelineFigures | None = None,
+    trial: ThreadTrial | None = None,
+    can_compress: bool = False,
+) -> list[Finding]:
+    """What makes the steps long, the largest saving first; empty if nothing would save 5 % of a step.
+
+    Args:
+        ranks: at least one; all ranks of the run, in order.
+        pipeline: of a run whose model is split into stages.
+        trial: where fewer threads were tried.
+        can_compress: the strategy can compress gradients, and does not.
+    """
+    step_s = max(rank.step_s for rank in ranks)
+    found = [
+        *_input(ranks),
+        *_straggler(ranks, pipeline),
+        *_communication(ranks, can_compress),
+        *_callbacks(ranks),
+        *_reads(ranks),
+        *_small_batches(ranks),
+        *_threads(ranks, trial, step_s),
+        *_stages(pipeline, step_s),
+    ]
+    worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step_s]
+    return sorted(worth, key=lambda finding: -finding.saving_s)
+
+
+def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] = lambda rank: rank.own_s) -> float:
+    """The predicted step if each rank's own work took ``own_s``."""
+    return max(map(own_s, ranks)) + _exposed_s(ranks)
+
+
+def _exposed_s(ranks: Sequence[RankFigures]) -> float:
+    """The time of a step in which the slowest rank waits for transfers: that of the others has waiting for it in it."""
+    slowest = max(ranks, key=lambda rank: rank.own_s)
+    return min(slowest.of("communication"), *(rank.of("communication") for rank in ranks))
+
+
+def _finding(
+    kind: str, ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float], evidence: str, remedy: str
+) -> Finding:
+    """A finding whose remedy changes the ranks' own work."""
+    step_s = max(rank.step_s for rank in ranks)
+    saving_s = step_of(ranks) - step_of(ranks, own_s)
+    return Finding(kind=kind, saving_s=saving_s, step_s=step_s - saving_s, evidence=evidence, remedy=remedy)
+
+
+def _input(ranks: Sequence[RankFigures]) -> list[Finding]:
+    slowest = max(ranks, key=lambda rank: rank.of("data_wait"))
+    wait_s = slowest.of("data_wait")
+    if not wait_s:
+        return []
+    rest_s = max(rank.own_s - rank.of("data_wait") for rank in ranks) + _exposed_s(ranks)
+    workers = slowest.data_workers
+    # Workers produce a batch every load / workers seconds. Without workers, the wait is the time to load a batch.
+    load_s = wait_s if not workers else workers * slowest.step_s
+    wanted = max(1, math.ceil(1.1 * load_s / rest_s)) if rest_s > 0 else _MOST_WORKERS
+    have = "" if workers is None else f" (num_workers={workers})"
+    return [
+        _finding(
+            "input",
+            ranks,
+            lambda rank: rank.own_s - rank.of("data_wait"),
+            f"rank {slowest.rank} waits {_ms(wait_s)} of a step of {_ms(slowest.step_s)} for its next batch{have}.",
+            f"Load batches beside the training: DataLoader(num_workers={min(wanted, _MOST_WORKERS)}, "
+            "persistent_workers=True), with pin_memory=True for GPUs; or make a sample cheaper to load.",
+        )
+    ]
+
+
+def _straggler(ranks: Sequence[RankFigures], pipeline: PipelineFigures | None) -> list[Finding]:
+    if len(ranks) < 2 or pipeline is not None:
+        return []
+
+    def work_s(rank: RankFigures) -> float:
+        return rank.of("device_transfer", "forward", "backward", "optimizer")
+
+    slowest = max(ranks, key=work_s)
+    usual_s = median_low(work_s(rank) for rank in ranks if rank is not slowest)
+    phase = max(
+        ("device_transfer", "forward", "backward", "optimizer"),
+        key=lambda phase: slowest.of(phase) - median_low(rank.of(phase) for rank in ranks if rank is not slowest),
+    )
+    return [
+        _finding(
+            "straggler",
+            ranks,
+            lambda rank: rank.own_s - max(0.0, work_s(rank) - usual_s),
+            f"rank {slowest.rank} on host {slowest.host} computes for {_ms(work_s(slowest))} of a step, other "
+            f"ranks for {_ms(usual_s)}; it is slowest in its {phase}.",
+            "Look for other work on its host, for a slower or hotter device, or for larger samples in its part of the "
+            "data.",
+        )
+    ]
+
+
+def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Finding]:
+    exposed_s = _exposed_s(ranks)
+    if not exposed_s:
+        return []
+    step_s = max(rank.step_s for rank in ranks)
+    total_s = min(rank.transfers_s for rank in ranks)
+    evidence = f"every rank waits at least {_ms(exposed_s)} of a step of {_ms(step_s)} for transfers between ranks; "
+    evidence += f"{_ms(max(0.0, total_s - exposed_s))} of their {_ms(total_s)} are hidden behind computation."
+    if can_compress and len({rank.node for rank in ranks}) > 1:
+        # Half of the bytes take half of the time; what was hidden can stay hidden.
+        left_s = max(0.0, exposed_s - _BF16 * total_s)
+        remedy = 'Send half of the bytes between hosts: RingDDPStrategy(compression="bf16").'
+    else:
+        left_s = exposed_s / 2
+        remedy = "Communicate half as often: Trainer(accumulate_grad_batches=2), or batches of twice the size."
+    saving_s = exposed_s - left_s
+    after_s = step_s - saving_s
+    return [Finding(kind="communication", saving_s=saving_s, step_s=after_s, evidence=evidence, remedy=remedy)]
+
+
+def _callbacks(ranks: Sequence[RankFigures]) -> list[Finding]:
+    slowest = max(ranks, key=lambda rank: rank.of("callbacks"))
+    if not slowest.callbacks_s:
+        return []
+    name, seconds = max(slowest.callbacks_s.items(), key=lambda item: item[1])
+
+    def own_s(rank: RankFigures) -> float:
+        return rank.own_s - rank.callbacks_s.get(name, 0.0)
+
+    return [
+        _finding(
+            "callbacks",
+            ranks,
+            own_s,
+            f"{name} takes {_ms(seconds)} of a step of {_ms(slowest.step_s)} on rank {slowest.rank}.",
+            "Do its work every n-th batch only.",
+        )
+    ]
+
+
+def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
+    reading = [(rank, read) for rank in ranks for read in rank.reads]
+    if not reading:
+        return []
+    rank, most = max(reading, key=lambda pair: pair[1].seconds)
+
+    def own_s(rank: RankFigures) -> float:
+        return rank.own_s - sum(read.seconds for read in rank.reads if read.line == most.line)
+
+    return [
+        _finding(
+            "synchronising calls",
+            ranks,
+            own_s,
+            f"{most.line} reads {most.count} values of tensors in a step of {_ms(rank.step_s)}: {_ms(most.seconds)}. "
+            "Each call waits until the device has computed its value.",
+            "Keep tensors, and read them every n-th step, or all at once with tolist().",
+        )
+    ]
+
+
+def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
+    """What does not grow with the batch is paid half as often with twice the batch."""
+    slowest = max(ranks, key=lambda rank: rank.own_s)
+    fixed_s = slowest.of("other")
+    return [
+        _finding(
+            "small batches",
+            ranks,
+            lambda rank: rank.own_s - rank.of("other") / 2,
+            f"Lightning's loop takes {_ms(fixed_s)} of a step of {_ms(slowest.step_s)}, whatever the size of the "
+            "batch: logging, learning-rate schedulers, the progress bar.",
+            "Use larger batches (the time is per as many samples as now), log_every_n_steps=50 or more, and "
+            "enable_progress_bar=False or a larger refresh_rate.",
+        )
+    ]
+
+
+def _threads(ranks: Sequence[RankFigures], trial: ThreadTrial | None, step_s: float) -> list[Finding]:
+    if trial is None:
+        return []
+    saving_s = trial.step_s - trial.fewer_step_s
+    on_host = [rank for rank in ranks if rank.node == ranks[0].node]
+    threads = sum(rank.threads for rank in on_host)
+    return [
+        Finding(
+            kind="threads",
+            saving_s=saving_s,
+            step_s=step_s - saving_s,
+            evidence=f"{len(on_host)} ranks with {trial.threads} threads each are {threads} threads for "
+            f"{ranks[0].cores} cores of host {ranks[0].host}; with {trial.fewer} a rank, a step took "
+            f"{_ms(trial.fewer_step_s)} instead of {_ms(trial.step_s)}.",
+            remedy=f"Set OMP_NUM_THREADS={trial.fewer}, or call torch.set_num_threads({trial.fewer}) in the ranks.",
+        )
+    ]
+
+
+def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
+    if pipeline is None:
+        return []
+    busiest = max(range(len(pipeline.busy_s)), key=lambda rank: pipeline.busy_s[rank])
+    mean_s = sum(pipeline.busy_s) / len(pipeline.busy_s)
+    return [
+        Finding(
+            kind="imbalance of stages",
+            saving_s=pipeline.wall_s - pipeline.balanced_s,
+            step_s=step_s - (pipeline.wall_s - pipeline.balanced_s),
+            evidence=f"the stages of rank {busiest} compute for {_ms(pipeline.busy_s[busiest])} of a step, those of a "
+            f"rank for {_ms(mean_s)} on average.",
+            remedy='Let the measured time of the layers decide: PipelineStrategy(balance="time"), or give the number '
+            "of layers of each stage.",
+        ),
+        Finding(
+            kind="pipeline bubble",
+            saving_s=pipeline.wall_s - pipeline.with_more_s,
+            step_s=step_s - (pipeline.wall_s - pipeline.with_more_s),
+            evidence=f"ranks are not busy in {100 * pipeline.bubble:.0f} % of a step with "
+            f"{pipeline.num_micro_batches} micro-batches.",
+            remedy=f"Cut the batch into more parts: num_micro_batches={pipeline.more_micro_batches}.",
+        ),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,91 @@
+"""The step of a pipeline, and what more micro-batches or equal stages would make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_multigpu.planning.schedule_order import schedule_orders
+from lightning_multigpu.planning.timeline import BUSY, Timeline, bubble, predicted, span, usage
+
+_WORTH_DOUBLING = 0.05
+"""Four times as many micro-batches are proposed if the second doubling saves as much again of a step."""
+
+
+@dataclass(frozen=True)
+class PipelineFigures:
+    """The step of a pipeline as measured, and as it is predicted with a remedy.
+
+    Attributes:
+        wall_s: from the first pass to the last.
+        bubble: the share of it in which ranks are not busy.
+        num_micro_batches: of the step.
+        more_micro_batches: the number that is proposed.
+        with_more_s: predicted ``wall_s`` with those.
+        balanced_s: predicted ``wall_s`` if all ranks had the same work.
+        busy_s: of each rank, in order.
+    """
+
+    wall_s: float
+    bubble: float
+    num_micro_batches: int
+    more_micro_batches: int
+    with_more_s: float
+    balanced_s: float
+    busy_s: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
+    ) -> PipelineFigures:
+        """The figures of a step whose timelines are on one clock.
+
+        A micro-batch of half the size is assumed to take half of the time. What the passes alone do not explain of
+        the measured time, messages and the cost of a pass, is assumed to stay in proportion.
+
+        Args:
+            timelines: of each rank of the pipeline, by position.
+            schedule, stages_per_rank, num_micro_batches: as in :func:`.schedule_order.schedule_orders`.
+        """
+        ranks = len(timelines)
+        forward_s, backward_s = _pass_seconds(timelines, ranks * stages_per_rank, num_micro_batches)
+        measured = usage(timelines)
+        wall_s = measured[0].wall_s
+
+        def wall(forward_s: Sequence[float], backward_s: Sequence[float], more: int) -> float:
+            orders = schedule_orders(schedule, ranks, stages_per_rank, num_micro_batches * more)
+            parts = [seconds / more for seconds in forward_s], [seconds / more for seconds in backward_s]
+            start_s, end_s = span(predicted(orders, *parts, [0.0] * (len(forward_s) - 1)))
+            return end_s - start_s
+
+        as_it_is_s = wall(forward_s, backward_s, 1)
+        more = (
+            2 if wall(forward_s, backward_s, 2) - wall(forward_s, backward_s, 4) < _WORTH_DOUBLING * as_it_is_s else 4
+        )
+        return cls(
+            wall_s=wall_s,
+            bubble=bubble(timelines),
+            num_micro_batches=num_micro_batches,
+            more_micro_batches=more * num_micro_batches,
+            with_more_s=wall_s * wall(forward_s, backward_s, more) / as_it_is_s,
+            balanced_s=wall_s * wall(_even(forward_s), _even(backward_s), 1) / as_it_is_s,
+            busy_s=tuple(sum(rank.seconds[kind] for kind in BUSY) for rank in measured),
+        )
+
+
+def _even(seconds: Sequence[float]) -> list[float]:
+    return [sum(seconds) / len(seconds)] * len(seconds)
+
+
+def _pass_seconds(
+    timelines: Sequence[Timeline], num_stages: int, num_micro_batches: int
+) -> tuple[list[float], list[float]]:
+    """The mean seconds of a forward, and of a backward with its weight pass, of each stage for a micro-batch."""
+    forward_s, backward_s = [0.0] * num_stages, [0.0] * num_stages
+    for timeline in timelines:
+        for interval in timeline:
+            if interval.kind == "forward":
+                forward_s[interval.stage] += interval.seconds / num_micro_batches
+            elif interval.kind in BUSY:
+                backward_s[interval.stage] += interval.seconds / num_micro_batches
+    return forward_s, backward_s

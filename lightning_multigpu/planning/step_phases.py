@@ -1,0 +1,103 @@
+"""Phases of a training step on one rank: each moment of the main thread belongs to one phase.
+
+::
+
+    Lightning's actions   |data|move|     run_training_batch            |callbacks|
+                                    |training_step| backward |optimizer |
+    exposed transfers                                  |---|
+    phases                 data  move   forward      back exp  optimizer  callbacks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+PHASES = (
+    "data_wait",
+    "device_transfer",
+    "forward",
+    "backward",
+    "communication",
+    "stage_wait",
+    "optimizer",
+    "callbacks",
+    "other",
+)
+"""In the order in which reports show them.
+
+"communication" is the part of the transfers that nothing hides; "stage_wait" the time in which a rank of a pipeline
+waits for messages of other stages; "other" what Lightning's loop does outside of all actions that it names: logging,
+learning-rate schedulers, the progress bar.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """What the main thread did from ``start_s`` to ``end_s``; spans of one rank are nested or apart."""
+
+    start_s: float
+    end_s: float
+    name: str
+
+
+def phase_of(action: str) -> str | None:
+    """The phase of an action that Lightning's profiler is told of; None leaves it to the action around it."""
+    name = action.rpartition(".")[2]
+    if name.endswith("_next"):
+        return "data_wait"
+    if name in ("batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
+        return "device_transfer"
+    if name in ("training_step", "backward"):
+        return {"training_step": "forward"}.get(name, name)
+    if name in ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"):
+        return "optimizer"
+    if action in ("run_training_batch", "run_training_epoch"):
+        return "other"
+    return "callbacks"
+
+
+def partition(spans: Iterable[Span], overlays: Sequence[Sequence[Span]], start_s: float, end_s: float) -> list[Span]:
+    """Cuts the time from ``start_s`` to ``end_s`` into spans named after phases, without gaps or overlaps.
+
+    Args:
+        spans: nested or apart, named after phases; the innermost counts.
+        overlays: lists of spans that are apart, named after phases; each covers what is below it, the last on top.
+        start_s, end_s: the step.
+    """
+    cut = [Span(start_s, end_s, "other")]
+    by_depth = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+    for layer in (by_depth, *overlays):
+        for span in layer:
+            cut = _covered(cut, span)
+    joined: list[Span] = []
+    for span in cut:
+        if joined and joined[-1].name == span.name:
+            joined[-1] = Span(joined[-1].start_s, span.end_s, span.name)
+        else:
+            joined.append(span)
+    return joined
+
+
+def seconds_of(parts: Iterable[Span]) -> dict[str, float]:
+    """Seconds of each phase that occurs, in the order of :data:`PHASES`."""
+    totals = dict.fromkeys(PHASES, 0.0)
+    for part in parts:
+        totals[part.name] += part.end_s - part.start_s
+    return {phase: seconds for phase, seconds in totals.items() if seconds > 0}
+
+
+def _covered(cut: list[Span], top: Span) -> list[Span]:
+    """``cut`` with ``top`` laid over it; what of ``top`` is outside of it is left out."""
+    result: list[Span] = []
+    for span in cut:
+        start_s, end_s = max(span.start_s, top.start_s), min(span.end_s, top.end_s)
+        if start_s >= end_s:
+            result.append(span)
+            continue
+        if span.start_s < start_s:
+            result.append(Span(span.start_s, start_s, span.name))
+        result.append(Span(start_s, end_s, top.name))
+        if end_s < span.end_s:
+            result.append(Span(end_s, span.end_s, span.name))
+    return result

@@ -1,0 +1,215 @@
+"""The profile of a run as a JSON document, ``profile.json``, and its timeline.
+
+Version 1, all times in seconds on the clock of rank 0, from the beginning of the first counted step of any rank::
+
+    {
+      "schema_version": 1,
+      "strategy": {"name": str, "options": {option: any JSON}},   the options that are not at their default
+      "versions": {software: str},
+      "step_s": number,                                           median optimizer step of the slowest rank
+      "ranks": [RANK],                                            one a rank, in rank order
+      "operations": [OPERATION],                                  transfers between ranks, of the rank with the most
+      "trial": {"threads": int, "step_s": number} or null,        steps with fewer threads, where they were tried
+      "findings": [FINDING]                                       the largest saving first
+    }
+    RANK = {"rank": int, "node": int, "host": str, "threads": int, "cores": int, "data_workers": int or null,
+            "clock": {"offset_s": number, "error_s": number},     its clock minus that of rank 0, and the most by which
+                                                                  that can be wrong
+            "step_s": number, "phases_s": {PHASE: number},        medians over its steps
+            "callbacks_s": {hook: number},                        medians, of the hooks that take the most time
+            "transfers_s": number,                                time with transfers under way, hidden or not; median
+            "reads": [[line, count, share]],                      values of tensors that a line reads in a step, and
+                                                                  the share of the step that it takes
+            "steps": [STEP], "stages": STAGES or null}
+    STEP = {"start_s": number, "end_s": number, "batches": int, "parts": [[PHASE, start_s, end_s]],
+            "transfers": [[operation, group, group_size, start_s, end_s, size_bytes, sent_bytes, memory_bytes]]}
+    OPERATION = {"operation": str, "group": str, "group_size": int, "count": number, "size_bytes": number,
+                 "sent_bytes": number, "memory_bytes": number, "seconds": number}          of a step, on average
+    FINDING = {"kind": str, "saving_s": number, "step_s": number, "evidence": str, "remedy": str}
+
+The PHASEs are :data:`lightning_multigpu.planning.step_phases.PHASES`; the parts of a step have no gaps and do not
+overlap. STAGES are the fields of :class:`lightning_multigpu.planning.timeline.StageRecord`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_multigpu.communication.metering.traffic import length, merged
+from lightning_multigpu.planning.diagnosis import RankFigures, ReadValues, ThreadTrial, diagnose
+from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
+from lightning_multigpu.planning.timeline import Interval, StageMemory, StageRecord, StepTimeline, median_step
+from lightning_multigpu.report.schema import ReportError
+
+FILE_NAME = "profile.json"
+TRACE_NAME = "profile_trace.json"
+SCHEMA_VERSION = 1
+
+
+def build(
+    told: Sequence[Mapping[str, Any]], *, strategy: str, options: Mapping[str, Any], versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """The document.
+
+    Args:
+        told: what each rank has measured, on its own clock, in rank order; each has at least one step.
+        strategy, options, versions: as in :func:`.document.build`.
+    """
+    origin_s = min(rank["steps"][0]["start_s"] - rank["clock"]["offset_s"] for rank in told)
+    ranks = [_rank(rank, origin_s + rank["clock"]["offset_s"]) for rank in told]
+    figures = [_figures(rank) for rank in ranks]
+    trial = told[0]["trial"]
+    tried = None
+    if trial is not None:
+        slowest_s = max(rank["trial"]["step_s"] for rank in told if rank["trial"] is not None)
+        trial = {"threads": trial["threads"], "step_s": slowest_s}
+        tried = ThreadTrial(ranks[0]["threads"], max(f.step_s for f in figures), trial["threads"], slowest_s)
+    can_compress = strategy.startswith("ring_ddp") and "compression" not in options
+    findings = diagnose(figures, pipeline=_pipeline(ranks), trial=tried, can_compress=can_compress)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "strategy": {"name": strategy, "options": dict(options)},
+        "versions": dict(versions),
+        "step_s": max(rank["step_s"] for rank in ranks),
+        "ranks": ranks,
+        "operations": max((_operations(rank["steps"]) for rank in ranks), key=_bytes),
+        "trial": trial,
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a document back.
+
+    Raises:
+        ReportError: it is no JSON, or of another version.
+        OSError: there is no such file, or it cannot be read.
+    """
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{path}: the profile is no JSON: {error}") from error
+    version = profile.get("schema_version") if isinstance(profile, dict) else None
+    if version != SCHEMA_VERSION or "findings" not in profile:
+        raise ReportError(f"{path}: schema_version={version!r}: only profiles of version {SCHEMA_VERSION} can be read")
+    return dict(profile)
+
+
+def trace(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """The timeline as Chrome's trace events: a process for each rank, with its phases and its transfers."""
+    events: list[dict[str, Any]] = []
+    for rank in profile["ranks"]:
+        pid = rank["rank"]
+        events.append(_name("process_name", pid, 0, f"rank {pid} on {rank['host']}"))
+        events += [_name("thread_name", pid, 0, "step"), _name("thread_name", pid, 1, "transfers")]
+        for step in rank["steps"]:
+            events += [_event(phase, pid, 0, start_s, end_s) for phase, start_s, end_s in step["parts"]]
+            for operation, group, _, start_s, end_s, size_bytes, sent_bytes, _ in step["transfers"]:
+                event = _event(f"{operation} ({group})", pid, 1, start_s, end_s)
+                events.append({**event, "args": {"size_bytes": size_bytes, "sent_bytes": sent_bytes}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(name: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
+
+
+def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
+    """A rank with its times on the clock of rank 0, and its medians."""
+    steps = [
+        {
+            "start_s": step["start_s"] - origin_s,
+            "end_s": step["end_s"] - origin_s,
+            "batches": step["batches"],
+            "parts": [[phase, start_s - origin_s, end_s - origin_s] for phase, start_s, end_s in step["parts"]],
+            "transfers": [[*t[:3], t[3] - origin_s, t[4] - origin_s, *t[5:]] for t in step["transfers"]],
+        }
+        for step in told["steps"]
+    ]
+    phases = [seconds_of(Span(start_s, end_s, phase) for phase, start_s, end_s in step["parts"]) for step in steps]
+    callbacks = [step["callbacks_s"] for step in told["steps"]]
+    return {
+        **{key: told[key] for key in ("rank", "node", "host", "threads", "cores", "data_workers", "clock", "reads")},
+        "step_s": median(step["end_s"] - step["start_s"] for step in steps),
+        "phases_s": _medians(phases),
+        "callbacks_s": _medians(callbacks),
+        "transfers_s": median(length(merged((t[3], t[4]) for t in step["transfers"])) for step in steps),
+        "steps": steps,
+        "stages": told["stages"],
+    }
+
+
+def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for step in steps for name in step)
+    order = [*(phase for phase in PHASES if phase in names), *(name for name in names if name not in PHASES)]
+    return {name: median(step.get(name, 0.0) for step in steps) for name in order}
+
+
+def _figures(rank: Mapping[str, Any]) -> RankFigures:
+    return RankFigures(
+        rank=rank["rank"],
+        host=rank["host"],
+        node=rank["node"],
+        phases_s=rank["phases_s"],
+        callbacks_s=rank["callbacks_s"],
+        transfers_s=rank["transfers_s"],
+        batches=rank["steps"][0]["batches"],
+        data_workers=rank["data_workers"],
+        threads=rank["threads"],
+        cores=rank["cores"],
+        reads=tuple(ReadValues(line, count, share * rank["step_s"]) for line, count, share in rank["reads"]),
+    )
+
+
+def _pipeline(ranks: Sequence[Mapping[str, Any]]) -> PipelineFigures | None:
+    """The median step of the first pipeline; None without one, or where no step was timed."""
+    pairs = [(rank, _stages(rank["stages"])) for rank in ranks if rank["stages"] is not None]
+    first = sorted((pair for pair in pairs if pair[1].pipeline == 0), key=lambda pair: pair[1].position)
+    if not first:
+        return None
+    steps = median_step([stages.steps for _, stages in first], [rank["node"] for rank, _ in first])
+    if not steps:
+        return None
+    stages = first[0][1]
+    timelines = [step.timeline for step in steps]
+    return PipelineFigures.of(timelines, stages.schedule, stages.stages_per_rank, steps[0].num_micro_batches)
+
+
+def _stages(record: Mapping[str, Any]) -> StageRecord:
+    steps = tuple(
+        StepTimeline(
+            step["number"], step["num_micro_batches"], tuple(Interval(**interval) for interval in step["timeline"])
+        )
+        for step in record["steps"]
+    )
+    empty = StageRecord(**{**record, "steps": (), "memory": StageMemory(**record["memory"])})
+    return replace(empty, steps=steps)
+
+
+def _operations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The transfers of a rank by operation and group, for a step on average."""
+    totals: dict[tuple[str, str, int], list[float]] = {}
+    for step in steps:
+        for operation, group, group_size, start_s, end_s, *sizes in step["transfers"]:
+            total = totals.setdefault((operation, group, group_size), [0.0] * 5)
+            for index, value in enumerate((1, *sizes, end_s - start_s)):
+                total[index] += value / len(steps)
+    names = ("count", "size_bytes", "sent_bytes", "memory_bytes", "seconds")
+    return [
+        {"operation": operation, "group": group, "group_size": group_size, **dict(zip(names, total, strict=True))}
+        for (operation, group, group_size), total in totals.items()
+    ]
+
+
+def _bytes(operations: Sequence[Mapping[str, Any]]) -> float:
+    return sum(float(operation["sent_bytes"]) for operation in operations)

@@ -1,0 +1,245 @@
+"""ProfilerReport in real fits: runs that are made to have one fault each.
+
+What takes time sleeps, much longer than anything else, so that a busy machine finds the same. How well the predicted
+savings come true is measured by ``benchmarks/diagnosis.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.profilers import SimpleProfiler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_multigpu.callbacks import ProfilerReport
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.planning.step_phases import PHASES
+from lightning_multigpu.report import profile_document, profile_text
+from tests.strategies.tasks import make_strategy
+from tests.world import World, rank
+
+STEP_S = 0.1
+STEPS = 8
+
+
+class Samples(Dataset[Tensor]):
+    """``load_s`` seconds a sample, on one rank or on all."""
+
+    def __init__(self, load_s: float, of_rank: int | None) -> None:
+        self.load_s, self.of_rank = load_s, of_rank
+
+    def __len__(self) -> int:
+        return 2 * 2 * STEPS
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.load_s and self.of_rank in (None, rank()):
+            time.sleep(self.load_s)
+        return torch.full((4,), float(index % 5))
+
+
+class Net(L.LightningModule):
+    """A step sleeps for ``STEP_S``; ``fault`` makes it longer."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.fault = fault
+
+    def on_fit_start(self) -> None:
+        if self.fault == "threads":
+            torch.set_num_threads(8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time.sleep(STEP_S)
+        if self.fault == "straggler" and rank() == 1:
+            time.sleep(STEP_S)
+        if self.fault == "threads" and torch.get_num_threads() == 8:
+            time.sleep(STEP_S)  # as they would get in each other's way
+        loss: Tensor = self.layers(batch).square().mean()
+        if self.fault == "reads":
+            many = torch.arange(20_000.0)
+            self.total = sum(value.item() for value in many)  # reads many values
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.fault == "callbacks":
+            time.sleep(STEP_S)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def profiled(
+    directory: Path, module: L.LightningModule, loader: Any, strategy: Any, **options: Any
+) -> tuple[dict[str, Any] | None, bool, int]:
+    report = ProfilerReport(wait=1, warmup=1, active=3)
+    settings = {"max_steps": STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1 if strategy == "auto" else 2,
+        strategy=strategy,
+        callbacks=[report],
+        default_root_dir=directory,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    threads = torch.get_num_threads()
+    try:
+        trainer.fit(module, loader)
+        left = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(threads)
+    return report.profile, trainer.profiler is profiler, left  # type: ignore[attr-defined]
+
+
+def run(world: World, directory: Path, fault: str = "", name: str = "ring_ddp") -> dict[str, Any]:
+    def fit() -> tuple[dict[str, Any] | None, bool, int]:
+        samples = Samples(STEP_S if "input" in fault else 0.0, 1 if fault == "input of one rank" else None)
+        return profiled(directory, Net(fault), DataLoader(samples, batch_size=2), make_strategy(name))
+
+    (profile, same_profiler, _), (other, _, left) = world.run(fit)
+    assert profile is not None
+    assert same_profiler
+    assert other is None
+    assert left == (8 if fault == "threads" else 1)
+    return profile
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("", None),
+        ("input", "input"),
+        ("input of one rank", "input"),
+        ("straggler", "straggler"),
+        ("callbacks", "callbacks"),
+        ("reads", "synchronising calls"),
+        ("threads", "threads"),
+    ],
+)
+def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None) -> None:
+    profile = run(world2, tmp_path, fault)
+    findings = profile["findings"]
+    assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(profile)
+    if kind == "synchronising calls":
+        source = Path(__file__).read_text().splitlines()
+        line = next(number for number, text in enumerate(source, 1) if text.endswith("# reads many values"))
+        assert f"test_profiler_report.py:{line} reads 20000 values" in findings[0]["evidence"]
+    if fault in ("input", "input of one rank"):
+        assert f"rank {1 if 'one' in fault else ''}" in findings[0]["evidence"]
+    if fault == "callbacks":
+        assert "Net.on_train_batch_end" in findings[0]["evidence"]
+
+
+def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World, tmp_path: Path) -> None:
+    profile = run(world2, tmp_path)
+    assert json.loads((tmp_path / profile_document.FILE_NAME).read_text()) == json.loads(json.dumps(profile))
+    assert [of_rank["rank"] for of_rank in profile["ranks"]] == [0, 1]
+    for of_rank in profile["ranks"]:
+        assert len(of_rank["steps"]) == 3
+        assert of_rank["phases_s"]["forward"] >= STEP_S
+        for step in of_rank["steps"]:
+            assert step["batches"] == 1
+            assert {phase for phase, *_ in step["parts"]} <= {*PHASES}
+            assert step["parts"][0][1] == step["start_s"]
+            assert step["parts"][-1][2] == step["end_s"]
+            for (_, _, end_s), (_, start_s, _) in zip(step["parts"], step["parts"][1:], strict=False):
+                assert start_s == end_s
+    [averaging] = [o for o in profile["operations"] if (o["operation"], o["group"]) == ("all_reduce", "data")]
+    assert averaging["count"] == 1
+    assert averaging["sent_bytes"] == 4 * (16 + 4) * 4  # float32 gradients of four layers
+    events = json.loads((tmp_path / profile_document.TRACE_NAME).read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        f"rank {of_rank['rank']} on {of_rank['host']}" for of_rank in profile["ranks"]
+    }
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> None:
+    """Ranks of several hosts have clocks of their own: all times of a rank are on the clock of its meter."""
+
+    def fit() -> dict[str, Any] | None:
+        strategy = make_strategy("ring_ddp")
+        strategy.meter = Meter(clock=lambda: time.perf_counter() + 1000.0 * rank())
+        return profiled(tmp_path, Net(), DataLoader(Samples(0.0, None), batch_size=2), strategy)[0]
+
+    profile, _ = world2.run(fit)
+    assert profile is not None
+    first, second = profile["ranks"]
+    assert abs(second["clock"]["offset_s"] - 1000.0) <= second["clock"]["error_s"] + 1e-6
+    assert second["clock"]["error_s"] < 10
+    for mine, theirs in zip(first["steps"], second["steps"], strict=True):
+        assert abs(mine["end_s"] - theirs["end_s"]) < 10
+
+
+def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> None:
+    profile = run(world2, tmp_path, name="gpipe")
+    assert all("stage_wait" in of_rank["phases_s"] for of_rank in profile["ranks"])
+    assert profile["ranks"][0]["stages"]["schedule"] == "gpipe"
+
+
+def test_alone_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = SimpleProfiler(dirpath=tmp_path, filename="simple")
+    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    profile, same, _ = profiled(tmp_path, Net(), loader, "auto", profiler=profiler)
+    assert same
+    assert profile is not None
+    assert profile["operations"] == []
+    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == STEPS
+    printed = capsys.readouterr().out
+    assert "Profile of single_device: 1 rank, 3 optimizer steps" in printed
+    assert str(tmp_path / profile_document.FILE_NAME) in printed
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: bool) -> None:
+    class Failing(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if fails and self.global_step == 3:
+                raise KeyError("no more")
+
+    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    broadcast = dist.broadcast
+    if fails:
+        with pytest.raises(KeyError):
+            profiled(tmp_path, Failing(), loader, "auto")
+    else:
+        with pytest.warns(UserWarning, match="profiled no step: training ended within the first 2 steps"):
+            assert profiled(tmp_path, Failing(), loader, "auto", max_steps=2)[:2] == (None, True)
+    assert dist.broadcast is broadcast
+    assert not (tmp_path / profile_document.FILE_NAME).exists()
+
+
+def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
+    class Validating(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            time.sleep(5 * STEP_S)
+
+    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    report = ProfilerReport(wait=0, warmup=0, active=2, write_files=False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=7, callbacks=[report], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, val_check_interval=2, limit_val_batches=1,
+        default_root_dir=tmp_path, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(Validating(), loader, loader)
+    assert report.profile is not None
+    [only] = report.profile["ranks"]
+    assert len(only["steps"]) == 2
+    assert all(step["end_s"] - step["start_s"] < 5 * STEP_S for step in only["steps"])
+
+
+@pytest.mark.parametrize(("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0)])
+def test_what_cannot_be_is_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}: must be at least"):
+        ProfilerReport(**{name: value})

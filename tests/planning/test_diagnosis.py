@@ -1,0 +1,122 @@
+"""What makes a step long, and what its remedy would save, from the figures of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_multigpu.planning.diagnosis import RankFigures, ReadValues, ThreadTrial, diagnose
+from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.schedule_order import schedule_orders
+from lightning_multigpu.planning.timeline import predicted
+
+HEALTHY = {"data_wait": 0.001, "forward": 0.030, "backward": 0.060, "communication": 0.002, "optimizer": 0.005}
+
+
+def ranks(*changes: dict[str, float], **options: object) -> list[RankFigures]:
+    return [
+        RankFigures(rank=number, host="a", phases_s={**HEALTHY, **change}, **options)  # type: ignore[arg-type]
+        for number, change in enumerate(changes or ({}, {}))
+    ]
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    assert diagnose(ranks()) == []
+
+
+@pytest.mark.parametrize("wait_s", [0.05, 0.3])
+def test_a_slow_loader(wait_s: float) -> None:
+    [finding] = diagnose(ranks({"data_wait": wait_s}, {"data_wait": 0.9 * wait_s}, data_workers=0))
+    assert finding.kind == "input"
+    assert finding.saving_s == pytest.approx(wait_s)
+    assert finding.step_s == pytest.approx(0.097)
+    # One worker more than the batch time needs, if it needs all of one.
+    assert f"num_workers={1 if wait_s < 0.09 else 4}," in finding.remedy
+    assert f"rank 0 waits {1e3 * wait_s:.3g} ms" in finding.evidence
+
+
+def test_workers_that_are_too_few_are_counted_in() -> None:
+    """With workers, the wait is what is left of the loading; all of them take a step together for a batch each."""
+    [finding] = diagnose(ranks({"data_wait": 0.1}, {"data_wait": 0.1}, data_workers=2))
+    assert "num_workers=5," in finding.remedy  # 2 x 197 ms of loading in 97 ms
+    assert "(num_workers=2)" in finding.evidence
+
+
+def test_a_slow_rank_is_named_and_others_wait_for_it() -> None:
+    [finding] = diagnose(ranks({"communication": 0.042}, {"forward": 0.070}))
+    assert finding.kind == "straggler"
+    assert "rank 1" in finding.evidence
+    assert "slowest in its forward" in finding.evidence
+    assert finding.saving_s == pytest.approx(0.040)
+
+
+def test_communication_is_what_the_slowest_rank_waits() -> None:
+    exposed = ranks({"communication": 0.100}, {"communication": 0.080, "forward": 0.050}, transfers_s=0.120)
+    found = {finding.kind: finding for finding in diagnose(exposed)}
+    assert found["communication"].saving_s == pytest.approx(0.040)
+    assert "accumulate_grad_batches=2" in found["communication"].remedy
+    apart = [replace(rank, node=rank.rank) for rank in exposed]
+    compressed = {finding.kind: finding for finding in diagnose(apart, can_compress=True)}
+    # Half of 120 ms are gone; what is left of the exposed part is 20 ms.
+    assert compressed["communication"].saving_s == pytest.approx(0.060)
+    assert 'compression="bf16"' in compressed["communication"].remedy
+    assert "40 ms of their 120 ms are hidden" in compressed["communication"].evidence
+
+
+def test_a_slow_callback_is_named() -> None:
+    slow = ranks({"callbacks": 0.03}, {"callbacks": 0.03}, callbacks_s={"Slow.on_train_batch_end": 0.028})
+    [finding] = diagnose(slow)
+    assert (finding.kind, finding.saving_s) == ("callbacks", pytest.approx(0.028))
+    assert "Slow.on_train_batch_end takes 28 ms" in finding.evidence
+
+
+def test_a_line_that_reads_values_is_named() -> None:
+    reading = ranks(reads=(ReadValues("train.py:7", 1000, 0.02), ReadValues("train.py:9", 1, 0.001)))
+    [finding] = diagnose(reading)
+    assert (finding.kind, finding.saving_s) == ("synchronising calls", pytest.approx(0.02))
+    assert "train.py:7 reads 1000 values" in finding.evidence
+
+
+def test_what_does_not_grow_with_the_batch() -> None:
+    [finding] = diagnose(ranks({"other": 0.03}, {"other": 0.03}))
+    assert (finding.kind, finding.saving_s) == ("small batches", pytest.approx(0.015))
+
+
+def test_too_many_threads() -> None:
+    tried = ThreadTrial(threads=8, step_s=0.098, fewer=1, fewer_step_s=0.050)
+    [finding] = diagnose(ranks(threads=8, cores=2), trial=tried)
+    assert (finding.kind, finding.saving_s) == ("threads", pytest.approx(0.048))
+    assert "2 ranks with 8 threads each are 16 threads for 2 cores" in finding.evidence
+    assert "OMP_NUM_THREADS=1" in finding.remedy
+    assert diagnose(ranks(threads=8, cores=2), trial=replace(tried, fewer_step_s=0.097)) == []
+
+
+def test_the_largest_saving_comes_first() -> None:
+    found = diagnose(ranks({"data_wait": 0.05, "other": 0.04}, {"data_wait": 0.05, "other": 0.04}))
+    assert [finding.kind for finding in found] == ["input", "small batches"]
+
+
+def figures(forward_s: list[float], num_micro_batches: int) -> PipelineFigures:
+    orders = schedule_orders("gpipe", len(forward_s), 1, num_micro_batches)
+    timelines = predicted(orders, forward_s, [2 * seconds for seconds in forward_s], [0.0] * (len(forward_s) - 1))
+    return PipelineFigures.of(timelines, "gpipe", 1, num_micro_batches)
+
+
+def test_a_bubble_asks_for_more_micro_batches() -> None:
+    """Two equal stages of GPipe and M micro-batches take (M + 1) / M of their work: 1.5, 1.25 and 1.125."""
+    found = figures([0.01, 0.01], 2)
+    assert (found.wall_s, found.bubble) == (pytest.approx(0.09), pytest.approx(1 / 3))
+    assert (found.more_micro_batches, found.with_more_s) == (8, pytest.approx(0.09 * 1.125 / 1.5))
+    assert found.balanced_s == pytest.approx(0.09)
+    [finding] = diagnose(ranks({"stage_wait": 0.03}, {"stage_wait": 0.03}), pipeline=found)
+    assert (finding.kind, finding.saving_s) == ("pipeline bubble", pytest.approx(0.0225))
+    assert "num_micro_batches=8" in finding.remedy
+
+
+def test_unequal_stages() -> None:
+    found = figures([0.01, 0.03], 16)
+    assert found.balanced_s < 0.72 * found.wall_s
+    findings = diagnose(ranks({"stage_wait": 0.5}, {}), pipeline=found)
+    assert findings[0].kind == "imbalance of stages"
+    assert "rank 1 compute for 1.44e+03 ms" in findings[0].evidence

@@ -1,0 +1,133 @@
+"""A profile as a document, as text, as a timeline and as a page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.report.schema import ReportError
+from tests.report.profiles import PHASES_S, profile
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def test_times_are_those_of_rank_0() -> None:
+    """The clock of rank 1 is 7 s ahead."""
+    found = profile()
+    for rank in found["ranks"]:
+        assert [(step["start_s"], step["end_s"]) for step in rank["steps"]] == [
+            (pytest.approx(0.0), pytest.approx(0.125)),
+            (pytest.approx(0.125), pytest.approx(0.25)),
+        ]
+        assert rank["steps"][0]["transfers"][0][3:5] == [pytest.approx(0.09), pytest.approx(0.12)]
+        assert rank["phases_s"] == pytest.approx(PHASES_S)
+        assert rank["transfers_s"] == pytest.approx(0.03)
+    assert found["step_s"] == pytest.approx(0.125)
+    [operation] = found["operations"]
+    assert (operation["count"], operation["sent_bytes"], operation["seconds"]) == (1, 1000, pytest.approx(0.03))
+
+
+def test_the_timeline_has_a_process_for_each_rank() -> None:
+    events = profile_document.trace(profile())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {(event["pid"], event["tid"]) for event in spans} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    [first, *_] = [event for event in spans if event["name"] == "forward" and event["pid"] == 1]
+    assert (first["ts"], first["dur"]) == (pytest.approx(50_000), pytest.approx(20_000))
+
+
+def test_text() -> None:
+    text = profile_text.text(profile())
+    assert "Profile of ring_ddp: 2 ranks, 2 optimizer steps, 125 ms a step (medians)" in text
+    assert re.search(r"^rank +data wait +forward +backward +communication +optimizer +step, ms$", text, re.MULTILINE)
+    assert re.search(r"^ +1 +50 +20 +40 +10 +5 +125$", text, re.MULTILINE)
+    assert "all_reduce (data, 2 ranks): 1 x, 1.00 kB sent, 30 ms" in text
+    assert "1. input: 75 ms a step predicted (40 % less)" in text
+    healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
+    assert healthy.endswith("Nothing was found that would save 5 % of a step.")
+
+
+class _Page(HTMLParser):
+    """Tags, texts and addresses of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str | None] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("href", "src")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_needs_nothing_else_and_escapes_names() -> None:
+    page = profile_page.page(profile())
+    parsed = _Page(page)
+    assert "script" not in parsed.tags
+    assert parsed.addresses == []
+    assert "url(" not in page
+    assert parsed.tags.count("svg") == page.count('role="img" aria-label=') == 2
+    assert "0 (host<0>)" in parsed.texts
+    assert "rank 1: data wait, 50.0 ms" in parsed.texts
+    assert "input" in parsed.texts
+
+
+def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, quick = tmp_path / "slow", tmp_path / "quick"
+    document.write(profile(), slow / profile_document.FILE_NAME)
+    document.write(profile("sync_ps", data_wait=0.001, communication=0.001), quick / profile_document.FILE_NAME)
+    page = tmp_path / "compared.html"
+    assert main(["report", str(slow), str(quick), f"--page={page}"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"{slow} +ring_ddp +50 +20 +40 +10 +5 +125 +input$", printed, re.MULTILINE)
+    assert re.search(rf"{quick} +sync_ps +1 +20 +40 +1 +5 +67 +nothing found$", printed, re.MULTILINE)
+    assert {str(slow), str(quick), "nothing found"} <= {*_Page(page.read_text()).texts}
+    assert main(["report", str(slow)]) == 0
+    assert "Profile of ring_ddp" in capsys.readouterr().out
+    assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(profile())
+
+
+def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "add lightning_multigpu.callbacks.ProfilerReport to the run's callbacks" in capsys.readouterr().err
+    for contents, words in (("{", "the profile is no JSON"), ('{"schema_version": 9}', "schema_version=9")):
+        (tmp_path / profile_document.FILE_NAME).write_text(contents)
+        with pytest.raises(ReportError, match=words):
+            profile_document.read(tmp_path / profile_document.FILE_NAME)
+    assert main(["report", str(tmp_path), "--page=x.html"]) == 2
+    assert "name two folders or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
+    if BROWSER is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no browser: apt-get install chromium")
+    page, picture = tmp_path / "profile.html", tmp_path / "page.png"
+    # The page is not wider than the window, and no figure is empty: the browser says so in its title.
+    probe = (
+        "<script>addEventListener('load', () => { const boxes = [...document.querySelectorAll('svg rect')];"
+        "document.title = `${document.documentElement.scrollWidth <= innerWidth} "
+        "${boxes.filter(box => box.getBoundingClientRect().width > 0).length} ${boxes.length}`; })</script>"
+    )
+    page.write_text(profile_page.page(profile()).replace("</body>", f"{probe}</body>"))
+    common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    finished = subprocess.run([*common, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
+    assert title == "true 22 22", "fits the window, boxes with a width, all boxes"
+    assert "CONSOLE" not in finished.stderr
+    subprocess.run([*common, f"--screenshot={picture}", page.as_uri()], capture_output=True, check=True, timeout=120)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size > 10_000
