@@ -18,6 +18,7 @@ from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import as_json, print_plan
+from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 SCHEMA_VERSION = 1
@@ -62,9 +63,9 @@ class SplitCLI(TrainingCLI):
     def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
         """Runs to the split; LightningCLI calls this in place of ``Trainer.fit``."""
         strategy = self.trainer.strategy
-        if not isinstance(strategy, TensorSplitStrategy):
+        if not isinstance(strategy, TensorSplitStrategy | HybridStrategy) or strategy.tensor_parallel_size == 1:
             raise UsageError(
-                f"strategy={type(strategy).__name__} splits no layers; pass --trainer.strategy=tensor_split"
+                f"strategy={type(strategy).__name__} splits no layers here; pass --trainer.strategy=tensor_split"
             )
         shown = ShownPlan(self._path)
         strategy.on_split = shown

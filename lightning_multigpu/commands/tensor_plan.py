@@ -1,8 +1,8 @@
-"""``lightning-multigpu tensor plan``: what ``tensor_split`` would split, memory and communication, without training.
+"""``lightning-multigpu tensor plan``: what ``tensor_split`` and ``hybrid`` would split, memory and communication.
 
-It takes the configuration and the options of ``fit`` and starts the same ranks, which try the split on the first
-training batch as ``fit`` does, and end. ``--json PATH`` writes one object. Its keys are stable: a change of their
-meaning raises ``schema_version``; new keys do not. ::
+Nothing is trained. It takes the configuration and the options of ``fit`` and starts the same ranks, which try the split
+on the first training batch as ``fit`` does, and end. ``--json PATH`` writes one object. Its keys are stable: a change
+of their meaning raises ``schema_version``; new keys do not. ::
 
     {
       "schema_version": 1,
@@ -18,7 +18,7 @@ meaning raises ``schema_version``; new keys do not. ::
       "whole": [{"shape": "attention", "names": "...", "num_blocks": 1, "reason": "..."}],
       "notes": [],
       "one_device": {"parameters_bytes": 8192, "gradients_bytes": 8192, "optimizer_bytes": 16384},
-      "ranks": [                      of the first tensor group; keys as for one device
+      "ranks": [                      of the first tensor group, or of hybrid's first pipeline; keys as for one device
       ]
     }
 """

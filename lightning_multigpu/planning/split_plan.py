@@ -77,7 +77,7 @@ class SplitPlan:
         whole: blocks that were tried and stay whole.
         notes: further lines for the user.
         one_device: what one device holds in training.
-        ranks: what each rank of the first group holds.
+        ranks: what each rank of the first group holds, or of the first pipeline.
     """
 
     num_ranks: int

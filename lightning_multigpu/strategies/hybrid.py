@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, Gra
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -99,6 +100,7 @@ class HybridStrategy(StagedStrategy):
             compress_inside_hosts=compress_inside_hosts,
             shared_memory=shared_memory,
         )
+        self.on_split: Callable[[SplitPlan], None] | None = None
         # During a run:
         self._axis: TensorAxis | None = None
         self._compressed: HierarchicalAllReduce | None = None
@@ -205,7 +207,7 @@ class HybridStrategy(StagedStrategy):
         group = self.new_group("tensor")
         layers = TensorGroup(group, meter=self.meter, shared_memory=self._transport.shared_memory)
         self.groups.also_cut.append(layers.abort)
-        self._axis = TensorAxis(model, layers, self.metered(group, "tensor"), self._plan)
+        self._axis = TensorAxis(model, layers, self.metered(group, "tensor"), self._plan, self.on_split)
         self._undo.callback(self._axis.close)
         return self._axis
 

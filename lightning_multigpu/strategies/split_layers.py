@@ -29,7 +29,6 @@ from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, Sp
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
-from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 
 Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
@@ -96,7 +95,7 @@ class SplitLayers:
         gather: Callable[[Any], list[Any]],
         rtol: float,
     ) -> SplitPlan:
-        """Splits the module by its first training batch, and prints the split; a collective of all ranks.
+        """Splits the module by its first training batch; a collective of all ranks.
 
         Returns the plan, with the memory of the first ranks that ``gather`` returns.
 
@@ -140,7 +139,6 @@ class SplitLayers:
             self.cut_state(optimizer)
         self._check_optimizers(optimizers)
         self._gathered = {}
-        rank_zero_info(summary(plan))
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
@@ -224,6 +226,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 gather=self.gather_objects,
                 rtol=gradient_rtol(module, self.root_device),
             )
+        rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)
         if self._reducer is not None:

@@ -267,6 +267,7 @@ def test_nothing_is_trained() -> None:
         ("--trainer.devices=5", "module='layers' has 4 layers for 5 stages; use 4 or fewer devices"),
         ("--trainer.strategy.module=blocks", "module='blocks' is no part of the module; it must be an nn.Sequential"),
         ("--trainer.strategy=ring_ddp", "strategy=RingDDPStrategy is no pipeline; pass strategy='pipeline_1f1b'"),
+        ("--trainer.strategy=hybrid", "tensor_parallel_size=2: the plan is for 2 stages or more of whole layers; pass"),
         ("--trainer.strategy=auto --trainer.devices=1", "strategy=SingleDeviceStrategy is no pipeline; pass"),
         ("--trainer.callbacks=EMAWeightAveraging",
          "callbacks=[EMAWeightAveraging()] averages a copy of the whole model"),

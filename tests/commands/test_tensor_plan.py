@@ -56,6 +56,19 @@ def test_the_plan_of_a_language_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert finished.stdout.count("Each split layer over 2 ranks") == 1
 
 
+@pytest.mark.launch
+def test_the_plan_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of four ranks holds its part of its stage's layers."""
+    monkeypatch.chdir(tmp_path)
+    options = (*MODEL, "--trainer.devices=4", "--trainer.strategy=hybrid", "--json=a.json")
+    finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "tensor", "plan", *options, PYTHONPATH=ROOT)
+    assert finished.returncode == 0, finished.stderr
+    plan = json.loads(Path("a.json").read_text())
+    held = [rank["parameters_bytes"] for rank in plan["ranks"]]
+    assert len(held) == 4
+    assert max(held) < 0.45 * plan["one_device"]["parameters_bytes"]
+
+
 def test_another_strategy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,4 +77,7 @@ def test_another_strategy_is_refused(
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")  # so that it is taken away again when a run sets it
     assert main(["tensor", "plan", *MODEL, "--trainer.strategy=ring_ddp"]) == 2
-    assert "strategy=RingDDPStrategy splits no layers; pass --trainer.strategy=tensor_split" in capsys.readouterr().err
+    assert (
+        "strategy=RingDDPStrategy splits no layers here; pass --trainer.strategy=tensor_split"
+        in capsys.readouterr().err
+    )

@@ -10,12 +10,23 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.strategies.tasks import Case, assert_same_weights, data_ranks, fit, make_strategy, make_trainer, state
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    data_ranks,
+    dataset,
+    eval_loader,
+    fit,
+    make_strategy,
+    make_trainer,
+    state,
+)
 from tests.strategies.test_tensor_split import LENGTH, MODELS, RTOL, VOCABULARY, WIDTH, Language, Task
 from tests.world import World
 
@@ -124,9 +135,11 @@ def world8() -> Iterator[World]:
 
 
 def test_eight_ranks(world8: World) -> None:
-    reference = train("fused", 1, optimizer="adamw")
-    for result in world8.run(train, "fused", 8, optimizer="adamw", timeout_s=300.0):
-        assert_close(result["weights"], reference["weights"], 1e-9)
+    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=2)
+    reference: Any = fit(case, None, 1)
+    for result in world8.run(fit, under(case, **sizes(2, 2, 2)), "hybrid", 8, timeout_s=180.0):
+        assert_same_weights(result, reference)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
 
 
 def test_a_checkpoint_is_that_of_one_device(world4: World, tmp_path: Path) -> None:
@@ -239,6 +252,29 @@ def built(ranks: int) -> dict[str, Any]:
 def test_configure_model_builds_stages_whose_layers_are_split(world4: World) -> None:
     reference = built(1)
     assert_close(world4.run(built, 4)[0]["weights"], reference["weights"], 1e-9)
+
+
+class Written(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.values: list[float] = []
+
+    def write_on_batch_end(self, *args: Any) -> None:
+        self.values += args[2].tolist()
+
+
+def written(shape: tuple[int, int, int]) -> list[float]:
+    writer = Written()
+    trainer = make_trainer(Case(), make_strategy("hybrid", **sizes(*shape)), 4, callbacks=[writer])
+    trainer.predict(Classifier(), eval_loader(21))
+    return writer.values
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_each_prediction_is_written_once(world4: World, shape: tuple[int, int, int]) -> None:
+    expected = [float(x[0]) for x, _ in dataset(21, seed=6)]
+    found = [value for values in world4.run(written, shape) for value in values]
+    assert sorted(found) == pytest.approx(sorted(expected))
 
 
 def test_gradients_between_pipelines_are_compressed(world4: World) -> None:

@@ -31,7 +31,7 @@ from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCos
 from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
+from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -103,18 +103,23 @@ class PipelinePlanner:
         link: LinkCost,
     ) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, PipelineStrategy):
+        if not isinstance(strategy, StagedStrategy):
             raise PlanError(
                 f"strategy={type(strategy).__name__} is no pipeline; pass strategy='pipeline_1f1b', or another that "
                 "'lightning-multigpu strategies' lists as a PipelineStrategy"
             )
+        tensor, size = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+        if tensor > 1 or size == 1:
+            raise PlanError(
+                f"pipeline_parallel_size={size}, tensor_parallel_size={tensor}: the plan is for 2 stages or more of "
+                "whole layers; pass pipeline_parallel_size=2 and tensor_parallel_size=1"
+            )
         assert strategy.parallel_devices is not None
         self._device = strategy.parallel_devices[0]
         self._num_micro_batches = num_micro_batches
-        size, options = strategy.pipeline_parallel_size, strategy.pipeline_options
+        options = strategy.pipeline_options
         self._own_num_micro_batches = options.num_parts(size)
-        num_pipelines = strategy.num_nodes * strategy.num_processes // size
-        self._found = PipelinePlans(size, num_pipelines, options.balance, link)
+        self._found = PipelinePlans(size, strategy.data_parallel_size, options.balance, link)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
         try:

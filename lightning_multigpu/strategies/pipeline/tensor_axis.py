@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.dry_run import gradient_rtol, without_trace
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.split_layers import Plan, SplitLayers
@@ -37,12 +42,21 @@ class TensorAxis:
         group: those ranks, for what their layers exchange.
         peers: the same ranks, for everything else.
         plan: which layers are split; see :class:`.TensorSplitStrategy`.
+        on_split: called with the plan of the split, once there is one.
     """
 
-    def __init__(self, model: SplitModel, group: TensorGroup, peers: MeteredGroup, plan: Plan) -> None:
+    def __init__(
+        self,
+        model: SplitModel,
+        group: TensorGroup,
+        peers: MeteredGroup,
+        plan: Plan,
+        on_split: Callable[[SplitPlan], None] | None = None,
+    ) -> None:
         self.group = group
         self.peers = peers
         self._model = model
+        self._on_split = on_split
         self._layers = SplitLayers(model.module, group, plan, gathers=self._is_within)
         self._inside: frozenset[int] = frozenset()
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -69,7 +83,7 @@ class TensorAxis:
                 model.ownership.restore(model.stages, model.group.ranks)
                 for holding in model.ownership.holdings:
                     holding.tensor.data = holding.tensor.data.to(model.device)
-            self._layers.decide(
+            plan = self._layers.decide(
                 step,
                 module.trainer.optimizers,
                 traceless=lambda: without_trace(module),
@@ -78,6 +92,11 @@ class TensorAxis:
             )
             gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
             model.ownership.drop()
+            held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
+        plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
+        rank_zero_info(summary(plan))
+        if self._on_split is not None:
+            self._on_split(plan)
         self._inside = frozenset(self._parts_inside())
 
     # During a step
