@@ -214,10 +214,11 @@ class Logits(Dealt):
 
 
 def logits(ranks: int, **options: Any) -> dict[str, Any]:
-    task, strategy = Logits(), make_strategy("hybrid", **options) if ranks > 1 else "auto"
-    trainer = make_trainer(Case(max_epochs=1), strategy, ranks)
+    task, noting = Logits(), Noting("")
+    strategy = make_strategy("hybrid", **options) if ranks > 1 else "auto"
+    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting])
     trainer.fit(task)
-    return {"weights": state(task), "tokens": float(trainer.callback_metrics["tokens"])}
+    return {"weights": state(task), "tokens": float(trainer.callback_metrics["tokens"]), "held": noting.held}
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)], ids=str)
@@ -225,9 +226,12 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
     """What is split leaves no stage in parts, and ranks of a tensor group do not count a sample twice."""
     reference = logits(1)
     pipeline = {"balance": [3, 1]} if shape[1] > 1 else {}
-    for result in world4.run(logits, 4, pipeline=pipeline, **sizes(*shape)):
+    results = world4.run(logits, 4, pipeline=pipeline, **sizes(*shape))
+    for result in results:
         assert_close(result["weights"], reference["weights"], 1e-9)
         assert result["tokens"] == reference["tokens"]
+        assert result["held"] < 0.6 * reference["held"]
+    assert pipeline == {} or results[0]["held"] == 0, "the last stage has no parameters"
 
 
 class Built(Dealt):
