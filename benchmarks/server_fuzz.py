@@ -42,7 +42,7 @@ _ODD: tuple[Any, ...] = (
     *([], {}, [[]], [-1], [[0, 0]], {"tensor": 0}, {"tensor": 0, "dtype": "float64", "shape": [1 << 40]}, "a" * 300),
     *({"tuple": [1, 2]}, {"items": [["lr", 0.1]]}, {"items": [[[], 1]]}, {"tensor": -1, "dtype": "x", "shape": 3}),
 )  # fmt: skip
-_HELLO = {"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1, "shares_memory": True}
+_HELLO = {"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1, "shares_memory": True, "silence_s": 7.5}
 _MAPPED = {"kind": "memory", "optimizer": 0, "number": 0, "is_mapped": True}
 Frame = tuple[dict[str, Any], bytes]
 

@@ -41,6 +41,8 @@ _LENGTHS = struct.Struct("!IQ")
 _MAX_FIELDS_BYTES = 64 * 2**20
 _MAX_PAYLOAD_BYTES = 2**40
 _BUFFERS_AT_ONCE = 512  # the kernel takes 1,024
+_NUM_PROBES = 3
+_TCP_INFO = struct.Struct("2xB53xI")  # linux/tcp.h, struct tcp_info: tcpi_retransmits and tcpi_last_ack_recv
 
 
 class ChannelError(ConnectionError):
@@ -65,6 +67,7 @@ class Channel:
             # What waits in the kernel cannot be overtaken by what is urgent: on a slow link that was 0.1 s of pushes.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._socket = sock
+        self._limit_s: float | None = None
         self.bytes_in = self.bytes_out = 0
 
     @property
@@ -74,6 +77,36 @@ class Channel:
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
         except (OSError, IndexError):  # it is broken, or has no addresses
             return False
+
+    def watch(self, limit_s: float) -> None:
+        """Has the kernel end the connection, and :meth:`end_if_silent` too, when the other machine is gone.
+
+        The kernels of both machines answer each other also while the processes are busy or stopped.
+
+        Args:
+            limit_s: how long the other machine may be silent, 1 or more.
+        """
+        self._limit_s = limit_s
+        if self._socket.family != socket.AF_UNIX and hasattr(socket, "TCP_KEEPIDLE"):
+            pause_s = max(1, round(limit_s / (1 + _NUM_PROBES)))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+
+    def end_if_silent(self) -> None:
+        """Ends the connection if what was sent is sent again and again without an answer.
+
+        The kernel's probes (:meth:`watch`) find a machine that is gone only where nothing is on its way to it. Its
+        limit for what is (``TCP_USER_TIMEOUT``) would also end a connection whose other process does not read.
+        """
+        if self._limit_s is None or not hasattr(socket, "TCP_INFO"):
+            return
+        with contextlib.suppress(OSError):  # it has ended already
+            found = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            num_sent_again, last_answer_ms = _TCP_INFO.unpack(found)
+            if num_sent_again and last_answer_ms > 1e3 * self._limit_s:
+                self.shut_down()
 
     def send(self, fields: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Sends one frame; returns when the kernel has all of it, so that the payload may change.

@@ -504,6 +504,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             meter=self.meter,
             gather=self.gather_objects,
             num_replicas=self._replicas,
+            silence_s=self.failure_timeout_s / 2,
         )
         self._num_told = 0
         self.groups.also_cut.append(connections.cut)

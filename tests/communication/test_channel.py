@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import queue
 import socket
 import struct
+import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 
 from benchmarks.guardian_fuzz import resident_kb
 from lightning_multigpu.communication.channel import Channel, ChannelError, Listener, connect
+from lightning_multigpu.emulation import EmulatedHosts
+from tests.hosts import require_hosts
+
+T = TypeVar("T")
 
 SECRET, OTHER = bytes(32), bytes([1] * 32)
 HOST = "127.0.0.1"
@@ -87,6 +97,61 @@ def test_both_ends_must_know_the_secret() -> None:
             connect(HOST, port, SECRET, timeout_s=10)
     with pytest.raises(ChannelError, match=f"no connection to {HOST} port {port}"):
         connect(HOST, port, SECRET, timeout_s=0.5)
+
+
+def in_namespace(namespace: str, work: Callable[[], T]) -> T:
+    """The result of work on a thread in a network namespace; its sockets stay there."""
+
+    def enter_and_work() -> T:
+        with open(f"/run/netns/{namespace}", "rb") as opened:
+            assert ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0x40000000) == 0
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_work).result()
+
+
+@pytest.mark.hosts
+def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_not() -> None:
+    """Of two connections to the lost host one is idle, and one has data on its way: the kernel's probes end the first.
+
+    A third connection is full, since its other end does not read. That host is there, and answers.
+    """
+    require_hosts()
+    members = Members()
+    with EmulatedHosts(3) as hosts, contextlib.ExitStack() as ends:
+        channels = []
+        for host in (hosts[0], hosts[0], hosts[2]):
+            listen = functools.partial(Listener, host.address, 0, SECRET, members.put)
+            listener = ends.enter_context(contextlib.closing(in_namespace(host.namespace, listen)))
+            reach = functools.partial(connect, host.address, listener.port, SECRET, timeout_s=10)
+            channels.append(ends.enter_context(contextlib.closing(in_namespace(hosts[1].namespace, reach))))
+            ends.enter_context(contextlib.closing(members.next()))
+        for channel in channels:
+            channel.watch(1.0)
+        idle, busy, full = channels
+
+        def fill() -> None:
+            with contextlib.suppress(ChannelError):
+                full.send({}, [memoryview(bytes(2**24))])
+
+        threading.Thread(target=fill, daemon=True).start()
+        switch = hosts[0].namespace.replace("host0", "switch")
+        subprocess.run(["ip", "-n", switch, "link", "set", "port0", "nomaster"], check=True)  # nobody is told
+        busy.send({"kind": "step"})
+        with ThreadPoolExecutor(3) as pool:
+            heard = {channel: pool.submit(channel.receive) for channel in channels}
+            deadline_s = time.monotonic() + 30
+            while not (heard[idle].done() and heard[busy].done()) and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+                for channel in channels:
+                    channel.end_if_silent()
+            ended = [channel for channel in channels if heard[channel].done()]
+            for channel in channels:
+                channel.shut_down()
+        assert ended == [idle, busy]
+        for channel in ended:
+            assert isinstance(heard[channel].exception(), ChannelError)
 
 
 def test_what_was_proved_on_one_connection_proves_nothing_on_another() -> None:

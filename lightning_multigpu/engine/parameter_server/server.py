@@ -47,6 +47,8 @@ from lightning_multigpu.engine.parameter_server.wire import (
 _MAX_WORKERS = 65_536
 _MAX_NAMES = 1000
 _LAST_WORDS_S = 5.0
+_LOOK_S = 1.0  # at machines that may be gone
+_SILENCE_S = 0.5, 86_400.0
 _LATE_S = 2.0
 
 
@@ -93,7 +95,11 @@ class Server:
 
     def serve(self) -> str:
         """Serves a job until all of its workers have left; returns what went wrong, or an empty text."""
-        self._is_over.wait()
+        while not self._is_over.wait(_LOOK_S):
+            with self._changing:
+                members = list(self._members.values())
+            for member in members:
+                member.channel.end_if_silent()
         with self._changing:
             members = list(self._members.values())
             for served in self._optimizers.values():
@@ -217,6 +223,9 @@ class Server:
             raise WireError(self._problem or "the job of this server has ended")
         member = self._members[worker] = Member(worker, channel, is_quiet)
         self._num_come += 1
+        silence_s = hello.get("silence_s")
+        if isinstance(silence_s, float) and _SILENCE_S[0] <= silence_s <= _SILENCE_S[1]:
+            channel.watch(silence_s)
         member.shares_memory = hello.get("shares_memory") is True and channel.is_within_host
         member.writer.start()
         member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})

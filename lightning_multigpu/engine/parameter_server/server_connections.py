@@ -41,6 +41,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 
 _LEAVING_S = 5.0
 _LATE_S = 5.0
+_LOOK_S = 1.0  # at machines that may be gone
 _CONFIRMED = ("welcome", "done")
 _CHANGES_SERVER = ("next", "told")
 
@@ -102,6 +103,8 @@ class ServerConnections:
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
         num_replicas: of each server: 0 or 1.
+        silence_s: how long the machine of a server may be silent before the server counts as ended, and the servers
+            wait for this worker's machine; None to wait until the system gives up.
         shares_memory: exchange gradients and weights with servers of this host through memory, and not over sockets.
 
     Attributes:
@@ -125,6 +128,7 @@ class ServerConnections:
         meter: Meter,
         gather: Callable[[Any], list[Any]],
         num_replicas: int = 0,
+        silence_s: float | None = None,
         shares_memory: bool = True,
     ) -> None:
         self.worker = -1 if worker is None else worker
@@ -135,6 +139,7 @@ class ServerConnections:
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
         self.shares = list(shares or [1] * self.num_servers)
+        self._silence_s = silence_s
         self._shares_memory = shares_memory
         self.unshared: dict[str, str] = {}
         self.lost: list[Fields] = []
@@ -186,6 +191,7 @@ class ServerConnections:
                 self._threads.append(thread)
             others = list(self._connections)
             hello: Fields = {"kind": "hello", "num_servers": self.num_servers, "num_replicas": self._num_replicas}
+            hello["silence_s"] = self._silence_s
             if self.worker < 0:
                 others.remove(self._copies[0][0])
                 self._join(hello)
@@ -260,6 +266,8 @@ class ServerConnections:
             channel = connect(host, port, self._secret, timeout_s=left_s, before_retry=before_retry)
         except ChannelError as error:
             raise ServerError(f"{name} is not there: {error}") from error
+        if self._silence_s is not None:
+            channel.watch(self._silence_s)
         # TCP divides a link evenly between connections. Where parts of a bucket are not even, one thread sends them one
         # after the other, so that none of them comes late.
         if not self._outboxes or len({*self.shares}) == 1:
@@ -374,7 +382,9 @@ class ServerConnections:
             ServerError: a server has ended, or refuses what it was sent.
         """
         with self._arrived:
-            self._arrived.wait_for(lambda: self._problem is not None or is_true())
+            while not self._arrived.wait_for(lambda: self._problem is not None or is_true(), _LOOK_S):
+                for connection in self._connections:
+                    connection.channel.end_if_silent()
             if self._problem is not None:
                 raise ServerError(self._problem)
 

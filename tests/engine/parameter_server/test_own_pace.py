@@ -310,7 +310,7 @@ class Played:
     def send(self, *_: Any) -> None:
         pass
 
-    shut_down = close = send
+    shut_down = close = watch = send
 
 
 def size(value: Any) -> int:

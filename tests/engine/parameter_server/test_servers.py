@@ -22,6 +22,7 @@ from lightning_multigpu.communication.channel import Channel, connect
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import server_connections
 from lightning_multigpu.engine.parameter_server.bucket_memory import copy_in
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
@@ -87,6 +88,7 @@ class Job:
     shares: list[int] | None = None
     num_replicas: int = 0
     in_memory: Collection[int] = ALL
+    silence_s: float | None = None
 
     @contextlib.contextmanager
     def connections(
@@ -103,6 +105,7 @@ class Job:
             gather=lambda value: self.workers.gather(worker or 0, value),
             num_replicas=self.num_replicas,
             shares_memory=(worker or 0) in self.in_memory,
+            silence_s=self.silence_s,
         )
         found.open(timeout_s=10.0)
         try:
@@ -598,6 +601,33 @@ def test_a_server_that_ends_is_named() -> None:
     words = r"parameter server 0 of 1 \(127.0.0.1 port \d+\): it was told to"
     with job(num_workers=1) as found, pytest.raises(ServerError, match=words):
         train_on(found)
+
+
+@pytest.mark.parametrize("looking", [server_connections, server_module], ids=["a worker", "a server"])
+def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/communication/test_channel.py has machines that are gone; here a channel says so that the test chooses."""
+    watched: list[tuple[Channel, float]] = []
+    monkeypatch.setattr(Channel, "watch", lambda channel, limit_s: watched.append((channel, limit_s)))
+    monkeypatch.setattr(looking, "_LOOK_S", 0.05)
+    is_gone = threading.Event()
+
+    def end_if_silent(channel: Channel) -> None:
+        is_member = threading.current_thread() is serving
+        if is_gone.is_set() and is_member == (looking is server_module):
+            channel.shut_down()
+
+    monkeypatch.setattr(Channel, "end_if_silent", end_if_silent)
+    with job(num_workers=1) as found, found.connections(0) as unwatched:
+        assert not watched
+        unwatched.cut()
+    with job(num_workers=1) as found:
+        found.silence_s = 7.5
+        [serving] = [thread for thread in threading.enumerate() if getattr(thread, "_args", ()) == (0,)]
+        with found.connections(0) as waiting:
+            assert [limit_s for _, limit_s in watched] == [7.5, 7.5]
+            is_gone.set()
+            with pytest.raises(ServerError, match=r"parameter server 0 of 1 .* has ended"):
+                waiting.wait_until(lambda: False)
 
 
 def test_a_worker_that_comes_after_a_failure_hears_of_it() -> None:
