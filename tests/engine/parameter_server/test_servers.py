@@ -626,8 +626,11 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
         with found.connections(0) as waiting:
             assert [limit_s for _, limit_s in watched] == [7.5, 7.5]
             is_gone.set()
+            late = threading.Timer(20, found.servers[0].end, ("nobody has looked",))
+            late.start()
             with pytest.raises(ServerError, match=r"parameter server 0 of 1 .* has ended"):
                 waiting.wait_until(lambda: False)
+            late.cancel()
 
 
 def test_a_worker_that_comes_after_a_failure_hears_of_it() -> None:
