@@ -91,6 +91,7 @@ class StageRecord:
         schedule: name of the schedule.
         steps: the newest timed steps, in order.
         memory: bytes that the rank holds.
+        predicted: bytes that it should hold, by the split and the optimizers' classes.
     """
 
     pipeline: int
@@ -100,6 +101,7 @@ class StageRecord:
     schedule: str
     steps: tuple[StepTimeline, ...]
     memory: StageMemory
+    predicted: HeldBytes
 
 
 @dataclass(frozen=True)

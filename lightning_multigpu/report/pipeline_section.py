@@ -109,4 +109,5 @@ def _entry(pipeline: _Pipeline) -> dict[str, Any]:
 def _memory(rank: int, stages: StageRecord) -> dict[str, Any]:
     num_stages = stages.num_ranks * stages.stages_per_rank
     memory = {name: size for name, size in asdict(stages.memory).items() if size is not None}
-    return {"rank": rank, "stages": list(range(stages.position, num_stages, stages.num_ranks)), **memory}
+    predicted = {f"predicted_{name}": size for name, size in asdict(stages.predicted).items()}
+    return {"rank": rank, "stages": list(range(stages.position, num_stages, stages.num_ranks)), **memory, **predicted}

@@ -19,6 +19,7 @@ _MEMORY = {
     "activations_bytes": "activations",
     "device_peak_bytes": "GPU, at most",
 }
+_PREDICTED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
 
 
 def show(section: Mapping[str, Any], console: Console) -> None:
@@ -62,6 +63,9 @@ def _memory(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
     for rank in ranks:
         stages = ", ".join(str(stage) for stage in rank["stages"])
         table.add_row(str(rank["rank"]), stages, *(size(rank[key]) if key in rank else "" for key in shown))
+    if f"predicted_{_PREDICTED[0]}" in ranks[0]:  # not in reports of earlier versions
+        held = [f"{size(sum(rank[f'predicted_{key}'] for key in _PREDICTED))} on rank {rank['rank']}" for rank in ranks]
+        table.caption = f"predicted for parameters, gradients and optimizer together:\n{', '.join(held)}"
     return table
 
 

@@ -68,7 +68,9 @@ together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and
 timed, in a fit of fewer than three batches of a shape for example. MEMORY is ``parameters_bytes``, ``gradients_bytes``
 and ``optimizer_bytes`` that the rank held, ``activations_bytes`` that autograd kept for backward at most at a time, in
 the first such step, without parameters and buffers, each piece of memory once, and on GPUs ``device_peak_bytes``, the
-most that torch had allocated; what was not measured is absent.
+most that torch had allocated; what was not measured is absent. ``predicted_parameters_bytes``,
+``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are what the rank should hold by the split and the
+optimizers' classes, as ``pipeline plan`` predicts; reports of earlier versions of this package lack them.
 """
 
 SCHEMA_VERSION = 2

@@ -16,6 +16,7 @@ TIMES = {
     "theoretical_bubble": float,
 }
 MEMORY = [f"{what}_bytes" for what in ("parameters", "gradients", "optimizer", "activations", "device_peak")]
+MEMORY += [f"predicted_{what}_bytes" for what in ("parameters", "gradients", "optimizer")]
 
 
 def assert_follows_schema(report: dict[str, Any]) -> None:

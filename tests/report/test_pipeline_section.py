@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.callbacks import RunReport
-from lightning_multigpu.planning.timeline import StageMemory, StageRecord, StepTimeline, theoretical
+from lightning_multigpu.planning.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, theoretical
 from lightning_multigpu.report.document import RankRecord
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from tests.report.examples import record, report_of
@@ -35,6 +35,7 @@ def ranks(
             schedule=schedule,
             steps=(StepTimeline(4, count, timelines[position]),),
             memory=StageMemory(1_000_000 * (1 + rank), 20, 3000, 40_000),
+            predicted=HeldBytes(1_500_000, 30, 2000),
         )
         found.append(replace(record(rank), stages=stages))
     return found
@@ -67,6 +68,9 @@ def test_ranks_come_by_position_with_what_they_did_and_hold() -> None:
         "gradients_bytes": 20,
         "optimizer_bytes": 3000,
         "activations_bytes": 40_000,
+        "predicted_parameters_bytes": 1_500_000,
+        "predicted_gradients_bytes": 30,
+        "predicted_optimizer_bytes": 2000,
         "forward_passes": 3,
         "backward_passes": 3,
         "weight_passes": 0,
@@ -145,6 +149,17 @@ def test_tables() -> None:
         ["1", "0", "2.00 MB", "20.0 B", "3.00 kB", "40.0 kB"],
         ["0", "1", "1.00 MB", "20.0 B", "3.00 kB", "40.0 kB"],
     ]
+    predicted = "predicted for parameters, gradients and optimizer together:1.50 MB on rank 1, 1.50 MB on rank 0"
+    assert predicted in "".join(line.strip() for line in text.splitlines())
+
+
+def test_a_report_of_an_earlier_version_has_no_predictions() -> None:
+    old = report(ranks())
+    for rank in old["pipeline"]["pipelines"][0]["ranks"]:
+        for what in ("parameters", "gradients", "optimizer"):
+            del rank[f"predicted_{what}_bytes"]
+    assert_follows_schema(old)
+    assert "predicted" not in printed(old)
 
 
 def test_weights_apart_have_a_column_and_pipelines_side_by_side_a_number() -> None:

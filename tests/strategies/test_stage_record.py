@@ -15,7 +15,7 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.planning.pipeline_prediction import PlannedMemory
 from lightning_multigpu.planning.stage_costs import LinkCost
-from lightning_multigpu.planning.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.timeline import HeldBytes, StageMemory, StageRecord
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_STEM
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner
@@ -116,6 +116,8 @@ def test_a_stage_holds_its_own_parameters_gradients_and_states(tmp_path: Path, w
     assert [entry["gradients_bytes"] for entry in ranks] == [whole / 2, whole / 2]
     tensors = 4 * 4  # a stage
     assert [entry["optimizer_bytes"] for entry in ranks] == [2 * whole / 2 + 4 * tensors] * 2
+    for kind, expected in (("parameters", whole / 2), ("gradients", whole / 2), ("optimizer", whole)):
+        assert [entry[f"predicted_{kind}_bytes"] for entry in ranks] == [expected] * 2
 
 
 def activations(directory: Path, world: World, **options: Any) -> list[int]:
@@ -250,6 +252,7 @@ def test_a_later_fit_has_nothing_of_an_earlier_pipeline(tmp_path: Path) -> None:
         schedule="1f1b",
         steps=(),
         memory=StageMemory(1, 1, 1, 1, None),
+        predicted=HeldBytes(1, 1, 1),
     )
     trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[callback], default_root_dir=tmp_path)
     trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))

@@ -21,7 +21,7 @@ from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.pipeline.measuring.training_memory import end_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.training_memory import end_bytes, held_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
 from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.micro_batches import (
@@ -100,7 +100,7 @@ class RunningPipeline:
         self._world = world
         self._num_micro_batches = options.num_parts(model.group.num_ranks)
         self._recompute = layers_of(model.chain, options.activation_checkpointing)
-        self._recorder = Recorder(model.meter, model.device, model.ownership.held, model.ownership.buffers)
+        self._recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
         self._kept = KeptState(model.module, model.chain)
         self._runner = self._new_runner()
         seed = world.broadcast_object(torch.initial_seed() & _SEED_BITS, 0)
@@ -496,6 +496,7 @@ class RunningPipeline:
 
     def stage_record(self) -> StageRecord:
         """The newest steps of this rank's stages, and the memory that they take with the optimizers' states."""
+        optimizers = self._model.module.trainer.optimizers
         return StageRecord(
             pipeline=self._number,
             position=self._model.ownership.position,
@@ -503,7 +504,8 @@ class RunningPipeline:
             stages_per_rank=self._options.num_stages_of_rank,
             schedule=self._options.schedule,
             steps=self._recorder.steps(),
-            memory=self._recorder.memory(self._model.module.trainer.optimizers),
+            memory=self._recorder.memory(optimizers),
+            predicted=held_bytes(self._model.ownership.held(), optimizers),
         )
 
 

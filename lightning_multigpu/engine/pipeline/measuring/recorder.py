@@ -45,7 +45,7 @@ class Recorder:
     Args:
         meter: its clock is read.
         device: where the rank computes.
-        parameters: returns the parameters that the rank holds.
+        parameters: returns the module's parameters; placeholders do not count.
         buffers: returns the buffers that the rank holds.
     """
 
@@ -81,7 +81,8 @@ class Recorder:
         if not (together and self.notes_steps):
             yield
         elif self.counts_activations and num_micro_batches > self._counted:
-            saved = SavedActivations([*self._parameters(), *self._buffers()])
+            held = [tensor for tensor in self._parameters() if not isinstance(tensor, Placeholder)]
+            saved = SavedActivations([*held, *self._buffers()])
             with saved.counted():
                 yield
             self._counted = num_micro_batches
