@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes
@@ -78,11 +79,16 @@ class SplitLayers:
         self._called: list[str] = []
         self._gathers = gathers
         self._gathered: dict[str, str] = {}
-        self._undo = ExitStack()
+        self._summed: dict[str, RemovableHandle] = {}
 
-    def close(self) -> None:
-        """Removes the hooks of the split."""
-        self._undo.close()
+    def close(self) -> list[str]:
+        """Removes the hooks of the split, which sum gradients over the ranks; returns the names of the parameters.
+
+        They are whole, within blocks, so that each rank computes a part of their gradients.
+        """
+        for hook in self._summed.values():
+            hook.remove()
+        return list(self._summed)
 
     # The split
 
@@ -122,8 +128,7 @@ class SplitLayers:
         if self._plan == "auto":
             searches.append(lambda called: find_pairs(self._module, called))
         split, left = trials.run(order_of_calls, *searches)
-        for hook in trials.summed:
-            self._undo.callback(hook.remove)
+        self._summed = trials.summed
         own = gather(held_bytes(self._module.parameters(), optimizers))
         plan = SplitPlan(
             self._group.size,

@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightning_multigpu.planning.stage_costs import StageCosts
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -27,7 +29,7 @@ from tests.strategies.tasks import (
     make_trainer,
     state,
 )
-from tests.strategies.test_tensor_split import LENGTH, MODELS, RTOL, VOCABULARY, WIDTH, Language, Task
+from tests.strategies.test_tensor_split import LAYERS, LENGTH, MODELS, RTOL, TOKENS, VOCABULARY, WIDTH, Language, Task
 from tests.world import World
 
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
@@ -232,6 +234,25 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
         assert result["tokens"] == reference["tokens"]
         assert result["held"] < 0.6 * reference["held"]
     assert pipeline == {} or results[0]["held"] == 0, "the last stage has no parameters"
+
+
+def qwen(ranks: int) -> dict[str, Any]:
+    task = Dealt("qwen3")
+    torch.manual_seed(3)
+    layers = {**LAYERS, "num_hidden_layers": 4}
+    task.model = Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, head_dim=6, **layers, **TOKENS))
+    strategy = make_strategy("hybrid", pipeline={"balance": "time"}) if ranks > 1 else "auto"
+    with pytest.MonkeyPatch.context() as patch:  # of what has been measured
+        patch.setattr(StageCosts, "bounds", lambda self, balance: [(0, 1), (1, 4)])
+        make_trainer(Case(max_epochs=1), strategy, ranks, gradient_clip_val=0.5).fit(task)
+    return {"weights": state(task)}
+
+
+def test_whole_layers_within_blocks_that_move_to_another_stage(world4: World) -> None:
+    """The norms of queries and keys get a part of their gradient on each rank of a tensor group."""
+    reference = qwen(1)
+    for result in world4.run(qwen, 4):
+        assert_close(result["weights"], reference["weights"], RTOL["qwen3"])
 
 
 class Built(Dealt):

@@ -104,7 +104,8 @@ class Trials:
         wrap_logits: makes of a head's outputs on a rank what the step gets.
 
     Attributes:
-        summed: hooks that sum the gradients of whole parameters within blocks over the ranks; to be removed at the end.
+        summed: hooks that sum the gradients of whole parameters within blocks over the ranks, by the parameters' names;
+            to be removed at the end.
         traffic: of a step with all blocks that are split so far.
     """
 
@@ -126,7 +127,7 @@ class Trials:
         self._gather = gather
         self._rtol = rtol
         self._wrap_logits = wrap_logits
-        self.summed: list[RemovableHandle] = []
+        self.summed: dict[str, RemovableHandle] = {}
         self.traffic: list[Sent] = []
         self._tries_left = 0
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -237,7 +238,8 @@ class Trials:
         if remaining is not None:
             return problem
         self.traffic = traffic
-        self.summed += [self._parameters[name].register_hook(self._sum(name)) for name in partial]  # type: ignore[no-untyped-call]
+        for name in partial:
+            self.summed[name] = self._parameters[name].register_hook(self._sum(name))  # type: ignore[no-untyped-call]
         return None
 
     def _sum(self, name: str) -> Callable[[Tensor], Tensor]:

@@ -243,6 +243,8 @@ class RunningPipeline:
 
     def _reduce_gradients(self) -> None:
         """Averages a stage's own gradients first: later stages have them while earlier ones still run backward."""
+        if self._tensor_axis is not None:
+            self._tensor_axis.sum_gradients()
         ownership = self._model.ownership
         common = ownership.common()
         shared = {id(holding.tensor) for holding in common}

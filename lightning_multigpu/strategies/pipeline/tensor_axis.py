@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
@@ -59,6 +60,7 @@ class TensorAxis:
         self._on_split = on_split
         self._layers = SplitLayers(model.module, group, plan, gathers=self._is_within)
         self._inside: frozenset[int] = frozenset()
+        self._summed: list[str] = []
         held = [*model.ownership.held(), *model.ownership.buffers()]
         peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)
 
@@ -90,6 +92,7 @@ class TensorAxis:
                 gather=world.gather_objects,
                 rtol=gradient_rtol(module, model.device),
             )
+            self._summed = self._layers.close()  # a hook would not move to another stage with its parameter
             gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
@@ -109,6 +112,23 @@ class TensorAxis:
         """
         inside = part in self._inside and self._model.module.training
         self.group.random.restart(self._model.device, inside=inside)
+
+    def sum_gradients(self) -> None:
+        """Sums the gradients of whole parameters within blocks, of which each rank has computed a part.
+
+        To be called when the gradients of all micro-batches are there; a collective of the group.
+        """
+        if not self._summed:
+            return
+        held = {holding.name: holding.tensor for holding in self._model.ownership.holdings}
+        trained = [held[name] for name in self._summed if held[name].requires_grad]
+        gradients = []
+        for parameter in trained:
+            if not isinstance(parameter, Placeholder):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        for bucket in alike(gradients):
+            apply_flat(lambda flat: self.group.all_reduce(flat, "gradients of whole layers"), bucket)
 
     def whole_outputs(self, outputs: Any) -> Any:
         """Outputs of a step with gathered logits."""
