@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from lightning_multigpu.engine.tensor_split.blocks import (
 )
 from lightning_multigpu.engine.tensor_split.layers import gather_last
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
@@ -33,6 +34,8 @@ from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, Whole
 from lightning_multigpu.strategies import option_checks
 
 Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
+
+SequenceSplit = bool | Literal["gather_again"]
 
 _STYLES = ("column", "row", "vocab", "head")
 
@@ -46,6 +49,12 @@ def check_plan(plan: Plan) -> None:
             option_checks.check_choice("plan", style, _STYLES)
 
 
+def check_sequence_split(value: SequenceSplit) -> None:
+    """Checks the option ``sequence_split``."""
+    if value not in (False, True, "gather_again"):
+        raise ValueError(f"sequence_split={value!r}: give True, 'gather_again' or False")
+
+
 def plan_text(plan: Plan) -> Any:
     """The option ``plan``, as reports show it."""
     return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
@@ -57,7 +66,7 @@ class SplitLayers:
     Args:
         module: the whole module.
         group: the ranks among which layers are split.
-        plan: which layers are split; see :class:`.TensorSplitStrategy`.
+        plan, sequence_split: as of :class:`.TensorSplitStrategy`.
         gathers: whether the logits of a head, by its name, are gathered where they are computed.
 
     Attributes:
@@ -71,6 +80,7 @@ class SplitLayers:
         plan: Plan,
         *,
         gathers: Callable[[str], bool] = lambda name: False,
+        sequence_split: SequenceSplit = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
         self._module = module
@@ -78,6 +88,8 @@ class SplitLayers:
         self._plan = plan
         self._called: list[str] = []
         self._gathers = gathers
+        self._sequence_split = sequence_split
+        self._regions: list[SequenceRegion] = []
         self._gathered: dict[str, str] = {}
         self._summed: dict[str, RemovableHandle] = {}
 
@@ -114,7 +126,7 @@ class SplitLayers:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
         """
         optimizers = list(optimizers)
-        held = held_bytes(self._module.parameters(), optimizers)
+        held, asked = held_bytes(self._module.parameters(), optimizers), self._sequence_split
         trials = Trials(
             self._module,
             self._group,
@@ -123,6 +135,7 @@ class SplitLayers:
             gather=gather,
             rtol=rtol,
             wrap_logits=self._wrap_logits,
+            sequence_split=None if not asked else "keep" if asked is True else asked,
         )
         searches: list[Any] = [self._blocks]
         if self._plan == "auto":
@@ -134,16 +147,20 @@ class SplitLayers:
             self._group.size,
             _rows(self._module, split, trials.traffic, self._group.size),
             _whole_rows(split, left),
-            (),
+            trials.notes,
             held,
             own[: self._group.size],
         )
         self._check(plan)
         self.split = split
+        self._regions = trials.regions
         for optimizer in optimizers:
             self.cut_state(optimizer)
         self._check_optimizers(optimizers)
         self._gathered = {}
+        if self._sequence_split and not self._regions:
+            reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
+            rank_zero_warn(f"sequence_split={self._sequence_split} does nothing: {reasons}")
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
@@ -219,6 +236,8 @@ class SplitLayers:
                 parameter.grad = None
                 parameter.data = self._whole(parameter, parameter.data, name)
                 forget_split(parameter)
+        for region in self._regions:
+            region.undo()
         for _, applied in reversed(self.split):
             applied.restore()
 

@@ -32,7 +32,14 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.split_gradients import SplitGradients
-from lightning_multigpu.strategies.split_layers import Plan, SplitLayers, check_plan, plan_text
+from lightning_multigpu.strategies.split_layers import (
+    Plan,
+    SequenceSplit,
+    SplitLayers,
+    check_plan,
+    check_sequence_split,
+    plan_text,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,6 +62,9 @@ class TensorSplitStrategy(RingDDPStrategy):
             A mapping says it: from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs
             are), "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits); a function gets a
             name and a module and returns one of these, or None. A plan that computes something else raises an error.
+        sequence_split: split activations between blocks along the sequence, in lists of layers. True keeps gathered
+            inputs of blocks for backward, with the bytes of False; "gather_again" keeps a rank's part, and each column
+            layer gathers once more in backward. Where a list then computes something else, its activations stay whole.
         options: options of :class:`RingDDPStrategy` and of
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -71,15 +81,18 @@ class TensorSplitStrategy(RingDDPStrategy):
         tensor_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
         plan: Plan = "auto",
+        sequence_split: SequenceSplit = False,
         **options: Any,
     ) -> None:
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
+        check_sequence_split(sequence_split)
         super().__init__(**options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
+        self._sequence_split: SequenceSplit = sequence_split
         self.on_split: Callable[[SplitPlan], object] | None = None
         """Called on every rank after the layers were split, before anything is trained."""
         # During a run:
@@ -94,7 +107,7 @@ class TensorSplitStrategy(RingDDPStrategy):
     def options(self) -> dict[str, Any]:
         tensor, data = self._asked_sizes
         sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        return {**super().options, **sizes, "plan": plan_text(self._plan)}
+        return {**super().options, **sizes, "plan": plan_text(self._plan), "sequence_split": self._sequence_split}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
@@ -168,7 +181,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
-        self._layers = SplitLayers(module, self._tensor, self._plan)
+        self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         self._undo.callback(self._layers.close)
         gradients = SplitGradients(self.precision_plugin, self._tensor)
         self._undo.callback(gradients.end)
@@ -238,6 +251,7 @@ class TensorSplitStrategy(RingDDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._tensor is not None
         self._tensor.random.leave(self.root_device)
+        self._tensor.sequence_random.forget()
         if not self._is_split:
             self._decide(*args, *kwargs.values())
         return self._whole_outputs(super().training_step(*args, **kwargs))

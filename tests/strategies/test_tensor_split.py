@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     BertConfig,
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 from lightning_multigpu import TensorSplitStrategy
+from lightning_multigpu.planning.split_plan import SplitPlan
 from tests.strategies.tasks import Case, assert_same_weights, fit, make_strategy, make_trainer, state
 from tests.world import World
 
@@ -89,6 +92,17 @@ class FeedForward(nn.Module):
         return x + self.second(self.between(self.first(x)))  # type: ignore[no-any-return]
 
 
+class Positioned(FeedForward):
+    """Adds something of its own for each position; or the mean over all tokens of the batch."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__(nn.GELU())
+        self.mixes, self.positions = mixes, nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + (x.mean((0, 1)) if self.mixes else self.positions))
+
+
 class MultiheadBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +161,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reads its size": lambda: Language(Block(Attention(size_is_read=False), perceptron())),
     "multihead": lambda: Language(MultiheadBlock(), perceptron(), MultiheadBlock()),
     "encoder": lambda: Language(encoder()),
+    "position in layers": lambda: Language(*(Positioned(mixes=False) for _ in range(2))),
+    "mixed tokens": lambda: Language(*(Positioned(mixes=True) for _ in range(2))),
     "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
     "equal layers": lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
 }
@@ -161,11 +177,16 @@ FOUND: dict[str, dict[str, int]] = {
     "reads its size": {"vocabulary": 1, "first, second": 1},
     "multihead": {"vocabulary": 1, "attention": 2, "first, second": 1},
     "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
+    "position in layers": {"vocabulary": 1, "first, second": 2},
+    "mixed tokens": {"vocabulary": 1, "first, second": 2},
     "one bad block": {"vocabulary": 1, "first, second": 4},
     "equal layers": {"vocabulary": 1, "first, second": 2},
 }
 # These compute norms, softmax or losses in float32 whatever the precision.
 RTOL = dict.fromkeys(("gpt2", "llama", "qwen3", "t5", "bert"), 1e-4)
+
+# Pooling before a classifier; attention to an encoder, a second input; weights that attention computes in vain.
+UNUSUAL_TRAFFIC = ("bert", "t5", "multihead")
 
 
 class Task(L.LightningModule):
@@ -200,11 +221,11 @@ class Noting(Callback):
 
     def __init__(self) -> None:
         self.split: dict[str, int] = {}
-        self.left: list[str] = []
+        self.plan: SplitPlan | None = None
 
     def on_train_start(self, trainer: L.Trainer, _: Any) -> None:
         if isinstance(trainer.strategy, TensorSplitStrategy):
-            trainer.strategy.on_split = lambda plan: self.left.extend(each.names for each in plan.whole)
+            trainer.strategy.on_split = lambda plan: setattr(self, "plan", plan)
 
     def on_train_end(self, trainer: L.Trainer, _: Any) -> None:
         for block, _applied in trainer.strategy._layers.split if trainer.world_size > 1 else ():
@@ -222,10 +243,10 @@ def train(model: str, ranks: int, **options: Any) -> dict[str, Any]:
     case = Case(max_epochs=2, trainer={"gradient_clip_val": 0.5, "use_distributed_sampler": False})
     trainer = make_trainer(case, strategy, ranks, callbacks=[noting])
     trainer.fit(task, text(), text(6))
-    return {"weights": state(task), "validated": task.validated, "split": noting.split, "left": noting.left}
+    return {"weights": state(task), "validated": task.validated, "split": noting.split, "plan": noting.plan}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in ("position in layers", "mixed tokens")])
 def test_models_train_as_on_one_device(world2: World, model: str) -> None:
     reference = train(model, 1)
     for result in world2.run(train, model, 2):
@@ -234,14 +255,130 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=rtol, atol=rtol / 100)
         assert result["validated"] == pytest.approx(reference["validated"], rel=rtol)
+        for blocks in result["plan"].blocks:
+            if blocks.shape != "vocabulary" and model not in UNUSUAL_TRAFFIC:
+                found = [(each.direction, each.operation, each.size_bytes) for each in blocks.traffic]
+                size = blocks.activation_bytes
+                assert found == [("forward", "all_reduce", size), ("backward", "all_reduce", size)], blocks.kind
         if model == "one bad block":
-            assert result["left"] == ["model.blocks.2.(first, second)"]
+            assert [each.names for each in result["plan"].whole] == ["model.blocks.2.(first, second)"]
 
 
-def test_ranks_without_heads_of_their_own(world4: World) -> None:
-    """Two heads of keys and values on four ranks."""
+# The list of layers, the dimension along which activations are split, and the column layers of each kind of block.
+SEQUENCES: dict[str, tuple[str, int, tuple[int, ...]]] = {
+    "gpt2": ("model.transformer.h", 1, (1, 1)),
+    "llama": ("model.model.layers", 1, (3, 2)),
+    "qwen3": ("model.model.layers", 1, (3, 2)),
+    "bert": ("model.bert.encoder.layer", 1, (3, 1)),
+    "fused": ("model.blocks", 1, (1, 1)),
+    "encoder": ("model.blocks", 1, (1, 1)),
+    "multihead": ("model.blocks", 1, ()),
+    "position in layers": ("model.blocks", 0, (1,)),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "gathered again"])
+@pytest.mark.parametrize("model", SEQUENCES)
+def test_activations_are_split_along_the_sequence(world2: World, model: str, again: bool) -> None:
+    reference = train(model, 1)
+    layers, dim, num_columns = SEQUENCES[model]
+    for result in world2.run(train, model, 2, sequence_split="gather_again" if again else True):
+        plan, rtol = result["plan"], RTOL.get(model, 1e-9)
+        assert f"activations between the blocks of {layers} are split along dimension {dim}" in plan.notes
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=rtol, atol=rtol / 100)
+        assert result["validated"] == pytest.approx(reference["validated"], rel=rtol)
+        blocks = [each for each in plan.blocks if each.shape != "vocabulary"]
+        for each, columns in zip(blocks, num_columns, strict=False):
+            once_more = columns * each.activation_bytes / 2 if again else 0
+            assert sum(one.sent_bytes for one in each.traffic) == each.formula_bytes(2) + once_more
+            assert {one.operation for one in each.traffic} == {"all_gather", "reduce_scatter"}
+
+
+def warned(model: str) -> tuple[dict[str, Any], list[str]]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = train(model, 2, sequence_split=True)
+    return result, [str(each.message) for each in found if "sequence_split" in str(each.message)]
+
+
+def test_activations_stay_whole_where_tokens_are_mixed_between_blocks(world2: World) -> None:
+    reference = train("mixed tokens", 1)
+    results = world2.run(warned, "mixed tokens")
+    for result, _ in results:
+        (note,) = result["plan"].notes
+        assert note.startswith("activations between the blocks of model.blocks stay whole (the loss becomes ")
+        assert_same_weights(result, reference)
+    ((warning,), *others) = (messages for _, messages in results)
+    assert warning.startswith("sequence_split=True does nothing: activations between the blocks of model.blocks")
+    assert others == [[]]
+
+
+class Stack(nn.Module):
+    """Layers with dropout, of which each is a block; they may be run under an activation checkpoint."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.norm = FeedForward(nn.Dropout(0.5)), nn.LayerNorm(WIDTH)
+            self.dropout, self.is_checkpointed = nn.Dropout(0.5), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_checkpointed:
+                return x + checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return x + self.inner(x)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.dropout(self.block(self.norm(x)))  # type: ignore[no-any-return]
+
+    def __init__(self, checkpointed: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+        self.checkpointed = checkpointed
+        for layer in self.layers:
+            layer.is_checkpointed = checkpointed == "in layers"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed == "layers" else layer(x)
+        return x
+
+
+def stacked(checkpointed: str) -> dict[str, Any]:
+    """Trains on sequences of different lengths; the masks of one layer's dropout, and of one behind all layers."""
+    task = Task("fused")
+    torch.manual_seed(3)
+    stack, last = Stack(checkpointed), nn.Dropout(0.5)
+    task.model = Language(stack, last)
+    masks: dict[str, list[Tensor]] = {"inside": [], "between": [], "behind": []}
+    layer = stack.layers[1]
+    for name, part in {"inside": layer.block.between, "between": layer.dropout, "behind": last}.items():  # type: ignore[union-attr]
+        part.register_forward_hook(lambda *args, name=name: masks[name].append(args[-1].detach() != 0))  # type: ignore[misc, operator, union-attr]
+    generator = torch.Generator().manual_seed(1)
+    batches = [[torch.randint(VOCABULARY, (4, length), generator=generator)] for length in (6, 5, 6)]
+    strategy = make_strategy("tensor_split", sequence_split=True)
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2, use_distributed_sampler=False)
+    trainer.fit(task, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return {"weights": state(task), "masks": {name: kept[-1] for name, kept in masks.items()}}
+
+
+def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again_by_checkpoints(world2: World) -> None:
+    first, second = world2.run(stacked, "nothing")
+    assert torch.equal(first["masks"]["behind"], second["masks"]["behind"])
+    for name, shape in {"inside": (4, 6, 10), "between": (4, 3, WIDTH)}.items():
+        mine, theirs = (result["masks"][name] for result in (first, second))
+        assert mine.shape == theirs.shape == shape
+        assert 0.3 < (mine & theirs).double().mean() / mine.double().mean() < 0.7, "they are independent"
+    for checkpointed in ("in layers", "layers"):
+        for result in world2.run(stacked, checkpointed):
+            assert_same_weights(result, first)
+
+
+@pytest.mark.parametrize("sequence_split", [False, True])
+def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool) -> None:
+    """Two heads of keys and values on four ranks, which have two tokens or one of six."""
     reference = train("llama", 1)
-    for result in world4.run(train, "llama", 4):
+    for result in world4.run(train, "llama", 4, sequence_split=sequence_split):
         assert result["split"] == FOUND["llama"]
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-6)
@@ -415,6 +552,7 @@ def test_a_plan_by_hand(world2: World) -> None:
         ({"plan": {"*.up": "colum"}}, "plan='colum'"),
         ({"plan": {}}, "give 'auto', a mapping"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"sequence_split": "again"}, "sequence_split='again': give True, 'gather_again' or False"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:

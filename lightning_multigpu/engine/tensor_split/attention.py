@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_multigpu.engine.tensor_split.block_input import enter
 from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -28,7 +30,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     ====================  ==========================  ========================================================
 
     Communication of self-attention: one all-reduce of the output's size in forward, and one of the input's size in
-    backward; with other keys or values one more in backward for each tensor. ``need_weights=True``, torch's default,
+    backward; one more in backward for each other tensor among keys and values. ``need_weights=True``, torch's default,
     costs one more in forward, of the averaged weights' size, also where the weights are not used.
 
     After Shoeybi et al., Megatron-LM (2019), section 3.
@@ -40,6 +42,8 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     meter_name: str
     sequence_dim: int | None = None
     keeps_gathered = True
+    entry: Callable[[Tensor], Tensor] | None = None
+    """Gathers the query, and keys or values that are the query, where they are split along a sequence."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("make an nn.MultiheadAttention, and split it with SplitMultiheadAttention.of")
@@ -125,15 +129,29 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """This rank's queries, keys and values: (..., heads of this rank x head_dim) each."""
+        is_self_attention = query is key and key is value
+        if self.in_proj_weight is not None and is_self_attention:
+            input = query if self.entry is None else self.entry(query)
+            sums = self.entry is None
+            return list(column_linear(input, self.in_proj_weight, self.in_proj_bias, self, sums=sums).chunk(3, -1))
         if self.in_proj_weight is None:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        elif query is key and key is value:
-            return list(column_linear(query, self.in_proj_weight, self.in_proj_bias, self).chunk(3, -1))
         else:
             weights = list(self.in_proj_weight.chunk(3))
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        inputs = zip((query, key, value), weights, biases, strict=True)
-        return [column_linear(each, weight, bias, self) for each, weight, bias in inputs]
+        entered: dict[int, Tensor] = {}
+        for tensor in (query, key, value):
+            if id(tensor) not in entered:
+                is_part = self.entry is not None and tensor is query
+                entered[id(tensor)] = (
+                    self.entry(tensor)  # type: ignore[misc]
+                    if is_part
+                    else enter(tensor, self.group, self.meter_name)
+                )
+        return [
+            column_linear(entered[id(each)], weight, bias, self, sums=False)
+            for each, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        ]
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, num_keys: int) -> Tensor | None:
         """What is added to the scores (batch, heads of this rank, queries, keys)."""

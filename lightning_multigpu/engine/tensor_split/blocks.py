@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput, enter
 from lightning_multigpu.engine.tensor_split.layers import (
     ColumnSplitLinear,
     RowSplitLinear,
@@ -330,6 +331,7 @@ class Applied:
         try:
             for name, role in block.roles.items():
                 self._split(parts[name], name, role, way.options.get(name, {}), group, wrap_logits)
+            self._share_input(parts, block, group)
             for name, attribute in (*way.heads, *way.sizes):
                 self._shrink(parts[name], attribute, group, block.groups)
         except BaseException:
@@ -398,6 +400,21 @@ class Applied:
                     column.enters_region = False
                 elif role == "gathered":
                     column.gather_output, column.enters_region = True, False
+
+    def _share_input(self, parts: Mapping[str, Module], block: Block, group: TensorGroup) -> None:
+        """Column layers that run on one input sum up its gradient over the ranks together."""
+        columns = [name for name, role in block.roles.items() if role == "column"]
+        if len(columns) < 2 or block.shape == "plan":
+            return
+        entry = BlockInput(lambda input: enter(input, group, columns[0]), parts[columns[-1]])
+        for name in columns:
+            self.change(parts[name], entry=entry)
+
+    def change(self, part: Module, **attributes: Any) -> None:
+        """Sets attributes of a module until the block is whole again."""
+        with self._changing(part):
+            for name, value in attributes.items():
+                setattr(part, name, value)
 
     def _shrink(self, part: Module, attribute: str, group: TensorGroup, groups: int) -> None:
         start, stop = group.bounds(groups)[group.rank]

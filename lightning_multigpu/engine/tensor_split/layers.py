@@ -72,6 +72,8 @@ class _ColumnSplit(_Split):
     training: Any
     enters_region = True
     gather_output = False
+    entry: Callable[[Tensor, _ColumnSplit], Tensor] | None = None
+    """Gives the layer its input, and sums up the gradient of it, for all column layers of a block."""
     wrap_logits: Callable[[Tensor, _ColumnSplit], Tensor] | None = None
     sequence_dim: int | None = None
     sequence_length: int | None = None
@@ -97,7 +99,10 @@ class _ColumnSplit(_Split):
             cut(self.bias, self.split, group.rank)
 
     def forward(self, input: Tensor) -> Tensor:
-        output = column_linear(input, self._out_in(), self.bias, self)
+        sums = self.entry is None
+        if self.entry is not None:
+            input = self.entry(input, self)
+        output = column_linear(input, self._out_in(), self.bias, self, sums=sums)
         if self.gather_output:
             return gather_last(output, self.group, self.split, self.meter_name)
         if self.wrap_logits is not None:
@@ -123,7 +128,7 @@ class _RowSplit(_Split):
         if self.split_input:
             input = split_last(input, self.group, self.split, self.meter_name)
         self.group.random.leave(input.device)
-        input, weight, bias = _cast(input, self._out_in(), self.bias)
+        input, weight, bias = cast(input, self._out_in(), self.bias)
         output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
         return output
 
@@ -350,7 +355,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
         return output
 
 
-def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, *, sums: bool = True) -> Tensor:
     """``F.linear`` with this rank's rows of a weight (out / N, in); the gradient of the input is summed over the ranks.
 
     Args:
@@ -358,9 +363,11 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any
         weight: (out / N, in).
         bias: (out / N), or None.
         layer: has the group, ``meter_name``, ``sequence_dim`` and ``keeps_gathered``.
+        sums: the gradient of the input is summed over the ranks here, and not where the input has entered the block.
     """
-    input, weight, bias = _cast(input, weight, bias)
-    output: Tensor = _ColumnLinear.apply(input, weight, bias, layer)  # type: ignore[no-untyped-call]
+    part = getattr(input, "sequence_part", None)
+    input, weight, bias = cast(input, weight, bias)
+    output: Tensor = _ColumnLinear.apply(input, weight, bias, layer, sums, part)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -405,9 +412,15 @@ def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> T
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
-        ctx.layer, dim = layer, layer.sequence_dim
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, sums: bool, part: Any
+    ) -> Tensor:
+        ctx.layer, ctx.sums, ctx.part, dim = layer, sums, None, layer.sequence_dim
         whole = input
+        if part is not None:  # gathered where it has entered the block
+            ctx.part = part.dim, part.bounds
+            ctx.save_for_backward(part.tensor, weight)
+            return F.linear(input, weight, bias)
         if dim is not None:
             ctx.bounds = layer.group.bounds(layer.sequence_length or input.shape[dim] * layer.group.size)
             whole = layer.group.all_gather(input, dim, ctx.bounds, layer.meter_name)
@@ -424,19 +437,20 @@ class _ColumnLinear(Function):
         of_input = pending = of_weight = None
         if ctx.needs_input_grad[0]:
             of_input = (rows @ weight).view(*gradient.shape[:-1], weight.shape[1])
-            if dim is None:
+            if dim is None and ctx.sums:
                 pending = group.begin_all_reduce(of_input, name)
         if ctx.needs_input_grad[1]:
-            if dim is not None and not layer.keeps_gathered:
+            if ctx.part is not None:
+                input = group.all_gather(input, *ctx.part, name)
+            elif dim is not None and not layer.keeps_gathered:
                 input = group.all_gather(input, dim, ctx.bounds, name)
             of_weight = rows.t() @ _rows(input)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if pending is not None:
             of_input = pending.finish()
-        elif of_input is not None:
-            assert dim is not None
+        elif of_input is not None and dim is not None:
             of_input = group.reduce_scatter(of_input, dim, ctx.bounds, name)
-        return of_input, of_weight, of_bias, None
+        return of_input, of_weight, of_bias, None, None, None
 
 
 class _RowLinear(Function):
@@ -498,12 +512,12 @@ class _GatherLast(Function):
 class _SplitLast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-        ctx.group, ctx.split, ctx.name = group, split, name
+        ctx.group, ctx.split, ctx.layer_name = group, split, name
         return _along_last(split).part(tensor, group.rank)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _along_last(ctx.split).gather(gradient, ctx.group, ctx.name).contiguous(), None, None, None
+        return _along_last(ctx.split).gather(gradient, ctx.group, ctx.layer_name).contiguous(), None, None, None
 
 
 class _GatherSequence(Function):
@@ -521,14 +535,14 @@ class _GatherSequence(Function):
 class _SplitSequence(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Tensor:
-        ctx.group, ctx.dim, ctx.name = group, dim, name
+        ctx.group, ctx.dim, ctx.layer_name = group, dim, name
         ctx.bounds = group.bounds(tensor.shape[dim])
         start, stop = ctx.bounds[group.rank]
         return tensor.narrow(dim, start, stop - start).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.name).contiguous(), None, None, None
+        return ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.layer_name).contiguous(), None, None, None
 
 
 def _joined(partial: Tensor, layer: Any) -> Tensor:
@@ -559,7 +573,7 @@ def _along_last(split: ParameterSplit) -> ParameterSplit:
     return ParameterSplit(-1, split.ranges)
 
 
-def _cast(*tensors: Tensor | None) -> tuple[Any, ...]:
+def cast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the dtype of autocast, if that is on."""
     kind = next(tensor for tensor in tensors if tensor is not None).device.type
     if not torch.is_autocast_enabled(kind):

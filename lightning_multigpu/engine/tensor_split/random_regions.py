@@ -58,3 +58,10 @@ class RandomRegions:
         if self._outside_on_gpu is not None:
             torch.cuda.set_rng_state(self._outside_on_gpu, device)
         self._outside = self._outside_on_gpu = None
+
+    def forget(self) -> None:
+        """Ends a region whose end has not come, without a change of the random states.
+
+        An activation checkpoint computes its part of a step no further than backward needs it.
+        """
+        self._outside = self._outside_on_gpu = None

@@ -88,6 +88,7 @@ class TensorGroup:
         rank: of this process in the group.
         size: the number of ranks.
         random: the random numbers between layers that split activations and those that join them.
+        sequence_random: those in layers between whose blocks activations are split along the sequence.
         observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """
 
@@ -96,6 +97,7 @@ class TensorGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.random = RandomRegions(self.rank)
+        self.sequence_random = RandomRegions(self.rank)
         self.observer: Callable[[str, str, int], object] | None = None
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._meter = meter or Meter()

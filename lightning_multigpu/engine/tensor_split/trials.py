@@ -8,9 +8,10 @@ whole, with the reason.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from lightning_multigpu.engine.gradient_check import (
 )
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.sequence_region import WAYS, SequenceRegion, layer_lists
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
 
@@ -102,10 +104,14 @@ class Trials:
         gather: returns the objects of all ranks, also of other groups, on every rank.
         rtol: the relative difference that rounding explains.
         wrap_logits: makes of a head's outputs on a rank what the step gets.
+        sequence_split: split activations between blocks along the sequence: "keep" or "gather_again" says what column
+            layers do about their gathered inputs in backward. None for whole activations.
 
     Attributes:
         summed: hooks that sum the gradients of whole parameters within blocks over the ranks, by the parameters' names;
             to be removed at the end.
+        regions: layers between whose blocks activations are split along the sequence.
+        notes: about ``sequence_split``, for the user.
         traffic: of a step with all blocks that are split so far.
     """
 
@@ -119,6 +125,7 @@ class Trials:
         gather: Callable[[Any], list[Any]],
         rtol: float,
         wrap_logits: Callable[[Tensor, Any], Tensor],
+        sequence_split: Literal["keep", "gather_again"] | None = None,
     ) -> None:
         self._module = module
         self._group = group
@@ -128,6 +135,9 @@ class Trials:
         self._rtol = rtol
         self._wrap_logits = wrap_logits
         self.summed: dict[str, RemovableHandle] = {}
+        self._sequence_split = sequence_split
+        self.regions: list[SequenceRegion] = []
+        self.notes: list[str] = []
         self.traffic: list[Sent] = []
         self._tries_left = 0
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -148,7 +158,7 @@ class Trials:
         """
         split: list[tuple[Block, Applied]] = []
         left: list[Left] = []
-        self._group.random.is_off = True
+        self._group.random.is_off = self._group.sequence_random.is_off = True
         try:
             with moved_weights(self._parameters, self._own_part), without_gradients(self._parameters.values()):
                 with order(self._module) as called:
@@ -161,8 +171,10 @@ class Trials:
                     for blocks in by_kind.values():
                         self._tries_left = _TRIES * (1 + len(blocks).bit_length())
                         self._split(blocks, whole, split, left)
+                if self._sequence_split is not None:
+                    self._split_sequences(split, whole)
         finally:
-            self._group.random.is_off = False
+            self._group.random.is_off = self._group.sequence_random.is_off = False
         return split, left
 
     def _own_part(self, parameter: Parameter, whole: Tensor) -> Tensor:
@@ -183,6 +195,33 @@ class Trials:
             middle = len(blocks) // 2
             self._split(blocks[:middle], whole, split, left)
             self._split(blocks[middle:], whole, split, left)
+
+    def _split_sequences(self, split: Sequence[tuple[Block, Applied]], whole: Computed) -> None:
+        """Splits activations in lists of layers along dimension 1, or 0, where the step computes the same."""
+        done: list[str] = []
+        for found in layer_lists(self._module, split):
+            if any(found.name.startswith(f"{name}.") for name in done):
+                continue
+            reasons = []
+            for dim, place in WAYS:
+                region = SequenceRegion(
+                    self._module,
+                    found,
+                    self._group,
+                    dim=dim,
+                    gathers_at=place,
+                    keeps_gathered=self._sequence_split == "keep",
+                )
+                problem = self._problem(whole)
+                if problem is None:
+                    done.append(found.name)
+                    self.regions.append(region)
+                    self.notes.append(f"activations between the blocks of {found.name} are split along dimension {dim}")
+                    break
+                region.undo()
+                reasons.append(problem)
+            else:
+                self.notes.append(f"activations between the blocks of {found.name} stay whole ({reasons[0]})")
 
     def _try(self, blocks: Sequence[Block], whole: Computed) -> tuple[list[Applied], str]:
         """Splits blocks of a kind in the first way that computes the same; or nothing, and why the first did not."""
@@ -224,12 +263,13 @@ class Trials:
         split = self._compute()
         problem, differing = self._difference(whole, split)
         problem = self._first_of_ranks(problem)
-        partial = sorted(set().union(*self._gather(differing)))
+        partial = self._partial(differing, split)
         if problem is None:
             self.traffic = split.traffic
-        if problem is None or not partial:
+        if not partial:
             return problem
-        # A whole parameter within a block, such as a norm of queries, gets a part of its gradient on each rank.
+        # A whole parameter within a block, such as a norm of queries, or between blocks whose activations are split
+        # along the sequence, gets a part of its gradient on each rank.
         traffic = list(split.traffic)
         for name in partial:
             traffic.append(Sent("backward", "all_reduce", f"{name} gradient", whole.gradients[name].nbytes))
@@ -241,6 +281,19 @@ class Trials:
         for name in partial:
             self.summed[name] = self._parameters[name].register_hook(self._sum(name))  # type: ignore[no-untyped-call]
         return None
+
+    def _partial(self, differing: set[str], split: Computed) -> list[str]:
+        """Those of the whole parameters whose gradients differ between the ranks of the group; a collective."""
+        names = sorted(set().union(*self._gather(differing)))
+        if not names:
+            return []
+        own = [_checksum(split.gradients.get(name)) for name in names]
+        told = torch.tensor([own], dtype=torch.float64, device=self._parameters[names[0]].device)
+        bounds = [(rank, rank + 1) for rank in range(self._group.size)]
+        of_ranks = self._group.all_gather(told, 0, bounds, "checksums of gradients")
+        differ = (of_ranks != of_ranks[0]).any(0).tolist()
+        found = [name for name, differs in zip(names, differ, strict=True) if differs]
+        return sorted(set().union(*self._gather(found)))
 
     def _sum(self, name: str) -> Callable[[Tensor], Tensor]:
         return lambda gradient: self._group.all_reduce(gradient.detach().clone().contiguous(), f"{name} gradient")
@@ -254,7 +307,7 @@ class Trials:
             self._group.observer = lambda *sent: traffic.append(Sent("forward", *sent))
             loss = self._loss()
             self._group.observer = lambda *sent: traffic.append(Sent("backward", *sent))
-            loss.backward()  # type: ignore[no-untyped-call]
+            _backward(loss)
             self._group.observer = None
             gradients = take_gradients(self._parameters)
         with self._traceless(), NoDropout(), torch.no_grad():
@@ -269,7 +322,7 @@ class Trials:
         return loss.as_subclass(Tensor)
 
     def _difference(self, whole: Computed, split: Computed) -> tuple[str | None, set[str]]:
-        """What differs; and the whole parameters whose gradients differ, if nothing else does."""
+        """What differs; and the whole parameters whose gradients differ, however small, if nothing else does."""
         for what, first, second in (
             ("the loss", whole.loss, split.loss),
             ("the loss in evaluation mode", whole.evaluated, split.evaluated),
@@ -279,18 +332,33 @@ class Trials:
         reference = {name: self._own_part(self._parameters[name], g) for name, g in whole.gradients.items()}
         largest = max((norm_of(gradient) for gradient in reference.values()), default=0.0)
         errors: dict[str, float] = {}
+        differing: set[str] = set()
         for name in {**reference, **split.gradients}:
             gradient = reference.get(name)
-            size = max(norm_of(gradient), SMALLEST * largest)
+            norm = norm_of(gradient)
+            size = max(norm, SMALLEST * largest)
             error = norm_of(gradient, split.gradients.get(name))
             if not error <= self._rtol * size:
                 errors[name] = error / size if size else math.inf
+            if not error <= self._rtol * norm and split_of(self._parameters[name]) is None and name in reference:
+                differing.add(name)
         if not errors:
-            return None, set()
+            return None, differing
         worst = max(errors, key=lambda name: errors[name])
         problem = f"the gradient of {worst} becomes another one (relative difference {errors[worst]:.2g})"
-        are_whole = all(split_of(self._parameters[name]) is None and name in reference for name in errors)
-        return problem, set(errors) if are_whole else set()
+        return problem, differing if differing.issuperset(errors) else set()
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()`` without leaving the modes that are on: checkpoints would compute again with dropout."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _checksum(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else zlib.crc32(gradient.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,101 @@
+"""Column layers of a block get their common input once, and sum up its gradient once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput, enter, gather
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
+from tests.world import World
+
+LENGTH, WIDTH, HIDDEN = 7, 6, 10
+
+
+class Gated(nn.Module):
+    def __init__(self, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x).sigmoid() * self.up(x))  # type: ignore[no-any-return]
+
+
+def _pair(group: TensorGroup, kind: str) -> tuple[Gated, Gated, tuple[int, int]]:
+    """A whole block, one that is split, and this rank's part of a sequence."""
+    torch.manual_seed(0)
+    whole = Gated(nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    torch.manual_seed(0)
+    dim = None if kind == "whole" else 1
+    split = Gated(
+        ColumnSplitLinear(WIDTH, HIDDEN, group=group, name="gate"),
+        ColumnSplitLinear(WIDTH, HIDDEN, group=group, name="up"),
+        RowSplitLinear(HIDDEN, WIDTH, group=group, sequence_dim=dim, name="down"),
+    )
+    enters: Callable[[Tensor], Tensor] = lambda x: enter(x, group, "input")  # noqa: E731
+    if kind != "whole":
+        enters = lambda x: gather(x, group, 1, LENGTH, "input", keeps_gathered=kind == "kept")  # noqa: E731
+    entry: Any = BlockInput(enters, split.up)
+    split.gate.entry = split.up.entry = entry
+    return whole, split, (0, LENGTH) if kind == "whole" else group.bounds(LENGTH)[group.rank]
+
+
+def _compute(kind: str) -> dict[tuple[str, str], int]:
+    with tensor_group() as (group, meter):
+        whole, split, (start, stop) = _pair(group, kind)
+        x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
+        own = x.detach()[:, start:stop].clone().requires_grad_()
+        weights = torch.randn(3, LENGTH, WIDTH)
+        expected, actual = whole(x), split(own)
+        (expected * weights).sum().backward()
+        (actual * weights[:, start:stop]).sum().backward()
+        found = counts(meter)
+        assert_equal(actual, expected[:, start:stop])
+        assert own.grad is not None
+        assert x.grad is not None
+        assert_equal(own.grad, x.grad[:, start:stop])
+        assert_parts(split, whole, group)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("whole", {("all_reduce", "input"): 1, ("all_reduce", "down"): 1}),
+        (
+            "kept",
+            {(way, name): 1 for way in ("all_gather", "reduce_scatter") for name in ("input", "down")},
+        ),
+        (
+            "gathered again",
+            {
+                **{(way, name): 1 for way in ("all_gather", "reduce_scatter") for name in ("input", "down")},
+                ("all_gather", "gate"): 1,
+                ("all_gather", "up"): 1,
+            },
+        ),
+    ],
+)
+def test_one_collective_for_all_column_layers(world: World, kind: str, expected: dict[tuple[str, str], int]) -> None:
+    for found in world.run(_compute, kind):
+        assert found == {(way, f"tensor {name}"): count for (way, name), count in expected.items()}
+
+
+def _change() -> None:
+    with tensor_group() as (group, _), torch.no_grad():
+        whole, split, (start, stop) = _pair(group, "kept")
+        x = torch.randn(3, LENGTH, WIDTH)
+        own = x[:, start:stop].clone()
+        split.gate(own)
+        own.mul_(2)
+        assert_equal(split.up(own), split.up.split.part(whole.up(2 * x).movedim(-1, 0), group.rank).movedim(0, -1))
+
+
+def test_an_input_that_changes_in_place(world2: World) -> None:
+    world2.run(_change)
