@@ -138,6 +138,13 @@ class TensorSplitStrategy(RingDDPStrategy):
                 if value
             )
             raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
+        compressor = self._transport.compressor
+        if compressor is not None and world > size:
+            raise ValueError(
+                f"compression={compressor!r} with {world // size} tensor groups: parameters that the ranks of a group "
+                "hold alike would drift apart, compressed with other parts on each rank; use "
+                f"HybridStrategy(pipeline_parallel_size=1, tensor_parallel_size={size}, compression=...)"
+            )
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:

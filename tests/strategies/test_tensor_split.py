@@ -560,6 +560,13 @@ def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
         make_trainer(Case(), make_strategy("tensor_split", **options), 2)
 
 
+def test_compression_between_groups_is_refused() -> None:
+    """The biases of row layers differed between the ranks of a group, and the end of the fit raised."""
+    strategy = make_strategy("tensor_split", tensor_parallel_size=2, compression="int8")
+    with pytest.raises(ValueError, match=r"compression=Int8.* use HybridStrategy\(pipeline_parallel_size=1"):
+        make_trainer(Case(), strategy, 4)
+
+
 def test_bf16(world2: World) -> None:
     case = Case(precision="bf16-mixed", max_epochs=2)
     reference: Any = fit(case, None, 1)
