@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.action_recorder import ActionRecorder
+from lightning_multigpu.callbacks.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.probes import usable_cores
 from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, versions_of
 from lightning_multigpu.callbacks.strategy_identity import identify
@@ -50,9 +51,10 @@ class ProfilerReport(Callback):
 
     The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
     ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
-    place. One further step counts where the program reads values of tensors. Where the ranks of a host have more
-    threads than cores, three more are run with fewer threads, which changes results by rounding alone. Outside of the
-    window the callback costs one comparison a batch.
+    place. One further step counts where the program reads values of tensors, and another one records its operators by
+    torch's profiler, unless ``Trainer(profiler="pytorch")`` does so. Where the ranks of a host have more threads than
+    cores, three more are run with fewer threads, which changes results by rounding alone. Outside of the window the
+    callback costs one comparison a batch.
 
     The figures come from the actions that Lightning tells its profiler, which goes on to be told of them, from the
     strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
@@ -63,6 +65,7 @@ class ProfilerReport(Callback):
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
         warmup: steps at its beginning that are not counted.
         active: steps that are counted.
+        operators: whether one step is recorded by torch's profiler, whose first start takes seconds.
         print_report: whether rank 0 prints the report.
         write_files: whether rank 0 writes the files.
 
@@ -76,6 +79,7 @@ class ProfilerReport(Callback):
         wait: int = 5,
         warmup: int = 1,
         active: int = 10,
+        operators: bool = True,
         print_report: bool = True,
         write_files: bool = True,
     ) -> None:
@@ -88,6 +92,7 @@ class ProfilerReport(Callback):
         """The path of its file, on rank 0."""
         self._wait, self._warmup, self._active = wait, warmup, active
         self._first = wait + warmup
+        self._operators = operators
         self._print_report = print_report
         self._write_files = write_files
         self._window: _Window | None = None
@@ -96,7 +101,7 @@ class ProfilerReport(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        self._window = _Window(trainer, self._wait, self._warmup, self._active)
+        self._window = _Window(trainer, self._wait, self._warmup, self._active, operators=self._operators)
         if isinstance(trainer.strategy, ObservedStrategy):
             trainer.strategy.record_stages(count_activations=False)
             self._gathered = trainer.strategy.gather_at_end(self._told)
@@ -132,6 +137,7 @@ class ProfilerReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window is None:
             return
+        told: list[dict[str, Any]]
         told = gather(trainer, self._told()) if self._gathered is None else self._gathered
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         self._window = None
@@ -150,7 +156,7 @@ class ProfilerReport(Callback):
         if self._print_report:
             print(profile_text.text(self.profile))
         if self._write_files and not is_fast_dev_run(trainer):
-            self._write(directory)
+            self._write(directory, [of_rank["events"] for of_rank in told])
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -169,7 +175,7 @@ class ProfilerReport(Callback):
         assert self._window is not None
         return self._window.told()
 
-    def _write(self, directory: str) -> None:
+    def _write(self, directory: str, events: Sequence[Sequence[Any]]) -> None:
         assert self.profile is not None
         path = Path(directory) / profile_document.FILE_NAME
         trace_path = path.with_name(profile_document.TRACE_NAME)
@@ -178,7 +184,7 @@ class ProfilerReport(Callback):
             if "://" in directory:
                 raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
             document.write(self.profile, path)
-            document.write(profile_document.trace(self.profile), trace_path)
+            document.write(profile_document.trace(self.profile, events), trace_path)
             document.write_bytes(profile_page.page(self.profile).encode(), page_path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.
@@ -194,10 +200,10 @@ class _Window:
 
     ::
 
-        wait | warmup, active: recorded | reads of values | fewer threads, if there are too many
+        wait | warmup, active: recorded | reads of values | operators | fewer threads, if there are too many
     """
 
-    def __init__(self, trainer: Trainer, wait: int, warmup: int, active: int) -> None:
+    def __init__(self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
@@ -212,6 +218,8 @@ class _Window:
         self._ends_s: list[float] = []
         self._counted: list[tuple[float, float, int]] = []
         self._reads: ValueReads | None = None
+        traces = operators and not isinstance(_profiler(trainer), PyTorchProfiler)  # a second one would empty it
+        self._operators = OperatorTrace(self.now) if traces else None
         self._watching = ExitStack()
         self._clock: ClockOffset | None = None
         self._trial: _ThreadTrial | None = None
@@ -237,6 +245,8 @@ class _Window:
     def stop(self, trainer: Trainer) -> None:
         """Puts back what the window has replaced."""
         self._watching.close()
+        if self._operators is not None:
+            self._operators.stop()
         if self._trial is not None:
             self._trial.end()
         if self._recorder is not None:
@@ -277,6 +287,8 @@ class _Window:
             "clock": asdict(clock),
             "steps": steps,
             "reads": [] if self._reads is None else self._reads.most(),
+            "operators": [] if self._operators is None else self._operators.most,
+            "events": [] if self._operators is None else self._operators.events,
             "trial": None if self._trial is None else self._trial.told(),
             "stages": None if self._stages is None else asdict(self._stages),
         }
@@ -313,6 +325,18 @@ class _Window:
 
     def _reading(self, trainer: Trainer) -> None:
         self._watching.close()
+        if self._operators is None:
+            self._try_threads(trainer)
+        else:
+            self._operators.start()
+            self._next = self._tracing
+
+    def _tracing(self, trainer: Trainer) -> None:
+        assert self._operators is not None
+        self._operators.stop()
+        self._try_threads(trainer)
+
+    def _try_threads(self, trainer: Trainer) -> None:
         self._next = _nothing
         hosts = _gathered_together(trainer, (socket.gethostname(), trainer.node_rank, torch.get_num_threads()))
         if trainer.strategy.root_device.type != "cpu" or hosts is None:

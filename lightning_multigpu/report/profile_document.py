@@ -6,6 +6,7 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
       "schema_version": 1,
       "strategy": {"name": str, "options": {option: any JSON}},   the options that are not at their default
       "versions": {software: str},
+      "origin_s": number,                                         that beginning on the clock of rank 0
       "step_s": number,                                           median optimizer step of the slowest rank
       "ranks": [RANK],                                            one a rank, in rank order
       "operations": [OPERATION],                                  transfers between ranks, of the rank with the most
@@ -18,6 +19,7 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
             "step_s": number, "phases_s": {PHASE: number},        medians over its steps
             "callbacks_s": {hook: number},                        medians, of the hooks that take the most time
             "transfers_s": number,                                time with transfers under way, hidden or not; median
+            "operators": [[name, calls, cpu_s, gpu_s]],           of one step: those with the most time of their own
             "reads": [[line, count, share]],                      values of tensors that a line reads in a step, and
                                                                   the share of the step that it takes
             "steps": [STEP], "stages": STAGES or null}
@@ -50,6 +52,7 @@ from lightning_multigpu.report.schema import ReportError
 FILE_NAME = "profile.json"
 TRACE_NAME = "profile_trace.json"
 SCHEMA_VERSION = 1
+_KEPT = ("rank", "node", "host", "threads", "cores", "data_workers", "clock", "operators", "reads")
 
 
 def build(
@@ -76,6 +79,7 @@ def build(
         "schema_version": SCHEMA_VERSION,
         "strategy": {"name": strategy, "options": dict(options)},
         "versions": dict(versions),
+        "origin_s": origin_s,
         "step_s": max(rank["step_s"] for rank in ranks),
         "ranks": ranks,
         "operations": max((_operations(rank["steps"]) for rank in ranks), key=_bytes),
@@ -101,8 +105,13 @@ def read(path: Path) -> dict[str, Any]:
     return dict(profile)
 
 
-def trace(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """The timeline as Chrome's trace events: a process for each rank, with its phases and its transfers."""
+def trace(profile: Mapping[str, Any], operators: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
+    """The timeline as Chrome's trace events: a process for each rank, with its phases, transfers and operators.
+
+    Args:
+        profile: the document.
+        operators: of each rank, in rank order, on its own clock: name, thread, start and end in seconds.
+    """
     events: list[dict[str, Any]] = []
     for rank in profile["ranks"]:
         pid = rank["rank"]
@@ -113,7 +122,18 @@ def trace(profile: Mapping[str, Any]) -> dict[str, Any]:
             for operation, group, _, start_s, end_s, size_bytes, sent_bytes, _ in step["transfers"]:
                 event = _event(f"{operation} ({group})", pid, 1, start_s, end_s)
                 events.append({**event, "args": {"size_bytes": size_bytes, "sent_bytes": sent_bytes}})
+    for rank, of_rank in zip(profile["ranks"], operators, strict=False):
+        behind_s = profile["origin_s"] + rank["clock"]["offset_s"]
+        for thread in sorted({thread for _, thread, *_ in of_rank}):
+            kind = f"operators, thread {thread}" if thread >= 0 else f"GPU stream {-1 - thread}"
+            events.append(_name("thread_name", rank["rank"], _thread(thread), kind))
+        events += [_event(n, rank["rank"], _thread(t), a - behind_s, b - behind_s) for n, t, a, b in of_rank]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _thread(thread: int) -> int:
+    """Behind the two rows of phases and transfers: streams of a GPU, then threads."""
+    return 2 - 1 - thread if thread < 0 else 1000 + thread
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -139,7 +159,7 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
     phases = [seconds_of(Span(start_s, end_s, phase) for phase, start_s, end_s in step["parts"]) for step in steps]
     callbacks = [step["callbacks_s"] for step in told["steps"]]
     return {
-        **{key: told[key] for key in ("rank", "node", "host", "threads", "cores", "data_workers", "clock", "reads")},
+        **{key: told[key] for key in _KEPT},
         "step_s": median(step["end_s"] - step["start_s"] for step in steps),
         "phases_s": _medians(phases),
         "callbacks_s": _medians(callbacks),

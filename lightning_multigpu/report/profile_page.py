@@ -61,6 +61,10 @@ def page(profile: Mapping[str, Any]) -> str:
     if profile["operations"]:
         header = ["transfers in a step", "group", "ranks", "count", "sent", "through memory", "time", "a second"]
         body += ["<h2>Transfers of the rank that sends most</h2>", _table(header, _operation_rows(profile))]
+    if ranks[0]["operators"]:
+        header = ["operator", "calls", "on the CPU", "on the GPU"]
+        rows = [[name, str(calls), _ms(cpu_s), _ms(gpu_s)] for name, calls, cpu_s, gpu_s in ranks[0]["operators"]]
+        body += ["<h2>Operators of a step on rank 0, by their own time</h2>", _table(header, rows)]
     return _html(name, body)
 
 

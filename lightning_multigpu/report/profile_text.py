@@ -10,12 +10,13 @@ from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report.numbers import size
 
 _WIDTH = 100
+_OPERATORS = 5
 
 
 def text(profile: Mapping[str, Any]) -> str:
-    """Phases by rank, transfers, and the diagnosis."""
-    lines = [_title(profile), "", *_phases(profile), *_transfers(profile), "", *_diagnosis(profile)]
-    return "\n".join(lines)
+    """Phases by rank, transfers, operators, and the diagnosis."""
+    parts = (_phases(profile), _transfers(profile), _operators(profile), ["", *_diagnosis(profile)])
+    return "\n".join([_title(profile), "", *(line for part in parts for line in part)])
 
 
 def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
@@ -65,6 +66,17 @@ def _transfers(profile: Mapping[str, Any]) -> list[str]:
             f"{operation['count']:.3g} x, {size(operation['sent_bytes'])} sent, "
             f"{1e3 * operation['seconds']:.3g} ms"
         )
+    return lines
+
+
+def _operators(profile: Mapping[str, Any]) -> list[str]:
+    operators = profile["ranks"][0]["operators"]
+    if not operators:
+        return []
+    lines = ["", "Operators of a step on rank 0 that take the most time by themselves:"]
+    for name, calls, cpu_s, gpu_s in operators[:_OPERATORS]:
+        on_gpu = f", {1e3 * gpu_s:.3g} ms on the GPU" if gpu_s else ""
+        lines.append(f"  {name}: {calls} x, {1e3 * cpu_s:.3g} ms{on_gpu}")
     return lines
 
 

@@ -24,7 +24,8 @@ def told(rank: int, *, ahead_s: float = 0.0, **phases_s: float) -> dict[str, Any
         steps.append({**step, "transfers": transfers})
     return {
         "rank": rank, "node": 0, "host": f"host<{rank}>", "threads": 1, "cores": 2, "data_workers": 0,
-        "clock": {"offset_s": ahead_s, "error_s": 1e-4}, "steps": steps, "reads": [], "trial": None, "stages": None,
+        "clock": {"offset_s": ahead_s, "error_s": 1e-4}, "steps": steps, "reads": [],
+        "operators": [("aten::mm", 7, 0.003, 0.0)], "trial": None, "stages": None,
     }  # fmt: skip
 
 

@@ -43,12 +43,22 @@ def test_the_timeline_has_a_process_for_each_rank() -> None:
     assert (first["ts"], first["dur"]) == (pytest.approx(50_000), pytest.approx(20_000))
 
 
+def test_operators_are_on_the_clock_of_rank_0() -> None:
+    operators = [[("mm", 4, 100.05, 100.06)], [("mm", 4, 107.05, 107.06), ("k", -8, 107.1, 107.2)]]
+    traced = profile_document.trace(profile(), operators)
+    found = [(e["name"], e["pid"], e["tid"], round(e["ts"])) for e in traced["traceEvents"] if e["ph"] == "X"][-3:]
+    assert found == [("mm", 0, 1004, 50_000), ("mm", 1, 1004, 50_000), ("k", 1, 9, 100_000)]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in traced["traceEvents"] if e["name"] == "thread_name"}
+    assert (names[1, 1004], names[1, 9]) == ("operators, thread 4", "GPU stream 7")
+
+
 def test_text() -> None:
     text = profile_text.text(profile())
     assert "Profile of ring_ddp: 2 ranks, 2 optimizer steps, 125 ms a step (medians)" in text
     assert re.search(r"^rank +data wait +forward +backward +communication +optimizer +step, ms$", text, re.MULTILINE)
     assert re.search(r"^ +1 +50 +20 +40 +10 +5 +125$", text, re.MULTILINE)
     assert "all_reduce (data, 2 ranks): 1 x, 1.00 kB sent, 30 ms" in text
+    assert "  aten::mm: 7 x, 3 ms" in text
     assert "1. input: 75 ms a step predicted (40 % less)" in text
     healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
@@ -82,6 +92,7 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
     assert "0 (host<0>)" in parsed.texts
     assert "rank 1: data wait, 50.0 ms" in parsed.texts
     assert "input" in parsed.texts
+    assert "aten::mm" in parsed.texts
 
 
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
