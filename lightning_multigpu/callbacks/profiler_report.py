@@ -89,7 +89,9 @@ class ProfilerReport(Callback):
         self.profile: dict[str, Any] | None = None
         """The newest profile, as a dictionary, on rank 0."""
         self.path: Path | None = None
-        """The path of its file, on rank 0."""
+        """The path of ``profile.json``, on rank 0."""
+        self.page_path: Path | None = None
+        """The path of ``profile.html``, on rank 0."""
         self._wait, self._warmup, self._active = wait, warmup, active
         self._first = wait + warmup
         self._operators = operators
@@ -166,6 +168,10 @@ class ProfilerReport(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._abandon(trainer)
 
+    def results(self) -> dict[str, Any]:
+        """The attributes that a spawned rank 0 hands to the process that has started it."""
+        return {"profile": self.profile, "path": self.path, "page_path": self.page_path}
+
     def _abandon(self, trainer: Trainer) -> None:
         if self._window is not None:
             self._window.stop(trainer)
@@ -190,7 +196,7 @@ class ProfilerReport(Callback):
             # Training has succeeded by now; a full disk must not make it look as if it had not.
             rank_zero_warn(f"the profile was not written to {directory}: {error}")
             return
-        self.path = path
+        self.path, self.page_path = path, page_path
         if self._print_report:
             print(f"written to {page_path},\n{path}\nand {trace_path}")
 
