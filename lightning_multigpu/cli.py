@@ -96,6 +96,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("pipeline", "predict a pipeline's step time and memory, without training", "pipeline", _PIPELINE),
     Command("tensor", "show how layers would be split over ranks, without training", "tensor", _TENSOR),
+    Command("compare", "profile one configuration under several strategies", "compare"),
     Command("report", "show the profile of a run, or compare those of several", "profiles"),
     Command("bench", "time collectives or strategies on this machine", "bench", _BENCHES),
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),

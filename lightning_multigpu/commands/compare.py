@@ -1,0 +1,56 @@
+"""``lightning-multigpu compare``: one configuration under several strategies, profiled one after the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_multigpu.commands.option_parser import OptionParser
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+
+PAGE_NAME = "compared.html"
+_CALLBACK = "lightning_multigpu.callbacks.ProfilerReport"
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Trains under each strategy, and compares the profiles; returns 1 if a run has failed.
+
+    Raises:
+        UsageError: an option is unknown or missing.
+        SystemExit: for ``--help``.
+    """
+    parser = OptionParser(
+        f"{PROGRAM} {name}",
+        "Train one configuration under several strategies, one after the other, and compare where the time of a step "
+        f"goes. Options that are not listed here go to {PROGRAM} fit, --trainer.max_steps=30 for example.",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="a configuration of fit")
+    parser.add_argument("--strategies", required=True, help="names with commas between: ring_ddp,cpu_ps")
+    parser.add_argument("--folder", type=Path, default=Path("runs/compared"), help="for the runs; default: %(default)s")
+    options, further = parser.parse_known_args(list(arguments))
+    strategies = [strategy for strategy in options.strategies.split(",") if strategy]
+    if not strategies or len({*strategies}) < len(strategies):
+        raise UsageError(f"--strategies={options.strategies}: give each name once, with commas between")
+    if not options.config.is_file():
+        raise UsageError(f"--config={options.config}: there is no such file")
+    folders = {strategy: options.folder / strategy for strategy in strategies}
+    failed = []
+    for strategy, folder in folders.items():
+        print(f"{strategy}:", flush=True)
+        (folder / profile_document.FILE_NAME).unlink(missing_ok=True)
+        own = ["--trainer.logger=false", f"--trainer.default_root_dir={folder}", f"--trainer.callbacks+={_CALLBACK}"]
+        fit = ["fit", f"--config={options.config}", *further, f"--trainer.strategy={strategy}", *own]
+        status = subprocess.run([sys.executable, "-m", "lightning_multigpu", *fit], check=False).returncode
+        if status or not (folder / profile_document.FILE_NAME).is_file():
+            failed.append(strategy)
+            print(f"{strategy} has no profile: fit ended with status {status}", file=sys.stderr)
+    profiles = {s: profile_document.read(f / profile_document.FILE_NAME) for s, f in folders.items() if s not in failed}
+    if profiles:
+        print(profile_text.comparison(profiles))
+        page_path = options.folder / PAGE_NAME
+        document.write_bytes(profile_page.comparison(profiles).encode(), page_path)
+        print(f"written to {page_path}")
+    return 1 if failed else 0
