@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GlmConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from lightning_multigpu.engine.tensor_split.blocks import find_blocks, find_pairs, order_of_calls
 
@@ -34,3 +39,30 @@ def test_layers_with_one_input_and_layers_in_a_row() -> None:
     assert all(block.shape == "first, second" for block in find_blocks(module, called))
     pairs = [list(block.roles) for block in find_pairs(module, called)]
     assert pairs == [names[:2], [names[2], "first"]]
+
+
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TOKENS = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+_ROLES = {"colwise": "column", "rowwise": "row", "embedding": "vocab"}
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, MistralConfig, GlmConfig])
+def test_all_layers_of_the_plans_of_hugging_face_are_found(kind: Any) -> None:
+    """What a model's tensor-parallel plan names is found by the order of calls, with the same roles."""
+    config = kind(num_key_value_heads=2, head_dim=4, **_SIZES, **_TOKENS)
+    model = AutoModelForCausalLM.from_config(config)
+    with order_of_calls(model) as called:
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    found = {name: role for block in find_blocks(model, called) for name, role in block.roles.items()}
+    base = f"{model.base_model_prefix}."
+    plan = {f"{base}{pattern}": style for pattern, style in config.base_model_tp_plan.items()}
+    named = {
+        name: style
+        for name, part in model.named_modules()
+        for pattern, style in plan.items()
+        if fnmatchcase(name, pattern) and isinstance(part, nn.Linear | nn.Embedding)
+    }
+    assert len(named) >= 2 * 6
+    for name, style in named.items():
+        assert _ROLES[style.partition("_")[0]] == found[name], (name, style)
+    assert found["lm_head"] == "head"
