@@ -115,21 +115,23 @@ def in_namespace(namespace: str, work: Callable[[], T]) -> T:
 def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_not() -> None:
     """Of two connections to the lost host one is idle, and one has data on its way: the kernel's probes end the first.
 
-    A third connection is full, since its other end does not read. That host is there, and answers.
+    Of two connections to a host that is there one is full, since its other end does not read, and one has nothing to
+    say.
     """
     require_hosts()
     members = Members()
     with EmulatedHosts(3) as hosts, contextlib.ExitStack() as ends:
         channels = []
-        for host in (hosts[0], hosts[0], hosts[2]):
+        for host in (hosts[0], hosts[0], hosts[2], hosts[2]):
             listen = functools.partial(Listener, host.address, 0, SECRET, members.put)
             listener = ends.enter_context(contextlib.closing(in_namespace(host.namespace, listen)))
             reach = functools.partial(connect, host.address, listener.port, SECRET, timeout_s=10)
             channels.append(ends.enter_context(contextlib.closing(in_namespace(hosts[1].namespace, reach))))
             ends.enter_context(contextlib.closing(members.next()))
-        for channel in channels:
+        idle, busy, full, quiet = channels
+        for channel in (idle, busy, full):
             channel.watch(1.0)
-        idle, busy, full = channels
+        quiet._limit_s = 1.0  # and no probes, to which the other machine would answer
 
         def fill() -> None:
             with contextlib.suppress(ChannelError):
@@ -139,7 +141,7 @@ def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_n
         switch = hosts[0].namespace.replace("host0", "switch")
         subprocess.run(["ip", "-n", switch, "link", "set", "port0", "nomaster"], check=True)  # nobody is told
         busy.send({"kind": "step"})
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(4) as pool:
             heard = {channel: pool.submit(channel.receive) for channel in channels}
             deadline_s = time.monotonic() + 30
             while not (heard[idle].done() and heard[busy].done()) and time.monotonic() < deadline_s:
