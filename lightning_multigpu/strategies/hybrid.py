@@ -90,6 +90,11 @@ class HybridStrategy(StagedStrategy):
         own = inspect.signature(PipelineStrategy.__init__).parameters.items()
         of_pipeline = {name: each.default for name, each in own if each.kind is each.KEYWORD_ONLY}
         option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
+        if tensor.pop("sequence_split", False):
+            raise ValueError(
+                "tensor: sequence_split=True: the activations between the stages of a pipeline are those of whole "
+                "sequences; leave it out, or use strategy='tensor_split'"
+            )
         option_checks.check_options("tensor=", tensor, ["plan"])
         super().__init__(PipelineOptions(**{**of_pipeline, **pipeline}), **options)
         self._pipeline_given = pipeline

@@ -129,6 +129,14 @@ def test_models_of_hugging_face(world4: World, model: str) -> None:
         assert_close(result["weights"], reference["weights"], RTOL[model])
 
 
+def test_a_plan_by_hand(world4: World) -> None:
+    reference = train("fused", 1)
+    plan = {"*.attention.qkv": "column", "*.attention.proj": "row"}
+    for result in world4.run(train, "fused", 4, tensor={"plan": plan}):
+        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert 0.4 * reference["held"] < result["held"] < 0.6 * reference["held"], "the rest is whole"
+
+
 @pytest.fixture(scope="module")
 def world8() -> Iterator[World]:
     world = World(8)
@@ -321,6 +329,7 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         ({"data_parallel_size": 3}, "data_parallel_size=3 times"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"tensor": {"plan": {"*.up": "colum"}}}, "plan='colum'"),
+        ({"tensor": {"sequence_split": True}}, "sequence_split=True: the activations between the stages"),
         ({"pipeline": {"split_points": ["layers.2"]}}, "pass tensor_parallel_size=1"),
         ({"pipeline": {"gather_at_end": False}}, "pass tensor_parallel_size=1"),
         ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
