@@ -26,8 +26,9 @@ from lightning_multigpu.callbacks.one_device import OneDevice
 from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.report import document, run_table, schedule_picture
+from lightning_multigpu.report import document, run_table, schedule_picture, split_table
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
@@ -95,6 +96,7 @@ class RunReport(Callback):
         """The path of its picture of a pipeline's schedule, on rank 0; None without a pipeline."""
         self._stages: StageRecord | None = None
         self._servers: dict[str, Any] | None = None
+        self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
         self._print_table = print_table
         self._write_file = write_file
@@ -164,6 +166,7 @@ class RunReport(Callback):
             self._stages = trainer.strategy.stage_record()
             counted = trainer.strategy.server_statistics()
             self._servers = None if counted is None else counted.section()
+            self._split_plan = trainer.strategy.split_plan()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -190,6 +193,7 @@ class RunReport(Callback):
             pipeline=pipeline.section(),
             one_device=one_device,
             parameter_servers=servers,
+            tensor_split=None if self._split_plan is None else split_table.as_json(self._split_plan),
         )
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         if not trainer.is_global_zero:

@@ -53,7 +53,7 @@ def build(
         versions: of the software, by name.
         about: ``date``, ``wall_s``, ``model``, ``precision`` and ``hardware`` of the run.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        sections: ``pipeline``, ``parameter_servers`` and ``one_device``; None leaves one out.
+        sections: ``pipeline``, ``tensor_split``, ``parameter_servers`` and ``one_device``; None leaves one out.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.

@@ -20,12 +20,14 @@ Version 2::
       "communication_ms": {purpose: number},                      only where a meter measured communication
       "one_device": ONE_DEVICE,                                   only with RunReport(compare_with_one_device=True)
       "parameter_servers": SERVERS,                               only where servers made the updates
+      "tensor_split": SPLIT,                                      only where layers were split over ranks
       "pipeline": PIPELINE                                        only where the model was split into stages
     }
     ONE_DEVICE = {"ratio": number, "step_ms": number, "run_step_ms": number, "threads": int} or {"reason": str}
     METRICS = {KEY: {"median": number, "p95": number, "mean": number, "last": number}}
     SERVERS = {"servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": number}],
                "workers": [{"rank": int, "updates": int, "staleness": {"median": int, "p95": int, "max": int}}]}
+    SPLIT = the object of "tensor plan --json", without its version
     PIPELINE = {"schedule": str, "stages_per_rank": int, "pipelines": [{**STEP, "ranks": [RANK]}]}
     STEP = {"num_micro_batches": int, "wall_s": number, "bubble": number, "theoretical_bubble": number}
     RANK = {"rank": int, "stages": [int], **PASSES, **TIMES, **MEMORY}

@@ -10,6 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+    from lightning_multigpu.planning.split_plan import SplitPlan
     from lightning_multigpu.planning.timeline import StageRecord
 
 
@@ -75,6 +76,10 @@ class ObservedStrategy:
 
     def server_statistics(self) -> ServerStatistics | None:
         """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers."""
+        return None
+
+    def split_plan(self) -> SplitPlan | None:
+        """The blocks of layers that are split over ranks, and what each of them sends; None without a tensor split."""
         return None
 
     def record_stages(self, *, count_activations: bool = True) -> None:

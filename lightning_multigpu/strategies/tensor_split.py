@@ -99,6 +99,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
         self._layers: SplitLayers | None = None
+        self._split_plan: SplitPlan | None = None
         self._bucket_cap_mb: float | None = None
         self._undo = ExitStack()
 
@@ -246,11 +247,16 @@ class TensorSplitStrategy(RingDDPStrategy):
                 gather=self.gather_objects,
                 rtol=gradient_rtol(module, self.root_device),
             )
+        self._split_plan = plan
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)
         if self._reducer is not None:
             self.model = self._wrap(module, self._bucket_cap_mb)
+
+    @override
+    def split_plan(self) -> SplitPlan | None:
+        return self._split_plan
 
     # Training
 

@@ -33,7 +33,7 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
     }  # fmt: skip
     staleness = {"median": int, "p95": int, "max": int}
     sometimes = {
-        "pipeline": dict, "communication_ms": dict, "global_batch": int, "one_device": dict,
+        "pipeline": dict, "communication_ms": dict, "tensor_split": dict, "global_batch": int, "one_device": dict,
         "parameter_servers": {
             "servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": float}],
             "workers": [{"rank": int, "updates": int, "staleness": staleness}],

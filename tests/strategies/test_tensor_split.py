@@ -28,7 +28,9 @@ from transformers import (
 )
 
 from lightning_multigpu import TensorSplitStrategy
+from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.planning.split_plan import SplitPlan
+from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import Case, assert_same_weights, fit, make_strategy, make_trainer, state
 from tests.world import World
 
@@ -489,6 +491,28 @@ def test_dropout_differs_between_ranks_within_blocks_alone(world2: World) -> Non
         assert not torch.equal(mine, theirs)
         assert 0.35 < (mine & theirs).double().mean() / mine.double().mean() < 0.65, "they are independent"
     assert not torch.equal(first["inside"][0], first["inside"][1])
+
+
+def reported() -> tuple[dict[str, Any], dict[tuple[str, str], int]]:
+    """The report of a run, and the collectives inside layers in its last step, by operation and layer."""
+    task, report = Task("llama"), RunReport(print_table=False, write_file=False)
+    strategy = make_strategy("tensor_split")
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[report], use_distributed_sampler=False)
+    trainer.fit(task, text())
+    assert report.report is not None
+    found = {(each.operation, each.group): each.count for each in strategy.meter.steps[-1].operations}
+    return report.report, found
+
+
+def test_a_report_and_the_meter_tell_what_each_block_sends(world2: World) -> None:
+    report, found = world2.run(reported)[0]
+    assert_follows_schema(report)
+    attention = next(each for each in report["tensor_split"]["blocks"] if each["shape"] == "attention")
+    counts = {each["direction"]: (each["operation"], each["count"]) for each in attention["traffic"]}
+    assert counts == {"forward": ("all_reduce", 1), "backward": ("all_reduce", 1)}
+    layer = "tensor model.model.layers.1.self_attn"
+    assert found["all_reduce", f"{layer}.o_proj"] == found["all_reduce", f"{layer}.q_proj"] == 1
+    assert ("all_reduce", f"{layer}.k_proj") not in found
 
 
 def refused(problem: str) -> None:
