@@ -45,7 +45,7 @@ def under(case: Case, **options: Any) -> Case:
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1)], ids=str)
 def test_trains_as_one_device(world4: World, shape: tuple[int, int, int]) -> None:
-    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True)
+    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
     for result in world4.run(fit, under(case, **sizes(*shape)), "hybrid", 4):
         assert_same_weights(result, reference)
@@ -109,7 +109,9 @@ def train(
 ) -> dict[str, Any]:
     task, noting = Dealt(model, optimizer), Noting(path)
     strategy = "auto" if ranks == 1 else make_strategy("hybrid", **options)
-    trainer = make_trainer(Case(max_epochs=2), strategy, ranks, callbacks=[noting], gradient_clip_val=0.5)
+    trainer = make_trainer(
+        Case(max_epochs=2 if path or resume else 1), strategy, ranks, callbacks=[noting], gradient_clip_val=0.5
+    )
     trainer.fit(task, ckpt_path=resume or None)
     adam = {n: {k: v.shape for k, v in s.items()} for n, s in trainer.optimizers[0].state_dict()["state"].items()}
     return {"weights": state(task), "held": noting.held, "state": noting.state, "adam": adam}
@@ -145,7 +147,7 @@ def world8() -> Iterator[World]:
 
 
 def test_eight_ranks(world8: World) -> None:
-    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=2)
+    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
     for result in world8.run(fit, under(case, **sizes(2, 2, 2)), "hybrid", 8, timeout_s=180.0):
         assert_same_weights(result, reference)
@@ -165,10 +167,9 @@ def test_a_checkpoint_is_that_of_one_device(world4: World, tmp_path: Path) -> No
     assert_close(mine["state_dict"], theirs["state_dict"], 1e-9)
     for number, values in theirs["optimizer_states"][0]["state"].items():
         torch.testing.assert_close(mine["optimizer_states"][0]["state"][number], values, rtol=1e-9, atol=1e-11)
-    for shape in ((1, 2, 2), (2, 1, 2)):
-        for result in world4.run(train, "fused", 4, resume=own, optimizer="adamw", **sizes(*shape)):
-            assert_close(result["weights"], reference["weights"], 1e-9)
-            assert not result["adam"] or result["adam"].items() <= reference["adam"].items()
+    for result in world4.run(train, "fused", 4, resume=own, optimizer="adamw", **sizes(2, 1, 2)):
+        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert result["adam"] == reference["adam"]
 
 
 def dropped(balance: list[int]) -> dict[int, list[Tensor]]:
