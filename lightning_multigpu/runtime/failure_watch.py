@@ -176,6 +176,23 @@ class FailureWatch:
         """
         self._hooks_follow = True
         try:
+            return self._settled(function, args, kwargs, run, trainer)
+        except BaseException as error:
+            if not self._hooks_follow:
+                raise
+            # torch raises at the end of a loader's worker wherever the main thread is, maybe on its way to settle what
+            # the end of another one has raised.
+            return self._settled(_raise, (error,), {}, run, trainer)
+
+    def _settled(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        run: RunContext,
+        trainer: pl.Trainer | None,
+    ) -> Any:
+        try:
             result = function(*args, **kwargs)
             self._finish()
             return result
@@ -312,6 +329,10 @@ def _speaker(failure: Failure, run: RunContext) -> int:
     first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
     by_signal = failure.what in (WAS_INTERRUPTED, WAS_TERMINATED)
     return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:

@@ -110,6 +110,38 @@ def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
     assert [failure.what for failure in client.told] == ["raised ConnectionResetError: a queue"]
 
 
+def test_news_of_a_second_worker_before_the_first_failure_is_settled(watch: FailureWatch) -> None:
+    """Two workers were killed: the error of the second left the run untold, and a callback saved with other ranks."""
+
+    def raise_(*_: Any) -> None:
+        raise RuntimeError("a second worker has died")
+
+    class Interrupted:
+        def __init__(self) -> None:
+            self.news = [signal.SIGCHLD]
+
+        @property
+        def global_step(self) -> int:
+            while self.news:
+                os.kill(os.getpid(), self.news.pop())
+            return 3
+
+    def fail() -> None:
+        signal.signal(signal.SIGCHLD, raise_)
+        raise RuntimeError("a worker has died")
+
+    client, trainer = under(watch), Interrupted()
+    watch.joined(lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL), 2)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with pytest.raises(RuntimeError, match="a second worker has died"):
+            watch.guarded(fail, (), {}, run=RUN, trainer=trainer)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert watch.failed
+    assert [failure.what for failure in client.told] == ["raised RuntimeError: a second worker has died"]
+
+
 def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
     under(watch, known=KILLED)
     assert watch.settle(ValueError("spoilt"), RUN, 3) is KILLED
