@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.shared_memory.segment import SharedSegment
+from lightning_multigpu.communication.shared_memory import segment
 from lightning_multigpu.engine.data_parallel.gradient_transport import Layout, layout
 from lightning_multigpu.strategies.ring_ddp import CHECKPOINT_KEY
 from tests.strategies.tasks import Case, Classifier, dataset, fit, make_strategy, make_trainer, state, train_loader
@@ -216,15 +216,15 @@ def test_loss_scaling_sees_an_infinite_gradient_behind_compression(world4: World
 
 
 def without_shared_memory(rank_that_fails: int) -> tuple[dict[str, Any], list[str]]:
-    create = SharedSegment._create
+    create = segment.created_file
     if rank() == rank_that_fails:
-        SharedSegment._create = _refuse  # type: ignore[assignment,method-assign]
+        segment.created_file = _refuse  # type: ignore[assignment]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = fit(Case(max_epochs=1), "ring_ddp", 2)
     finally:
-        SharedSegment._create = create  # type: ignore[method-assign]
+        segment.created_file = create
     return result, [str(w.message) for w in caught if "sockets" in str(w.message)]
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_multigpu.communication.metering.traffic import sent_share
+from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.gradient_check import (
     SMALLEST,
     moved_weights,
@@ -272,7 +273,7 @@ class Trials:
         # along the sequence, gets a part of its gradient on each rank.
         traffic = list(split.traffic)
         for name in partial:
-            traffic.append(Sent("backward", "all_reduce", f"{name} gradient", whole.gradients[name].nbytes))
+            traffic.append(Sent("backward", "all_reduce", f"{name} gradient", size_bytes(whole.gradients[name])))
             self._group.all_reduce(split.gradients.setdefault(name, torch.zeros_like(whole.gradients[name])), name)
         remaining = self._first_of_ranks(self._difference(whole, split)[0])
         if remaining is not None:

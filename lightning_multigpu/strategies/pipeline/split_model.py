@@ -250,7 +250,7 @@ class SplitModel:
     def _offered(self, tensor: Tensor) -> Tensor | _Offer:
         """What the last stage gets of a tensor of an optimizer's state: the tensor itself if it is small."""
         is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
-        if tensor.nbytes <= _SENT_AT_ONCE_BYTES or not is_plain:
+        if not is_plain or tensor.nbytes <= _SENT_AT_ONCE_BYTES:
             return tensor.detach().to("cpu", copy=True)
         return _Offer(self._remote.offer(tensor), tuple(tensor.shape), tensor.dtype)
 
