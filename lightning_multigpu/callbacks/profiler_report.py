@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter
@@ -222,6 +223,7 @@ class _Window:
         self._transfers: list[Transfer] = []
         self._exposed: list[tuple[float, float]] = []
         self._ends_s: list[float] = []
+        self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
         self._reads: ValueReads | None = None
         traces = operators and not isinstance(_profiler(trainer), PyTorchProfiler)  # a second one would empty it
@@ -244,23 +246,30 @@ class _Window:
 
     def close(self, trainer: Trainer) -> None:
         """Training has ended, maybe within the window; a collective where the ranks train together."""
+        if self._meter is not None:
+            self._meter.flush()
         self.stop(trainer)
         if self._clock is None and self._counted:
             self._complete(trainer)
 
     def stop(self, trainer: Trainer) -> None:
         """Puts back what the window has replaced."""
+        self._stop_recording(trainer)
         self._watching.close()
         if self._operators is not None:
             self._operators.stop()
         if self._trial is not None:
             self._trial.end()
-        if self._recorder is not None:
-            _put_profiler(trainer, self._recorder.inner)
         if self._meter is not None and self._meter.listener == self._heard:
-            self._meter.flush()
             self._meter.listener = None
         self._next = _nothing
+
+    def _stop_recording(self, trainer: Trainer) -> None:
+        """The listener stays: what has begun in the window may end, or be known, later."""
+        self._end_s = min(self._end_s, self.now())
+        self._watching.close()
+        if self._recorder is not None and _profiler(trainer) is self._recorder:
+            _put_profiler(trainer, self._recorder.inner)
 
     def told(self) -> dict[str, Any]:
         """What this rank has measured, as JSON; times on its own clock."""
@@ -323,7 +332,7 @@ class _Window:
             return
         self._counted.append((start_s, now_s, self.batches))
         if len(self._counted) == self._active:
-            self.stop(trainer)
+            self._stop_recording(trainer)
             self._complete(trainer)
             self._reads = ValueReads()
             self._watching.enter_context(self._reads.watched())
@@ -331,7 +340,10 @@ class _Window:
 
     def _reading(self, trainer: Trainer) -> None:
         self._watching.close()
-        if self._operators is None:
+        if self.interrupted:  # it counted a validation as well
+            self._reads = ValueReads()
+            self._watching.enter_context(self._reads.watched())
+        elif self._operators is None:
             self._try_threads(trainer)
         else:
             self._operators.start()
@@ -376,8 +388,8 @@ class _Window:
             dist.broadcast = broadcast
 
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
-        self._transfers += transfers
-        self._exposed += exposed
+        self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
+        self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
 
     def _complete(self, trainer: Trainer) -> None:
         """The steps are recorded: takes the newest record of stages, and compares the clocks of ranks. A collective."""

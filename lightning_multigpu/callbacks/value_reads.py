@@ -50,6 +50,7 @@ class ValueReads:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Counts and times each call of ``item()``, ``tolist()``, ``float(tensor)`` and the like in the block."""
+        own = {name: torch.Tensor.__dict__[name] for name in _READING if name in torch.Tensor.__dict__}
         for name in _READING:
             setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         start_s = time.perf_counter()
@@ -59,6 +60,8 @@ class ValueReads:
             self._block_s = time.perf_counter() - start_s
             for name in _READING:
                 delattr(torch.Tensor, name)
+            for name, method in own.items():  # that somebody else has put there
+                setattr(torch.Tensor, name, method)
 
     def most(self, count: int = 5) -> list[tuple[str, int, float]]:
         """The lines that take the most time: line, number of reads, and the share of the block's time."""
