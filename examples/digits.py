@@ -129,7 +129,7 @@ def main() -> None:
     options = parse_options()
     L.seed_everything(options.seed)
     report = RunReport(print_table=False)  # shown below, when the accuracy is known too
-    profile = ProfilerReport(print_report=False, operators=False)  # a page in the run's folder
+    profile = ProfilerReport(print_report=False)  # a page in the run's folder
     trainer = L.Trainer(
         strategy=options.strategy,
         accelerator=choose_accelerator(options.accelerator, options.devices),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _ANCHOR = "lightning_multigpu: clock"
 _MOST_EVENTS = 20_000
+_GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_CATEGORIES = ("cpu_op", "user_annotation", *_GPU_CATEGORIES)
 
 
 class OperatorTrace:
@@ -53,24 +58,35 @@ class OperatorTrace:
             return
         recorded, self._profile = self._profile, None
         recorded.stop()
-        found: Any = recorded.events()  # type: ignore[no-untyped-call]
-        anchor = next(event for event in found if event.name == _ANCHOR)
-        origin_s = self._anchor_s - anchor.time_range.start / 1e6
-        traced = [
-            (
-                event.name,
-                event.thread if event.device_type.name == "CPU" else -1 - event.device_resource_id,
-                origin_s + event.time_range.start / 1e6,
-                origin_s + event.time_range.end / 1e6,
-            )
-            for event in found
-            if event is not anchor
-        ]
-        self.events = sorted(traced, key=lambda event: event[2] - event[3])[:_MOST_EVENTS]
-        totals: Any = recorded.key_averages()
-        operators = [
-            (total.key, total.count, total.self_cpu_time_total / 1e6, total.self_device_time_total / 1e6)
-            for total in totals
-            if total.key != _ANCHOR and not total.key.startswith("ProfilerStep")
-        ]
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            recorded.export_chrome_trace(str(path))
+            written = json.loads(path.read_text())["traceEvents"]
+        # Freed here, and not by Python's garbage collector, in which torch 2.13 crashed in one of three runs of a test.
+        recorded.profiler = None
+        spans = [event for event in written if event.get("ph") == "X" and event.get("cat") in _CATEGORIES]
+        anchor = next(event for event in spans if event["name"] == _ANCHOR)
+        origin_s = self._anchor_s - float(anchor["ts"]) / 1e6
+        threads: dict[Any, int] = {}
+        of_operators: dict[str, list[float]] = {}
+        open_spans: dict[int, list[tuple[str, float]]] = {}
+        for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+            if event is anchor:
+                continue
+            on_gpu = event["cat"] in _GPU_CATEGORIES
+            number = threads.setdefault((on_gpu, event["tid"]), len(threads))
+            thread = -1 - number if on_gpu else number
+            start_s, seconds = origin_s + event["ts"] / 1e6, event["dur"] / 1e6
+            self.events.append((event["name"], thread, start_s, start_s + seconds))
+            total = of_operators.setdefault(event["name"], [0, 0.0, 0.0])
+            total[0] += 1
+            total[2 if on_gpu else 1] += seconds
+            around = open_spans.setdefault(thread, [])
+            while around and around[-1][1] <= start_s:
+                around.pop()
+            if around and not on_gpu:  # the time of an operator within another one is not the other's own
+                of_operators[around[-1][0]][1] -= seconds
+            around.append((event["name"], start_s + seconds))
+        self.events = sorted(self.events, key=lambda event: event[2] - event[3])[:_MOST_EVENTS]
+        operators = [(name, int(calls), cpu_s, gpu_s) for name, (calls, cpu_s, gpu_s) in of_operators.items()]
         self.most = sorted(operators, key=lambda operator: -max(operator[2:]))[:count]

@@ -52,10 +52,10 @@ class ProfilerReport(Callback):
 
     The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
     ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
-    place. One further step counts where the program reads values of tensors, and another one records its operators by
-    torch's profiler, unless ``Trainer(profiler="pytorch")`` does so. Where the ranks of a host have more threads than
-    cores, three more are run with fewer threads, which changes results by rounding alone. Outside of the window the
-    callback costs one comparison a batch.
+    place. One further step counts where the program reads values of tensors; with ``operators`` another one records its
+    operators by torch's profiler, unless ``Trainer(profiler="pytorch")`` does so. Where the ranks of a host have more
+    threads than cores, three more are run with fewer threads, which changes results by rounding alone. Outside of the
+    window the callback costs one comparison a batch.
 
     The figures come from the actions that Lightning tells its profiler, which goes on to be told of them, from the
     strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
@@ -80,7 +80,7 @@ class ProfilerReport(Callback):
         wait: int = 5,
         warmup: int = 1,
         active: int = 10,
-        operators: bool = True,
+        operators: bool = False,
         print_report: bool = True,
         write_files: bool = True,
     ) -> None:
