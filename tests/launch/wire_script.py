@@ -61,15 +61,20 @@ def sent_by_tcp() -> tuple[int, int]:
     small, and even negative, on a busy machine.
     """
     payload_bytes = sent_again_bytes = 0
-    # By the kernel's name of each: a descriptor that is duplicated meanwhile is the same connection.
-    sockets = {os.path.realpath(entry).rpartition("/")[2]: entry for entry in Path("/proc/self/fd").iterdir()}
-    for target, entry in sockets.items():
-        if not target.startswith("socket:"):
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:  # of any kind
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            payload_bytes += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
-            sent_again_bytes += struct.unpack_from("Q", info, 208)[0]  # tcpi_bytes_retrans
+    # By the kernel's name of each: a descriptor that is duplicated meanwhile is the same connection, and may be closed.
+    sockets: dict[str, list[str]] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        sockets.setdefault(os.path.realpath(entry).rpartition("/")[2], []).append(entry.name)
+    for target, descriptors in sockets.items():
+        for descriptor in descriptors if target.startswith("socket:") else ():
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(int(descriptor))) as connection,
+            ):  # of any kind
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                payload_bytes += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
+                sent_again_bytes += struct.unpack_from("Q", info, 208)[0]  # tcpi_bytes_retrans
+                break
     return payload_bytes, sent_again_bytes
 
 
