@@ -134,6 +134,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
     )
     page.write_text(profile_page.page(profile()).replace("</body>", f"{probe}</body>"))
     common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    common += ["--disable-dev-shm-usage"]  # a container's is small
     common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     finished = subprocess.run([*common, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
     [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
