@@ -18,23 +18,11 @@ from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import as_json, print_plan
+from lightning_multigpu.strategies.dry_run import QUIET_SETTINGS
 from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 SCHEMA_VERSION = 1
-
-# What a run that ends at its first batch must not do, or write.
-_QUIET_SETTINGS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-}
 
 
 class SplitCLI(TrainingCLI):
@@ -58,7 +46,7 @@ class SplitCLI(TrainingCLI):
         self.save_config_callback = None
         given = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
         of_batches = [each for each in given if hasattr(each, "check_before_launch")]
-        return super().instantiate_trainer(**{**_QUIET_SETTINGS, "callbacks": of_batches, **kwargs})
+        return super().instantiate_trainer(**{**QUIET_SETTINGS, "callbacks": of_batches, **kwargs})
 
     def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
         """Runs to the split; LightningCLI calls this in place of ``Trainer.fit``."""

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+QUIET_SETTINGS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "fast_dev_run": False,
+    "barebones": False,
+    "profiler": None,
+}
+"""Options of a Trainer that runs to its first batch alone: it writes nothing."""
+
+
 @contextmanager
 def without_trace(module: pl.LightningModule) -> Iterator[None]:
     """Restores at the end of the block random states, the module's buffers and attributes, and ``should_stop``.

@@ -28,7 +28,7 @@ from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
-from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
@@ -40,21 +40,6 @@ USUAL_NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 NUM_ROUNDS = 5
 """Rounds of measurements: each measures every number of micro-batches, so that a busy moment is all of theirs."""
 _ROUND_S = 0.2
-
-# What a run of the Trainer must not do, or write, to give its first batch.
-_QUIET_SETTINGS: dict[str, Any] = {
-    "devices": 1,
-    "num_nodes": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-}
 
 
 class PlanError(ValueError):
@@ -150,7 +135,8 @@ class PipelinePlanner:
             raise PlanError(str(error)) from error
         strategy = FirstBatchStrategy(self._device, self._visit)
         with _warnings_only():
-            settings = {**trainer_settings, **_QUIET_SETTINGS, "callbacks": self._of_batches, "strategy": strategy}
+            one_device = {"devices": 1, "num_nodes": 1, "strategy": strategy}
+            settings = {**trainer_settings, **QUIET_SETTINGS, **one_device, "callbacks": self._of_batches}
             Trainer(**settings).fit(module, datamodule=datamodule)
         if not self._found.plans:
             raise PlanError(
