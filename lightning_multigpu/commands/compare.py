@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_multigpu.commands.first_look import first_look
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text
@@ -19,7 +20,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Trains under each strategy, and compares the profiles; returns 1 if a run has failed.
 
     Raises:
-        UsageError: an option is unknown or missing.
+        UsageError: an option is unknown or missing, or a name or a setting of a run is wrong.
         SystemExit: for ``--help``.
     """
     parser = OptionParser(
@@ -36,14 +37,17 @@ def run(name: str, arguments: Sequence[str]) -> int:
         raise UsageError(f"--strategies={options.strategies}: give each name once, with commas between")
     if not options.config.is_file():
         raise UsageError(f"--config={options.config}: there is no such file")
+    commands = {s: [f"--config={options.config}", *further, f"--trainer.strategy={s}"] for s in strategies}
+    for command in commands.values():
+        first_look("fit", command)  # nothing is trained where a later run has a wrong name
     folders = {strategy: options.folder / strategy for strategy in strategies}
     failed = []
     for strategy, folder in folders.items():
         print(f"{strategy}:", flush=True)
         (folder / profile_document.FILE_NAME).unlink(missing_ok=True)
         own = ["--trainer.logger=false", f"--trainer.default_root_dir={folder}", f"--trainer.callbacks+={_CALLBACK}"]
-        fit = ["fit", f"--config={options.config}", *further, f"--trainer.strategy={strategy}", *own]
-        status = subprocess.run([sys.executable, "-m", "lightning_multigpu", *fit], check=False).returncode
+        command = [sys.executable, "-m", "lightning_multigpu", "fit", *commands[strategy], *own]
+        status = subprocess.run(command, check=False).returncode
         if status or not (folder / profile_document.FILE_NAME).is_file():
             failed.append(strategy)
             print(f"{strategy} has no profile: fit ended with status {status}", file=sys.stderr)

@@ -41,6 +41,11 @@ def test_a_row_for_each_strategy_that_trains(
         (["--config=nowhere.yaml", "--strategies=auto"], "--config=nowhere.yaml: there is no such file"),
         ([f"--config={CONFIG}", "--strategies=auto,auto"], "--strategies=auto,auto: give each name once"),
         ([f"--config={CONFIG}"], "required: --strategies"),
+        (
+            [f"--config={CONFIG}", "--strategies=auto,ring_dpp"],
+            "'ring_dpp' is unknown. Did you mean 'ring_ddp'?",
+        ),
+        ([f"--config={CONFIG}", "--strategies=auto", "--trainer.max_epoch=1"], "max_epoch"),
     ],
 )
 def test_what_cannot_be_compared(arguments: list[str], words: str, capsys: pytest.CaptureFixture[Any]) -> None:
