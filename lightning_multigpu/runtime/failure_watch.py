@@ -176,24 +176,18 @@ class FailureWatch:
         """
         self._hooks_follow = True
         try:
-            return self._settled(function, args, kwargs, run, trainer)
+            return self._settled(partial(function, *args, **kwargs), run, trainer)
         except BaseException as error:
             if not self._hooks_follow:
                 raise
             # torch raises at the end of a loader's worker wherever the main thread is, maybe on its way to settle what
             # the end of another one has raised.
-            return self._settled(_raise, (error,), {}, run, trainer)
+            return self._settled(partial(_raise, error), run, trainer)
 
-    def _settled(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        run: RunContext,
-        trainer: pl.Trainer | None,
-    ) -> Any:
+    def _settled(self, work: Callable[[], Any], run: RunContext, trainer: pl.Trainer | None) -> Any:
+        """What ``work`` returns; if it raises, settles the failure and raises what :meth:`guarded` says."""
         try:
-            result = function(*args, **kwargs)
+            result = work()
             self._finish()
             return result
         except BaseException as error:
