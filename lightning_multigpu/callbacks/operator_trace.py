@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _ANCHOR = "lightning_multigpu: clock"
@@ -27,7 +28,8 @@ class OperatorTrace:
     Attributes:
         most: the operators that take the most time by themselves: name, calls, seconds on the CPU, seconds on a GPU.
         events: of all operators, within each other, the longest first and at most 20,000 of them: name, thread, start
-            and end in seconds. Threads of a GPU are its streams, below 0.
+            and end in seconds. Threads are numbered in the order of their first operators, from 0 up, and streams of
+            a GPU from -1 down.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -58,23 +60,32 @@ class OperatorTrace:
             return
         recorded, self._profile = self._profile, None
         recorded.stop()
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "trace.json"
-            recorded.export_chrome_trace(str(path))
-            written = json.loads(path.read_text())["traceEvents"]
-        # Freed here, and not by Python's garbage collector, in which torch 2.13 crashed in one of three runs of a test.
-        recorded.profiler = None
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / "trace.json"
+                recorded.export_chrome_trace(str(path))
+                written = json.loads(path.read_text())["traceEvents"]
+        except (OSError, ValueError) as error:  # training goes on: no room, or half a file
+            rank_zero_warn(f"the operators of a step are not in the profile: {error}")
+            return
+        finally:
+            # Freed here, and not by Python's garbage collector, where torch 2.13 crashed in a third of a test's runs.
+            recorded.profiler = None
+        self._read(written, count)
+
+    def _read(self, written: list[dict[str, Any]], count: int) -> None:
+        """Sums up the events of a trace file."""
         spans = [event for event in written if event.get("ph") == "X" and event.get("cat") in _CATEGORIES]
         anchor = next(event for event in spans if event["name"] == _ANCHOR)
         origin_s = self._anchor_s - float(anchor["ts"]) / 1e6
-        threads: dict[Any, int] = {}
+        threads: dict[bool, dict[Any, int]] = {False: {}, True: {}}
         of_operators: dict[str, list[float]] = {}
         open_spans: dict[int, list[tuple[str, float]]] = {}
         for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
             if event is anchor:
                 continue
             on_gpu = event["cat"] in _GPU_CATEGORIES
-            number = threads.setdefault((on_gpu, event["tid"]), len(threads))
+            number = threads[on_gpu].setdefault(event["tid"], len(threads[on_gpu]))
             thread = -1 - number if on_gpu else number
             start_s, seconds = origin_s + event["ts"] / 1e6, event["dur"] / 1e6
             self.events.append((event["name"], thread, start_s, start_s + seconds))

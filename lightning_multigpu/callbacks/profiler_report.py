@@ -106,7 +106,7 @@ class ProfilerReport(Callback):
         self._step = trainer.global_step
         self._window = _Window(trainer, self._wait, self._warmup, self._active, operators=self._operators)
         if isinstance(trainer.strategy, ObservedStrategy):
-            trainer.strategy.record_stages(count_activations=False)
+            trainer.strategy.record_stages(count_activations=None)  # as a RunReport wants it
             self._gathered = trainer.strategy.gather_at_end(self._told)
 
     @override
@@ -420,6 +420,7 @@ class _ThreadTrial:
         self._now = now
         self._seconds: list[float] = []
         self._last_s: float | None = None
+        self._is_over = False
         torch.set_num_threads(fewer)
 
     def step_ends(self, *, interrupted: bool) -> bool:
@@ -434,7 +435,10 @@ class _ThreadTrial:
         return False
 
     def end(self) -> None:
-        torch.set_num_threads(self.threads)
+        """Sets the threads back; later changes of the program stay."""
+        if not self._is_over:
+            self._is_over = True
+            torch.set_num_threads(self.threads)
 
     def told(self) -> dict[str, Any] | None:
         return {"threads": self._fewer, "step_s": median(self._seconds)} if self._seconds else None

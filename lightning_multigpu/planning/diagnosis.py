@@ -33,7 +33,6 @@ class RankFigures:
         phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
         callbacks_s: seconds of a step by callback, for those that take time.
         transfers_s: time in which transfers were under way, hidden or not.
-        batches: batches of a step, more than 1 with accumulation.
         data_workers: worker processes of its DataLoader; None where it is not known.
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
@@ -46,7 +45,6 @@ class RankFigures:
     phases_s: Mapping[str, float]
     callbacks_s: Mapping[str, float] = field(default_factory=dict)
     transfers_s: float = 0.0
-    batches: int = 1
     data_workers: int | None = None
     threads: int = 1
     cores: int = 1

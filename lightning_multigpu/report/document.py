@@ -123,18 +123,23 @@ def write_bytes(contents: bytes, path: Path) -> None:
         raise
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, *, kind: str = "report", schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
     """Reads a document back.
+
+    Args:
+        path: of the file.
+        kind: what it is, for messages.
+        schema_version: the version that can be read.
 
     Raises:
         ReportError: it is no JSON, or of another version.
         OSError: there is no such file, or it cannot be read.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ReportError(f"{path}: the report is no JSON: {error}") from error
-    version = report.get("schema_version") if isinstance(report, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ReportError(f"{path}: schema_version={version!r}: only version {SCHEMA_VERSION} can be read")
-    return dict(report)
+        raise ReportError(f"{path}: the {kind} is no JSON: {error}") from error
+    version = found.get("schema_version") if isinstance(found, dict) else None
+    if version != schema_version:
+        raise ReportError(f"{path}: schema_version={version!r}: only version {schema_version} can be read")
+    return dict(found)

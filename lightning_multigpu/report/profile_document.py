@@ -35,7 +35,6 @@ overlap. STAGES are the fields of :class:`lightning_multigpu.planning.timeline.S
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ from lightning_multigpu.planning.diagnosis import RankFigures, ReadValues, Threa
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.timeline import Interval, StageMemory, StageRecord, StepTimeline, median_step
-from lightning_multigpu.report.schema import ReportError
+from lightning_multigpu.report import document
 
 FILE_NAME = "profile.json"
 TRACE_NAME = "profile_trace.json"
@@ -89,20 +88,8 @@ def build(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads a document back.
-
-    Raises:
-        ReportError: it is no JSON, or of another version.
-        OSError: there is no such file, or it cannot be read.
-    """
-    try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ReportError(f"{path}: the profile is no JSON: {error}") from error
-    version = profile.get("schema_version") if isinstance(profile, dict) else None
-    if version != SCHEMA_VERSION or "findings" not in profile:
-        raise ReportError(f"{path}: schema_version={version!r}: only profiles of version {SCHEMA_VERSION} can be read")
-    return dict(profile)
+    """Reads a document back; raises as :func:`.document.read` does."""
+    return document.read(path, kind="profile", schema_version=SCHEMA_VERSION)
 
 
 def trace(profile: Mapping[str, Any], operators: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
@@ -183,7 +170,6 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         phases_s=rank["phases_s"],
         callbacks_s=rank["callbacks_s"],
         transfers_s=rank["transfers_s"],
-        batches=rank["steps"][0]["batches"],
         data_workers=rank["data_workers"],
         threads=rank["threads"],
         cores=rank["cores"],

@@ -82,12 +82,13 @@ class ObservedStrategy:
         """The blocks of layers that are split over ranks, and what each of them sends; None without a tensor split."""
         return None
 
-    def record_stages(self, *, count_activations: bool = True) -> None:
+    def record_stages(self, *, count_activations: bool | None = True) -> None:
         """Record the passes and the memory of this rank's stages of a pipeline in every following fit.
 
         Args:
             count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
-                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error.
+                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None leaves
+                this as it was.
         """
 
     def stage_record(self) -> StageRecord | None:

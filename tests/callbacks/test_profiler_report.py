@@ -7,7 +7,9 @@ savings come true is measured by ``benchmarks/diagnosis.py``.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_multigpu.callbacks import ProfilerReport
+from lightning_multigpu.callbacks import ProfilerReport, RunReport
+from lightning_multigpu.callbacks.operator_trace import OperatorTrace
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import profile_document, profile_text
@@ -84,7 +88,14 @@ class Net(L.LightningModule):
 
 
 def profiled(
-    directory: Path, module: L.LightningModule, loader: Any, strategy: Any, *, operators: bool = False, **options: Any
+    directory: Path,
+    module: L.LightningModule,
+    loader: Any,
+    strategy: Any,
+    *,
+    operators: bool = False,
+    beside: Sequence[Callback] = (),
+    **options: Any,
 ) -> tuple[dict[str, Any] | None, bool, int]:
     report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators)
     settings = {"max_steps": STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options}
@@ -92,7 +103,7 @@ def profiled(
         accelerator="cpu",
         devices=1 if strategy == "auto" else 2,
         strategy=strategy,
-        callbacks=[report],
+        callbacks=[*beside, report],
         default_root_dir=directory,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -197,7 +208,15 @@ def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> N
 
 
 def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> None:
-    profile = run(world2, tmp_path, name="gpipe")
+    """The profile does not keep a report beside it from counting activations."""
+
+    def fit() -> tuple[Any, dict[str, Any] | None]:
+        report, loader = RunReport(print_table=False, write_file=False), DataLoader(Samples(0.0, None), batch_size=2)
+        return profiled(tmp_path, Net(), loader, make_strategy("gpipe"), beside=[report])[0], report.report
+
+    (profile, report), _ = world2.run(fit)
+    assert report is not None
+    assert all(of_rank["activations_bytes"] > 0 for of_rank in report["pipeline"]["pipelines"][0]["ranks"])
     assert all("stage_wait" in of_rank["phases_s"] for of_rank in profile["ranks"])
     assert profile["ranks"][0]["stages"]["schedule"] == "gpipe"
 
@@ -238,6 +257,7 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
     class Validating(Net):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             time.sleep(5 * STEP_S)
+            assert batch.sum().item() >= 0
 
     loader = DataLoader(Samples(0.0, None), batch_size=2)
     report = ProfilerReport(wait=1, warmup=0, active=2, write_files=False)
@@ -251,9 +271,20 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
     [only] = report.profile["ranks"]
     assert len(only["steps"]) == 2
     assert all(step["end_s"] - step["start_s"] < 5 * STEP_S for step in only["steps"])
+    assert not [line for line, *_ in only["reads"] if Path(__file__).name in line]
 
 
 @pytest.mark.parametrize(("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0)])
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: must be at least"):
         ProfilerReport(**{name: value})
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_training_alone(tmp_path: Path) -> None:
+    trace = OperatorTrace(time.perf_counter)
+    trace.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+        with pytest.warns(UserWarning, match="the operators of a step are not in the profile"):
+            trace.stop()
+    assert (trace.most, trace.events) == ([], [])

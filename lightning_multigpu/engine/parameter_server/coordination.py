@@ -1,4 +1,4 @@
-"""What asynchronous workers ask of the first server beside weights: batches, and the beginning and end of training."""
+"""Coordination of asynchronous workers by the first server: their batches, the beginning and the end of training."""
 
 from __future__ import annotations
 

@@ -247,8 +247,10 @@ class StagedStrategy(MultiGPUStrategy):
         return self._split_model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
 
     @override
-    def record_stages(self, *, count_activations: bool = True) -> None:
-        self._recording = {"steps": True, "activations": count_activations}
+    def record_stages(self, *, count_activations: bool | None = True) -> None:
+        self._recording["steps"] = True
+        if count_activations is not None:
+            self._recording["activations"] = count_activations
         if self._running is not None:
             self._running.record(**self._recording)
 
