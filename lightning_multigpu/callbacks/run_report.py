@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,16 +13,16 @@ from typing import Any, Literal, TypeVar
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.keys import KEYS
-from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.callbacks.one_device import OneDevice
 from lightning_multigpu.callbacks.probes import machine_of
+from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -33,20 +32,9 @@ from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _Object = TypeVar("_Object")
-_Monitor = TypeVar("_Monitor", bound=Monitor)
 
 
-def _of_monitors(hook: str) -> Callable[..., None]:
-    """A hook of :class:`RunReport` that calls the hook of the monitors that it has made."""
-
-    def call(self: RunReport, *args: Any, **kwargs: Any) -> None:
-        for monitor in self._own:
-            getattr(monitor, hook)(*args, **kwargs)
-
-    return call
-
-
-class RunReport(Callback):
+class RunReport(SilentMonitors):
     """Prints the throughput, communication and device use of a fit, and writes them to ``multigpu_report.json``.
 
     The file goes to ``trainer.log_dir``, else to ``trainer.default_root_dir``, is replaced atomically and follows
@@ -86,6 +74,7 @@ class RunReport(Callback):
         compare_with_one_device: bool = False,
         picture_format: Literal["svg", "png", "pdf"] = "svg",
     ) -> None:
+        super().__init__()
         schedule_picture.check_picture(Path(f"{schedule_picture.FILE_STEM}.{picture_format}"), "picture_format")
         self._picture_suffix = f".{picture_format}"
         self.report: dict[str, Any] | None = None
@@ -101,7 +90,6 @@ class RunReport(Callback):
         self._print_table = print_table
         self._write_file = write_file
         self._count_activations = count_activations
-        self._own: list[Monitor] = []
         self._compare = compare_with_one_device
         self._one_device: OneDevice | None = None
 
@@ -109,20 +97,14 @@ class RunReport(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_s = time.perf_counter()
         self._about = _about(trainer, pl_module)
-        self._throughput = self._monitor(trainer, ThroughputMonitor)
-        self._communication = self._monitor(trainer, CommunicationMonitor)
-        self._monitors = (
-            self._throughput,
-            self._communication,
-            self._monitor(trainer, DeviceUtilizationMonitor),
-        )
-        self._own = [monitor for monitor in self._monitors if monitor not in _callbacks(trainer)]
+        self._throughput = self.monitor(trainer, ThroughputMonitor)
+        self._communication = self.monitor(trainer, CommunicationMonitor)
+        devices = self.monitor(trainer, DeviceUtilizationMonitor)
+        self._monitors = (self._throughput, self._communication, devices)
         self._stages, self._servers, self._gathered = None, None, None
         self._one_device = OneDevice(trainer) if self._compare else None
         if isinstance(trainer.strategy, ObservedStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
-        for monitor in self._own:
-            monitor.on_fit_start(trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,8 +112,7 @@ class RunReport(Callback):
             self._gathered = trainer.strategy.gather_at_end(lambda: (asdict(self._record(trainer)), self._told()))
         if self._gathered is not None and self._one_device is not None:
             self._one_device.leave_out("ranks of their own pace do not wait while one device is measured")
-        for monitor in self._own:
-            monitor.on_train_start(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -139,8 +120,7 @@ class RunReport(Callback):
             self._throughput.pause()
             self._one_device.measure(trainer, pl_module, batch)
             self._throughput.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        for monitor in self._own:
-            monitor.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._one_device is not None:
             self._one_device.batch_starts()
 
@@ -150,18 +130,11 @@ class RunReport(Callback):
     ) -> None:
         if self._one_device is not None:
             self._one_device.batch_ends(trainer)
-        for monitor in self._own:
-            monitor.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    on_validation_start = _of_monitors("on_validation_start")
-    on_train_epoch_end = _of_monitors("on_train_epoch_end")
-    on_exception = _of_monitors("on_exception")
-    teardown = _of_monitors("teardown")
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for monitor in self._own:
-            monitor.on_train_end(trainer, pl_module)
+        super().on_train_end(trainer, pl_module)
         if isinstance(trainer.strategy, ObservedStrategy):
             self._stages = trainer.strategy.stage_record()
             counted = trainer.strategy.server_statistics()
@@ -224,13 +197,6 @@ class RunReport(Callback):
         """The attributes that a spawned rank 0 hands to the process that has started it."""
         return {"report": self.report, "path": self.path, "picture_path": self.picture_path}
 
-    def _monitor(self, trainer: Trainer, kind: type[_Monitor]) -> _Monitor:
-        """The trainer's monitor of this kind, so that nothing is measured twice; else a silent one of our own."""
-        for callback in _callbacks(trainer):
-            if isinstance(callback, kind):
-                return callback
-        return kind(log=False)
-
     def _write(self, directory: str, picture: bytes | None) -> None:
         assert self.report is not None
         path = Path(directory) / document.FILE_NAME
@@ -251,12 +217,6 @@ class RunReport(Callback):
         self.picture_path = None if picture is None else picture_path
         if self._print_table:
             print(f"written to {path}" if picture is None else f"written to {path}\nand {picture_path}")
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    # Lightning attaches the list when the Trainer is made, without an annotation.
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

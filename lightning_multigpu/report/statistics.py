@@ -32,6 +32,7 @@ class Series:
         self._capacity = capacity
         self._warm_up_values: list[tuple[float, float]] = []
         self._kept = array("d")
+        self._kept_at_s = array("d")
         self._stride = 1
         self._count = 0
         self._weighted_sum = 0.0
@@ -42,8 +43,8 @@ class Series:
         """How many values were appended, warm-up included."""
         return self._count + len(self._warm_up_values)
 
-    def append(self, value: float, weight: float = 1.0) -> None:
-        """Adds a value; ``weight`` counts in the mean only.
+    def append(self, value: float, weight: float = 1.0, at_s: float = 0.0) -> None:
+        """Adds a value; ``weight`` counts in the mean only, and its moment ``at_s`` in the curve.
 
         A rate gets the time over which it was measured as its weight, so that the mean is total over total.
 
@@ -59,10 +60,11 @@ class Series:
             return
         if self._count % self._stride == 0:
             if len(self._kept) == self._capacity:
-                self._kept = self._kept[::2]
+                self._kept, self._kept_at_s = self._kept[::2], self._kept_at_s[::2]
                 self._stride *= 2
             if self._count % self._stride == 0:
                 self._kept.append(value)
+                self._kept_at_s.append(at_s)
         self._count += 1
         self._weighted_sum += value * weight
         self._weight += weight
@@ -79,6 +81,19 @@ class Series:
         else:
             return None
         return {"median": quantile(values, 0.5), "p95": quantile(values, 0.95), "mean": mean, "last": last}
+
+    def curve(self, points: int = 100) -> list[tuple[float, float, float]]:
+        """The values over time in stretches of equally many, ``points`` of them at most.
+
+        Returns:
+            For each stretch the moment of its last value, its median, and its largest value.
+        """
+        length = math.ceil(len(self._kept) / points) or 1
+        found = []
+        for start in range(0, len(self._kept), length):
+            values = sorted(self._kept[start : start + length])
+            found.append((self._kept_at_s[start : start + length][-1], quantile(values, 0.5), values[-1]))
+        return found
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

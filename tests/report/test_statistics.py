@@ -98,3 +98,21 @@ def test_ranks_without_a_figure_do_not_count() -> None:
         "b": {"median": 2.0, "p95": 3.0, "mean": 4.0, "last": 5.0},
         "a": first,
     }
+
+
+@pytest.mark.parametrize("capacity", [8, 64])
+def test_a_curve_has_the_medians_of_equal_stretches(capacity: int) -> None:
+    made = Series(capacity=capacity)
+    for moment in range(32):
+        made.append(float(moment), at_s=10.0 * moment)
+    found = made.curve(points=4)
+    assert len(found) == 4
+    stride = 1 if capacity == 64 else 4
+    for stretch, (at_s, middle, largest) in enumerate(found):
+        last = 8 * stretch + 8 - stride
+        assert (at_s, largest, middle) == (10.0 * last, last, (8 * stretch + last) / 2)
+
+
+def test_a_short_curve_has_all_values() -> None:
+    assert series(3.0, 1.0).curve() == [(0.0, 3.0, 3.0), (0.0, 1.0, 1.0)]
+    assert series().curve() == []
