@@ -26,7 +26,8 @@ class DeviceUtilizationMonitor(Monitor):
 
     - `device/utilization_percent` (%, mean): GPU: share of time in which a kernel ran, as in nvidia-smi; CPU: processor
       time of this process, 100 being all of its intra-op threads, each on a core that it may use.
-    - `device/memory_used_bytes` (bytes, maximum): memory in use by all processes, on the GPU or on the host.
+    - `device/memory_used_bytes` (bytes, maximum): memory in use by all processes, on the GPU, or on the host or in
+      the container that limits it.
     - `device/power_watts` (W, sum): power that the GPUs draw.
     - `device/temperature_celsius` (degrees Celsius, maximum): temperature of the hottest GPU.
     - `device/cpu_percent` (%, mean): processor time of all processes of the host, 100 being all of its cores.

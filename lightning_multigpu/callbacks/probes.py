@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -60,7 +60,7 @@ class HostProbe:
     def read(self) -> dict[str, float]:
         figures = {"device/process_rss_bytes": float(self._process.memory_info().rss)}
         if self._is_device:
-            figures["device/memory_used_bytes"] = float(psutil.virtual_memory().used)
+            figures["device/memory_used_bytes"] = float(host_memory().used_bytes)
         now_s, process_s, (busy_s, total_s) = self._clock(), self._process_clock(), _host_seconds()
         wall_s, host_s = now_s - self._read_s, total_s - self._host[1]
         if self._is_device and wall_s > 0:
@@ -124,6 +124,50 @@ class NvmlProbe:
         if self._nvml is not None:
             nvml, self._nvml = self._nvml, None
             nvml.nvmlShutdown()
+
+
+class HostMemory(NamedTuple):
+    """Main memory in use, by all processes, and the most that can be, in bytes.
+
+    ``place`` is "host", or "container" where the control group of this process has a lower limit.
+    """
+
+    place: str
+    used_bytes: int
+    limit_bytes: int
+
+
+def host_memory(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+    """The memory of the host, or of a container with a lower limit; files that the kernel can drop are not in use."""
+    memory = psutil.virtual_memory()
+    found = HostMemory("host", memory.total - memory.available, memory.total)
+    try:
+        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
+        return found
+    for _, controllers, path in lines:
+        if controllers in _MEMORY_FILES:
+            base, limit, used, files = _MEMORY_FILES[controllers]
+            own = groups / base / path.strip("/")
+            for folder in (own, *own.parents):  # a group has the limits of those that it is in; not all can be seen
+                if not folder.is_relative_to(groups):
+                    break
+                try:
+                    limit_bytes = int((folder / limit).read_text())
+                    if limit_bytes < found.limit_bytes:
+                        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                        used_bytes = int((folder / used).read_text()) - int(counts[files])
+                        found = HostMemory("container", used_bytes, limit_bytes)
+                except (OSError, ValueError, KeyError):  # there is none, or "max"
+                    continue
+    return found
+
+
+_MEMORY_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Controllers in /proc/self/cgroup, of versions 2 and 1 of control groups, and where their figures are."""
 
 
 def machine_of(device_type: str) -> dict[str, Any]:

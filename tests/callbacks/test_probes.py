@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import types
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from lightning_multigpu.callbacks.probes import HostProbe, NvmlProbe, probes_of
+from lightning_multigpu.callbacks.probes import HostProbe, NvmlProbe, host_memory, probes_of
 
 UUID = "GPU-0000"
 CpuTimes = namedtuple("CpuTimes", "user nice system idle iowait irq softirq steal guest guest_nice")
@@ -210,3 +211,28 @@ def test_this_process_has_a_size_that_its_host_can_hold() -> None:
     figures = HostProbe(is_device=True).read()
     assert 0 < figures["device/process_rss_bytes"] < psutil.virtual_memory().total
     assert 0 < figures["device/memory_used_bytes"] <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "folder", "limit", "used", "files"),
+    [
+        ("0::/job/step\n", "job", "memory.max", "memory.current", "inactive_file"),
+        ("4:memory:/job/step\n0::/\n", "memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes",
+         "total_inactive_file"),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_container(tmp_path: Path, cgroup: str, folder: str, limit: str, used: str, files: str) -> None:
+    """The limit is that of the group around; what the kernel can drop of files is not in use."""
+    proc, groups = tmp_path / "cgroup", tmp_path / "groups"
+    proc.write_text(cgroup)
+    (groups / folder / "step").mkdir(parents=True)
+    (groups / folder / "step" / limit).write_text("max\n")
+    (groups / folder / limit).write_text("9000000\n")
+    (groups / folder / used).write_text("5000000\n")
+    (groups / folder / "memory.stat").write_text(f"anon 1\n{files} 2000000\n")
+    assert host_memory(proc, groups) == ("container", 3_000_000, 9_000_000)
+    (groups / folder / limit).write_text(f"{2**63 - 4096}\n")
+    place, used_bytes, limit_bytes = host_memory(proc, groups)
+    assert (place, limit_bytes) == ("host", psutil.virtual_memory().total)
+    assert 0 < used_bytes < limit_bytes
+    assert host_memory(tmp_path / "absent", groups).place == "host"
