@@ -8,30 +8,35 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.action_recorder import ActionRecorder
+from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.probes import usable_cores
+from lightning_multigpu.callbacks.probes import host_memory, usable_cores
 from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, versions_of
+from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
+from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.callbacks.value_reads import ValueReads
 from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.planning.timeline import StageMemory, StageRecord
+from lightning_multigpu.report import document, profile_document, profile_page, profile_text, run_curves
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _TRIAL_STEPS = 3
@@ -40,7 +45,7 @@ _CALLBACKS = 8
 _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
 
 
-class ProfilerReport(Callback):
+class ProfilerReport(SilentMonitors):
     """Profiles a window of optimizer steps on all ranks, and says why they take the time that they take.
 
     At the end of training rank 0 prints for each rank how a step was spent (see
@@ -52,10 +57,14 @@ class ProfilerReport(Callback):
 
     The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
     ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
-    place. One further step counts where the program reads values of tensors; with ``operators`` another one records its
-    operators by torch's profiler, unless ``Trainer(profiler="pytorch")`` does so. Where the ranks of a host have more
-    threads than cores, three more are run with fewer threads, which changes results by rounding alone. Outside of the
-    window the callback costs one comparison a batch.
+    place. One further step counts where the program reads values of tensors; with ``activations`` another one counts
+    what autograd keeps for backward; with ``operators`` another one records its operators by torch's profiler. Where
+    the ranks of a host have more threads than cores, three more are run with fewer threads, which changes results by
+    rounding alone. Throughput, utilization and memory in use are those of the whole run, from the Trainer's
+    :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or silent ones where it has none.
+
+    With ``Trainer(profiler="pytorch")`` the operators are those of the training steps that this profiler records, and
+    none are recorded beside it. Its steps take longer: keep its schedule apart from the window.
 
     The figures come from the actions that Lightning tells its profiler, which goes on to be told of them, from the
     strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
@@ -67,6 +76,9 @@ class ProfilerReport(Callback):
         warmup: steps at its beginning that are not counted.
         active: steps that are counted.
         operators: whether one step is recorded by torch's profiler, whose first start takes seconds.
+        activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
+            hooks do it: ``torch.func.grad`` and the like raise an error under them, and compiled layers may be compiled
+            once more.
         print_report: whether rank 0 prints the report.
         write_files: whether rank 0 writes the files.
 
@@ -81,9 +93,11 @@ class ProfilerReport(Callback):
         warmup: int = 1,
         active: int = 10,
         operators: bool = False,
+        activations: bool = False,
         print_report: bool = True,
         write_files: bool = True,
     ) -> None:
+        super().__init__()
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least} optimizer steps")
@@ -95,24 +109,35 @@ class ProfilerReport(Callback):
         """The path of ``profile.html``, on rank 0."""
         self._wait, self._warmup, self._active = wait, warmup, active
         self._first = wait + warmup
-        self._operators = operators
+        self._operators, self._activations = operators, activations
         self._print_report = print_report
         self._write_files = write_files
         self._window: _Window | None = None
         self._gathered: list[Any] | None = None
+        self._servers: ServerStatistics | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._monitors = (self.monitor(trainer, ThroughputMonitor), self.monitor(trainer, DeviceUtilizationMonitor))
+        self._servers, self._gathered = None, None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        self._window = _Window(trainer, self._wait, self._warmup, self._active, operators=self._operators)
+        window = _Window(
+            trainer, self._wait, self._warmup, self._active, operators=self._operators, activations=self._activations
+        )
+        self._window = window
         if isinstance(trainer.strategy, ObservedStrategy):
-            trainer.strategy.record_stages(count_activations=None)  # as a RunReport wants it
-            self._gathered = trainer.strategy.gather_at_end(self._told)
+            trainer.strategy.record_stages(count_activations=self._activations or None)  # else as a RunReport wants it
+            self._gathered = trainer.strategy.gather_at_end(lambda: self._told(window))
+        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         window = self._window
         if window is None:
             return
@@ -123,25 +148,30 @@ class ProfilerReport(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
         if self._window is not None:
             self._window.interrupted = True
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
         if self._window is not None:
             self._window.interrupted = True
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
         assert self._window is not None
         self._window.close(trainer)
+        if isinstance(trainer.strategy, ObservedStrategy):
+            self._servers = trainer.strategy.server_statistics()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window is None:
             return
         told: list[dict[str, Any]]
-        told = gather(trainer, self._told()) if self._gathered is None else self._gathered
+        told = gather(trainer, self._told(self._window)) if self._gathered is None else self._gathered
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         self._window = None
         if not trainer.is_global_zero:
@@ -163,10 +193,12 @@ class ProfilerReport(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
         self._abandon(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         self._abandon(trainer)
 
     def results(self) -> dict[str, Any]:
@@ -178,9 +210,11 @@ class ProfilerReport(Callback):
             self._window.stop(trainer)
             self._window = None
 
-    def _told(self) -> dict[str, Any]:
-        assert self._window is not None
-        return self._window.told()
+    def _told(self, window: _Window) -> dict[str, Any]:
+        series = {key: series for monitor in self._monitors for key, series in monitor.series.items()}
+        curves = {key: series[key].curve() for key in run_curves.KEYS if key in series}
+        servers = None if self._servers is None else self._servers.histograms()
+        return {**window.told(), "over_time": curves, "servers": servers}
 
     def _write(self, directory: str, events: Sequence[Sequence[Any]]) -> None:
         assert self.profile is not None
@@ -207,10 +241,12 @@ class _Window:
 
     ::
 
-        wait | warmup, active: recorded | reads of values | operators | fewer threads, if there are too many
+        wait | warmup, active: recorded | reads of values | activations | operators | fewer threads, if too many
     """
 
-    def __init__(self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool, activations: bool
+    ) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
@@ -226,8 +262,13 @@ class _Window:
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
         self._reads: ValueReads | None = None
-        traces = operators and not isinstance(_profiler(trainer), PyTorchProfiler)  # a second one would empty it
-        self._operators = OperatorTrace(self.now) if traces else None
+        self._activations = activations
+        self._memory: StageMemory | None = None
+        self._limit: tuple[str, int] | None = None
+        self._records_operators = operators
+        self._operators = OperatorTrace(self.now)
+        profiler = _profiler(trainer)
+        self._theirs = profiler if isinstance(profiler, PyTorchProfiler) else None
         self._watching = ExitStack()
         self._clock: ClockOffset | None = None
         self._trial: _ThreadTrial | None = None
@@ -240,6 +281,8 @@ class _Window:
 
     def step_ends(self, trainer: Trainer) -> None:
         """An optimizer step has ended on this rank."""
+        if self._theirs is not None and self._operators.take(self._theirs):
+            self._theirs, self._records_operators = None, False
         self._next(trainer)
         self.batches = 0
         self.interrupted = False
@@ -256,8 +299,7 @@ class _Window:
         """Puts back what the window has replaced."""
         self._stop_recording(trainer)
         self._watching.close()
-        if self._operators is not None:
-            self._operators.stop()
+        self._operators.stop()
         if self._trial is not None:
             self._trial.end()
         if self._meter is not None and self._meter.listener == self._heard:
@@ -302,8 +344,11 @@ class _Window:
             "clock": asdict(clock),
             "steps": steps,
             "reads": [] if self._reads is None else self._reads.most(),
-            "operators": [] if self._operators is None else self._operators.most,
-            "events": [] if self._operators is None else self._operators.events,
+            "operators": self._operators.most,
+            "events": self._operators.events,
+            "launches": None if self._operators.launches is None else asdict(self._operators.launches),
+            "memory": None if self._memory is None else asdict(self._memory),
+            "limit": self._limit,
             "trial": None if self._trial is None else self._trial.told(),
             "stages": None if self._stages is None else asdict(self._stages),
         }
@@ -343,14 +388,32 @@ class _Window:
         if self.interrupted:  # it counted a validation as well
             self._reads = ValueReads()
             self._watching.enter_context(self._reads.watched())
-        elif self._operators is None:
-            self._try_threads(trainer)
         else:
-            self._operators.start()
-            self._next = self._tracing
+            self._count_activations(trainer)
+
+    def _count_activations(self, trainer: Trainer) -> None:
+        if not self._activations or self._stages is not None:  # a pipeline has counted them
+            self._trace(trainer)
+            return
+        module = trainer.lightning_module
+        self._saved = SavedActivations([*module.parameters(), *module.buffers()])
+        self._watching.enter_context(self._saved.counted())
+        self._next = self._counting
+
+    def _counting(self, trainer: Trainer) -> None:
+        self._watching.close()
+        assert self._memory is not None
+        self._memory = replace(self._memory, activations_bytes=self._saved.peak_bytes)
+        self._trace(trainer)
+
+    def _trace(self, trainer: Trainer) -> None:
+        if not self._records_operators or self._theirs is not None:  # a second torch.profiler would empty the first
+            self._try_threads(trainer)
+            return
+        self._operators.start()
+        self._next = self._tracing
 
     def _tracing(self, trainer: Trainer) -> None:
-        assert self._operators is not None
         self._operators.stop()
         self._try_threads(trainer)
 
@@ -393,8 +456,19 @@ class _Window:
 
     def _complete(self, trainer: Trainer) -> None:
         """The steps are recorded: takes the newest record of stages, and compares the clocks of ranks. A collective."""
-        if isinstance(trainer.strategy, ObservedStrategy):
-            self._stages = trainer.strategy.stage_record()
+        strategy, device = trainer.strategy, trainer.strategy.root_device
+        if isinstance(strategy, ObservedStrategy):
+            self._stages = strategy.stage_record()
+        if device.type == "cuda":
+            self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "cpu":
+            self._limit = host_memory()[::2]
+        if self._stages is not None:
+            self._memory = self._stages.memory
+        else:
+            held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
+            peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            self._memory = StageMemory(**asdict(held), activations_bytes=None, device_peak_bytes=peak_bytes)
         if _gathered_together(trainer, 0) is None:
             self._clock = ClockOffset(0.0, 0.0)
         else:

@@ -15,12 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
+from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 
 SMALLEST_SHARE = 0.05
 """A saving below this share of the step is not named."""
 _BF16 = 0.5
 _MOST_WORKERS = 64
+_NEAR_LIMIT = 0.9
+"""Memory in use above this share of the limit is named."""
+_SHORT_QUEUE = 1
+"""With so many kernels in the queue, or fewer, the GPU waits for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,8 @@ class RankFigures:
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
         reads: see :class:`ReadValues`; those of a step.
+        memory: see :class:`MemoryUse`; None where it was not measured.
+        launches: of a step's kernels; None without a GPU, and where operators were not recorded.
     """
 
     rank: int
@@ -49,6 +56,8 @@ class RankFigures:
     threads: int = 1
     cores: int = 1
     reads: tuple[ReadValues, ...] = ()
+    memory: MemoryUse | None = None
+    launches: LaunchQueue | None = None
 
     @property
     def step_s(self) -> float:
@@ -73,6 +82,36 @@ class ReadValues:
 
 
 @dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a rank's GPU, of its host, or of the container that limits the host's.
+
+    Attributes:
+        place: "GPU", "host" or "container".
+        peak_bytes: the most that all processes together had in use.
+        limit_bytes: the most that they can have.
+        kinds_bytes: what the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
+    """
+
+    place: str
+    peak_bytes: float
+    limit_bytes: float
+    kinds_bytes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter server's part of the traffic.
+
+    Attributes:
+        sent_bytes: from and to all ranks.
+        share: the part that it should have, as a number beside those of the other servers.
+    """
+
+    sent_bytes: float
+    share: float
+
+
+@dataclass(frozen=True)
 class ThreadTrial:
     """The median step of a run with its threads, and with fewer, measured one after the other."""
 
@@ -84,11 +123,11 @@ class ThreadTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A reason for long steps.
+    """A reason for long steps, or a limit that the run is near to.
 
     Attributes:
         kind: short name.
-        saving_s: seconds of a step that the remedy is predicted to save.
+        saving_s: seconds of a step that the remedy is predicted to save; 0 for a limit.
         step_s: the step that is predicted with it.
         evidence: what was measured.
         remedy: what to change.
@@ -106,14 +145,18 @@ def diagnose(
     *,
     pipeline: PipelineFigures | None = None,
     trial: ThreadTrial | None = None,
+    shards: Sequence[Shard] = (),
     can_compress: bool = False,
 ) -> list[Finding]:
-    """What makes the steps long, the largest saving first; empty if nothing would save 5 % of a step.
+    """What makes the steps long, the largest saving first, then limits that the run is near to.
+
+    The list is empty if nothing would save 5 % of a step.
 
     Args:
         ranks: at least one; all ranks of the run, in order.
         pipeline: of a run whose model is split into stages.
         trial: where fewer threads were tried.
+        shards: of a run with parameter servers, in the order of the servers.
         can_compress: the strategy can compress gradients, and does not.
     """
     step_s = max(rank.step_s for rank in ranks)
@@ -126,9 +169,11 @@ def diagnose(
         *_small_batches(ranks),
         *_threads(ranks, trial, step_s),
         *_stages(pipeline, step_s),
+        *_shards(ranks, shards),
+        *_launches(ranks),
     ]
     worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step_s]
-    return sorted(worth, key=lambda finding: -finding.saving_s)
+    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(ranks)]
 
 
 def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] = lambda rank: rank.own_s) -> float:
@@ -320,6 +365,93 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
             f"{pipeline.num_micro_batches} micro-batches.",
             remedy=f"Cut the batch into more parts: num_micro_batches={pipeline.more_micro_batches}.",
         ),
+    ]
+
+
+def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard]) -> list[Finding]:
+    """Ranks wait for the server with the most to do: with even shares, for as much less."""
+    total, shares = sum(shard.sent_bytes for shard in shards), sum(shard.share for shard in shards)
+    if len(shards) < 2 or not total:
+        return []
+
+    def excess(shard: Shard) -> float:
+        return shard.sent_bytes / total * shares / shard.share if shard.share else 0.0
+
+    fullest = max(range(len(shards)), key=lambda server: excess(shards[server]))
+    times = excess(shards[fullest])
+    exposed_s, step_s = _exposed_s(ranks), max(rank.step_s for rank in ranks)
+    saving_s = max(0.0, exposed_s * (1 - 1 / times))
+    return [
+        Finding(
+            kind="imbalance of shards",
+            saving_s=saving_s,
+            step_s=step_s - saving_s,
+            evidence=f"server {fullest} moves {100 * shards[fullest].sent_bytes / total:.0f} % of the bytes, "
+            f"{times:.2f} times its share; every rank waits at least {_ms(exposed_s)} of a step of {_ms(step_s)} for "
+            "servers and other ranks.",
+            remedy="Use an optimizer of torch that updates each element by itself (SGD, Adam, AdamW): its parameters "
+            "are cut evenly. With another one, make the largest layer smaller, or take fewer servers (num_servers).",
+        )
+    ]
+
+
+def _launches(ranks: Sequence[RankFigures]) -> list[Finding]:
+    """With a host that is ahead of its GPU, a step's computation takes as long as its kernels."""
+
+    def idle_s(rank: RankFigures) -> float:
+        if rank.launches is None or rank.launches.queued > _SHORT_QUEUE:
+            return 0.0
+        return max(0.0, rank.of("forward", "backward", "optimizer") - rank.launches.busy_s)
+
+    waiting = max(ranks, key=idle_s)
+    if waiting.launches is None or not idle_s(waiting):
+        return []
+    return [
+        _finding(
+            "launch-bound",
+            ranks,
+            lambda rank: rank.own_s - idle_s(rank),
+            f"the GPU of rank {waiting.rank} is busy for {_ms(waiting.launches.busy_s)} of a step of "
+            f"{_ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
+            f"in whose queue {waiting.launches.queued} kernels wait at a launch (median).",
+            "Use larger batches, or launch less: compile the layers in the module's __init__, "
+            'self.layers = torch.compile(self.layers), with mode="reduce-overhead" for CUDA graphs.',
+        )
+    ]
+
+
+_SAVES_MEMORY = {
+    "parameters": 'Split the model over ranks: Trainer(strategy="pipeline_1f1b"), or strategy="tensor_split".',
+    "optimizer": "Keep the optimizer's states in the host's memory: Trainer(strategy=\"cpu_ps\").",
+    "activations": "Use smaller batches with accumulate_grad_batches=2, or recompute activations "
+    "(torch.utils.checkpoint).",
+}
+
+
+def _memory(ranks: Sequence[RankFigures]) -> list[Finding]:
+    measured = [(rank, rank.memory) for rank in ranks if rank.memory is not None and rank.memory.limit_bytes > 0]
+    near = [(rank, use) for rank, use in measured if use.peak_bytes >= _NEAR_LIMIT * use.limit_bytes]
+    if not near:
+        return []
+    rank, use = max(near, key=lambda pair: pair[1].peak_bytes / pair[1].limit_bytes)
+    kinds = dict(use.kinds_bytes)
+    kinds["parameters"] = kinds.get("parameters", 0.0) + kinds.pop("gradients", 0.0)  # which are split together
+    remedy = _SAVES_MEMORY[max(_SAVES_MEMORY, key=lambda kind: kinds.get(kind, 0.0))]
+    if use.place != "GPU":
+        remedy = "Use smaller batches, fewer ranks or DataLoader workers on this host, or a host with more memory."
+    whose = (
+        f"the GPU of rank {rank.rank}" if use.place == "GPU" else f"the {use.place} of rank {rank.rank}, {rank.host},"
+    )
+    held = ", ".join(f"{kind} {size / 1e9:.3g} GB" for kind, size in use.kinds_bytes.items() if size)
+    return [
+        Finding(
+            kind="memory near the limit",
+            saving_s=0.0,
+            step_s=max(rank.step_s for rank in ranks),
+            evidence=f"{whose} had {use.peak_bytes / 1e9:.3g} GB of {use.limit_bytes / 1e9:.3g} GB in use"
+            + (f"; the rank holds {held}." if held else "."),
+            remedy=remedy,
+        )
     ]
 
 

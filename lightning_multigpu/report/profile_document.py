@@ -11,7 +11,8 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
       "ranks": [RANK],                                            one a rank, in rank order
       "operations": [OPERATION],                                  transfers between ranks, of the rank with the most
       "trial": {"threads": int, "step_s": number} or null,        steps with fewer threads, where they were tried
-      "findings": [FINDING]                                       the largest saving first
+      "servers": SERVERS,                                         only where parameter servers made the updates
+      "findings": [FINDING]                                       the largest saving first, then those that save nothing
     }
     RANK = {"rank": int, "node": int, "host": str, "threads": int, "cores": int, "data_workers": int or null,
             "clock": {"offset_s": number, "error_s": number},     its clock minus that of rank 0, and the most by which
@@ -22,7 +23,11 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
             "operators": [[name, calls, cpu_s, gpu_s]],           of one step: those with the most time of their own
             "reads": [[line, count, share]],                      values of tensors that a line reads in a step, and
                                                                   the share of the step that it takes
-            "steps": [STEP], "stages": STAGES or null}
+            "steps": [STEP], "stages": STAGES or null,
+            "memory": {KIND: int or null},                        of the rank, at the end of the window
+            "limit": [place, limit_bytes],                        of the "GPU", "host" or "container" that it trains in
+            "over_time": {key: [[at_s, median, largest]]},        stretches of the run, in seconds from its start
+            "launches": {"kernels": int, "busy_s": number, "queued": int} or null}      of a step on a GPU
     STEP = {"start_s": number, "end_s": number, "batches": int, "parts": [[PHASE, start_s, end_s]],
             "transfers": [[operation, group, group_size, start_s, end_s, size_bytes, sent_bytes, memory_bytes]]}
     OPERATION = {"operation": str, "group": str, "group_size": int, "count": number, "size_bytes": number,
@@ -30,28 +35,42 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
     FINDING = {"kind": str, "saving_s": number, "step_s": number, "evidence": str, "remedy": str}
 
 The PHASEs are :data:`lightning_multigpu.planning.step_phases.PHASES`; the parts of a step have no gaps and do not
-overlap. STAGES are the fields of :class:`lightning_multigpu.planning.timeline.StageRecord`.
+overlap. STAGES are the fields of :class:`lightning_multigpu.planning.timeline.StageRecord`, KINDs those of
+:class:`~lightning_multigpu.planning.timeline.StageMemory`, and "launches" those of
+:class:`lightning_multigpu.planning.launch_queue.LaunchQueue`. SERVERS are as in ``multigpu_report.json``
+(:mod:`lightning_multigpu.report.schema`); a server has its "share" as well, a worker its "histogram": [[staleness,
+updates]]. A key of "over_time" is that of a monitor. "memory", "limit", "over_time" and "launches" may be absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lightning_multigpu.communication.metering.traffic import length, merged
-from lightning_multigpu.planning.diagnosis import RankFigures, ReadValues, ThreadTrial, diagnose
+from lightning_multigpu.planning.diagnosis import MemoryUse, RankFigures, ReadValues, Shard, ThreadTrial, diagnose
+from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
-from lightning_multigpu.planning.timeline import Interval, StageMemory, StageRecord, StepTimeline, median_step
-from lightning_multigpu.report import document
+from lightning_multigpu.planning.timeline import (
+    HeldBytes,
+    Interval,
+    StageMemory,
+    StageRecord,
+    StepTimeline,
+    median_step,
+)
+from lightning_multigpu.report import document, run_curves
+from lightning_multigpu.report.pipeline_section import PipelineReport
 
 FILE_NAME = "profile.json"
 TRACE_NAME = "profile_trace.json"
 SCHEMA_VERSION = 1
 _KEPT = ("rank", "node", "host", "threads", "cores", "data_workers", "clock", "operators", "reads")
+_WHERE_MEASURED = ("memory", "limit", "over_time", "launches")
 
 
 def build(
@@ -72,8 +91,10 @@ def build(
         slowest_s = max(rank["trial"]["step_s"] for rank in told if rank["trial"] is not None)
         trial = {"threads": trial["threads"], "step_s": slowest_s}
         tried = ThreadTrial(ranks[0]["threads"], max(f.step_s for f in figures), trial["threads"], slowest_s)
+    servers = told[0].get("servers")
+    shards = [Shard(s["bytes_in"] + s["bytes_out"], s["share"]) for s in servers["servers"]] if servers else []
     can_compress = strategy.startswith("ring_ddp") and "compression" not in options
-    findings = diagnose(figures, pipeline=_pipeline(ranks), trial=tried, can_compress=can_compress)
+    findings = diagnose(figures, pipeline=_pipeline(ranks), trial=tried, shards=shards, can_compress=can_compress)
     return {
         "schema_version": SCHEMA_VERSION,
         "strategy": {"name": strategy, "options": dict(options)},
@@ -83,6 +104,7 @@ def build(
         "ranks": ranks,
         "operations": max((_operations(rank["steps"]) for rank in ranks), key=_bytes),
         "trial": trial,
+        **({"servers": servers} if servers else {}),
         "findings": [asdict(finding) for finding in findings],
     }
 
@@ -90,6 +112,34 @@ def build(
 def read(path: Path) -> dict[str, Any]:
     """Reads a document back; raises as :func:`.document.read` does."""
     return document.read(path, kind="profile", schema_version=SCHEMA_VERSION)
+
+
+def by_saving(profile: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """The findings that save time, and those that save none, in their order."""
+    findings = profile["findings"]
+    return [f for f in findings if f["saving_s"] > 0], [f for f in findings if f["saving_s"] <= 0]
+
+
+def memory(profile: Mapping[str, Any]) -> dict[int, dict[str, int]]:
+    """Bytes that each rank holds, by kind; of the ranks where they were measured."""
+    return {rank["rank"]: held for rank in profile["ranks"] if (held := _held(rank))}
+
+
+def pipelines(profile: Mapping[str, Any]) -> PipelineReport:
+    """The pipelines of the run, as a :class:`~lightning_multigpu.callbacks.RunReport` has them."""
+    return PipelineReport(
+        [
+            document.RankRecord(
+                rank=rank["rank"],
+                node=rank["node"],
+                host=rank["host"],
+                steps=len(rank["steps"]),
+                metrics={},
+                stages=None if rank["stages"] is None else _stages(rank["stages"]),
+            )
+            for rank in profile["ranks"]
+        ]
+    )
 
 
 def trace(profile: Mapping[str, Any], operators: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
@@ -153,6 +203,7 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
         "transfers_s": median(length(merged((t[3], t[4]) for t in step["transfers"])) for step in steps),
         "steps": steps,
         "stages": told["stages"],
+        **{key: told[key] for key in _WHERE_MEASURED if told.get(key)},
     }
 
 
@@ -174,7 +225,24 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         threads=rank["threads"],
         cores=rank["cores"],
         reads=tuple(ReadValues(line, count, share * rank["step_s"]) for line, count, share in rank["reads"]),
+        memory=_memory_use(rank),
+        launches=LaunchQueue(**rank["launches"]) if rank.get("launches") else None,
     )
+
+
+def _held(rank: Mapping[str, Any]) -> dict[str, int]:
+    return {kind.removesuffix("_bytes"): n for kind, n in rank.get("memory", {}).items() if n is not None}
+
+
+def _memory_use(rank: Mapping[str, Any]) -> MemoryUse | None:
+    """The most that all processes together had in use in the run, or torch on a GPU that only it could tell of."""
+    curve = rank.get("over_time", {}).get(run_curves.MEMORY, ())
+    held = _held(rank)
+    peak_bytes = run_curves.peak(curve) if curve else held.get("device_peak")
+    if peak_bytes is None or "limit" not in rank:
+        return None
+    place, limit_bytes = rank["limit"]
+    return MemoryUse(place, peak_bytes, limit_bytes, {kind: n for kind, n in held.items() if kind != "device_peak"})
 
 
 def _pipeline(ranks: Sequence[Mapping[str, Any]]) -> PipelineFigures | None:
@@ -198,8 +266,8 @@ def _stages(record: Mapping[str, Any]) -> StageRecord:
         )
         for step in record["steps"]
     )
-    empty = StageRecord(**{**record, "steps": (), "memory": StageMemory(**record["memory"])})
-    return replace(empty, steps=steps)
+    held = {"memory": StageMemory(**record["memory"]), "predicted": HeldBytes(**record["predicted"])}
+    return StageRecord(**{**record, **held, "steps": steps})
 
 
 def _operations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

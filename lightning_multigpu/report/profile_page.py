@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from lightning_multigpu.planning.step_phases import PHASES
+from lightning_multigpu.report import page_figures, profile_document, run_curves
 from lightning_multigpu.report.numbers import number, size
+from lightning_multigpu.report.page_figures import Rows, bars, legend, plot, table, words
 
 FILE_NAME = "profile.html"
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = dict(
     zip(
         PHASES,
-        ("#d55e00", "#f0e442", "#56b4e9", "#e69f00", "#cc79a7", "#d9d9d9", "#009e73", "#0072b2", "#8a8a8a"),
+        (
+            page_figures.VERMILION,
+            page_figures.YELLOW,
+            page_figures.SKY,
+            page_figures.ORANGE,
+            page_figures.PURPLE,
+            page_figures.LIGHT,
+            page_figures.GREEN,
+            page_figures.BLUE,
+            page_figures.GREY,
+        ),
         strict=True,
     )
 )
+_MEMORY_COLOURS = {
+    "parameters": page_figures.BLUE,
+    "gradients": page_figures.ORANGE,
+    "optimizer": page_figures.GREEN,
+    "activations": page_figures.SKY,
+}
 _STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 1rem;
        max-width: 70rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.wide { overflow-x: auto; } svg { width: 100%; height: auto; display: block; }
+.wide { overflow-x: auto; } svg { width: 100%; height: auto; display: block; } .schedule svg { min-width: 60rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
@@ -31,41 +49,20 @@ th:first-child, td:first-child { text-align: left; }
 .legend span { display: inline-block; width: .9em; height: .9em; margin-right: .35em; border: 1px solid #555; }
 li p { margin: .2rem 0; }
 """
-_WIDTH, _LEFT, _ROW, _AXIS = 1000.0, 110.0, 28.0, 26.0
-_LABEL = 14  # characters that fit there
+_MOST_BARS = 16
 
 
 def page(profile: Mapping[str, Any]) -> str:
-    """The whole page: diagnosis, phases of each rank, the timeline of a step, transfers."""
+    """The whole page: diagnosis, phases of each rank, the timeline of a step, and what else was measured."""
     name = f"Profile of {profile['strategy']['name']}"
     ranks = profile["ranks"]
-    used = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in ranks)]
-    of_ranks = [(f"rank {rank['rank']}", rank["phases_s"]) for rank in ranks]
-    body = [
+    title = (
         f"<h1>{escape(name)}</h1>",
         f"<p>{len(ranks)} ranks, {len(ranks[0]['steps'])} optimizer steps, {_ms(profile['step_s'])} a step (median of "
         f"the slowest rank). {escape(_versions(profile))}</p>",
-        "<h2>What would make a step shorter</h2>",
-        *_diagnosis(profile),
-        "<h2>A step of each rank</h2>",
-        _legend(used),
-        _svg(
-            "Phases of a step by rank; the table below has the numbers",
-            *_bars(of_ranks),
-        ),
-        _table(["rank", *(_words(phase) for phase in used), "step"], _phase_rows(ranks, used)),
-        "<h2>One step over all ranks</h2>",
-        "<p>On the clock of rank 0; transfers between ranks below each rank's phases.</p>",
-        _svg("Timeline of one step, a row for each rank", *_timeline(ranks)),
-    ]
-    if profile["operations"]:
-        header = ["transfers in a step", "group", "ranks", "count", "sent", "through memory", "time", "a second"]
-        body += ["<h2>Transfers of the rank that sends most</h2>", _table(header, _operation_rows(profile))]
-    if ranks[0]["operators"]:
-        header = ["operator", "calls", "on the CPU", "on the GPU"]
-        rows = [[name, str(calls), _ms(cpu_s), _ms(gpu_s)] for name, calls, cpu_s, gpu_s in ranks[0]["operators"]]
-        body += ["<h2>Operators of a step on rank 0, by their own time</h2>", _table(header, rows)]
-    return _html(name, body)
+    )
+    sections = (_diagnosis, _phases, _timeline, _schedule, _transfers, _memory, _over_time, _staleness, _operators)
+    return _html(name, [*title, *(line for section in sections for line in section(profile))])
 
 
 def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
@@ -82,16 +79,15 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         for name, profile in profiles.items()
     ]
-    header = ["run", "strategy", *(_words(phase) for phase in used), "step", "diagnosis"]
-    bars = _bars([(name, rank["phases_s"]) for name, rank in slowest.items()])
+    of_runs = [(name, rank["phases_s"]) for name, rank in slowest.items()]
     return _html(
         "Profiles compared",
         [
             "<h1>Profiles compared</h1>",
             "<p>A step of the slowest rank of each run.</p>",
-            _legend(used),
-            _svg("Phases of a step by run; the table below has the numbers", *bars),
-            _table(header, rows),
+            legend({phase: _COLOURS[phase] for phase in used}),
+            bars("Phases of a step by run; the table below has the numbers", of_runs, _COLOURS, _ms),
+            table(["run", "strategy", *map(words, used), "step", "diagnosis"], rows),
         ],
     )
 
@@ -104,37 +100,47 @@ def _html(title: str, body: Sequence[str]) -> str:
     )
 
 
-def _diagnosis(profile: Mapping[str, Any]) -> list[str]:
-    if not profile["findings"]:
-        return ["<p>Nothing was found that would save 5 % of a step.</p>"]
-    items = []
-    for finding in profile["findings"]:
-        share = 100 * finding["saving_s"] / profile["step_s"]
-        items.append(
-            f"<li><strong>{escape(finding['kind'])}</strong>: {_ms(finding['step_s'])} a step predicted, {share:.0f} % "
-            f"less<p>{escape(finding['evidence'])}</p><p>{escape(finding['remedy'])}</p></li>"
-        )
-    return ["<ol>", *items, "</ol>"]
+def _diagnosis(profile: Mapping[str, Any]) -> Iterator[str]:
+    savings, limits = profile_document.by_saving(profile)
+    yield "<h2>What would make a step shorter</h2>"
+    if not savings:
+        yield "<p>Nothing was found that would save 5 % of a step.</p>"
+    else:
+        yield "<ol>"
+        for finding in savings:
+            share = 100 * finding["saving_s"] / profile["step_s"]
+            yield _finding(finding, f": {_ms(finding['step_s'])} a step predicted, {share:.0f} % less")
+        yield "</ol>"
+    if limits:
+        yield "<h2>Near a limit</h2><ul>"
+        yield from (_finding(finding, "") for finding in limits)
+        yield "</ul>"
 
 
-def _bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[float, Iterator[str]]:
-    """A stacked bar of phases for each row, on one scale."""
-    longest_s = max(sum(phases_s.values()) for _, phases_s in rows)
-
-    def draw() -> Iterator[str]:
-        for row, (label, phases_s) in enumerate(rows):
-            at_s = 0.0
-            yield _label(label, row * _ROW)
-            for phase, seconds in phases_s.items():
-                yield _box(phase, at_s, at_s + seconds, row * _ROW, _ROW - 6, longest_s, label)
-                at_s += seconds
-        yield from _axis(longest_s, len(rows) * _ROW)
-
-    return len(rows) * _ROW + _AXIS, draw()
+def _finding(finding: Mapping[str, Any], prediction: str) -> str:
+    return (
+        f"<li><strong>{escape(finding['kind'])}</strong>{prediction}<p>{escape(finding['evidence'])}</p>"
+        f"<p>{escape(finding['remedy'])}</p></li>"
+    )
 
 
-def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[float, Iterator[str]]:
+def _phases(profile: Mapping[str, Any]) -> Iterator[str]:
+    ranks = profile["ranks"]
+    used = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in ranks)]
+    of_ranks = [(f"rank {rank['rank']}", rank["phases_s"]) for rank in ranks]
+    rows = [
+        [f"{rank['rank']} ({rank['host']})", *(_ms(rank["phases_s"].get(p, 0.0)) for p in used), _ms(rank["step_s"])]
+        for rank in ranks
+    ]
+    yield "<h2>A step of each rank</h2>"
+    yield legend({phase: _COLOURS[phase] for phase in used})
+    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, _ms)
+    yield table(["rank", *map(words, used), "step"], rows)
+
+
+def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
     """The middle step by its length on the first rank; of a pipeline, one whose passes are recorded."""
+    ranks = profile["ranks"]
     count = min(len(rank["steps"]) for rank in ranks)
     first = ranks[0]["steps"]
     recorded = [i for i in range(count) if any(phase == "stage_wait" for phase, *_ in first[i]["parts"])]
@@ -142,78 +148,33 @@ def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[float, Iterator[str]]
     steps = [rank["steps"][lengths[(len(lengths) - 1) // 2]] for rank in ranks]
     start_s = min(step["start_s"] for step in steps)
     span_s = max(step["end_s"] for step in steps) - start_s
-
-    def draw() -> Iterator[str]:
-        for row, (rank, step) in enumerate(zip(ranks, steps, strict=True)):
-            yield _label(f"rank {rank['rank']}", row * _ROW)
-            for phase, begin_s, end_s in step["parts"]:
-                yield _box(
-                    phase, begin_s - start_s, end_s - start_s, row * _ROW, _ROW - 12, span_s, f"rank {rank['rank']}"
-                )
-            for operation, group, _, begin_s, end_s, *_ in step["transfers"]:
-                x, width = _place(begin_s - start_s, end_s - start_s, span_s)
-                title = f"rank {rank['rank']}: {operation} ({group}), {_ms(end_s - begin_s)}"
-                yield (
-                    f'<rect x="{x:.2f}" y="{row * _ROW + _ROW - 11:g}" width="{width:.2f}" height="5" fill="#000">'
-                    f"<title>{escape(title)}</title></rect>"
-                )
-        yield from _axis(span_s, len(ranks) * _ROW)
-
-    return len(ranks) * _ROW + _AXIS, draw()
+    figure = Rows("Timeline of one step, a row for each rank", span_s, _ms)
+    for rank, step in zip(ranks, steps, strict=True):
+        who = f"rank {rank['rank']}"
+        figure.row(who)
+        for phase, begin_s, end_s in step["parts"]:
+            title = f"{who}: {words(phase)}, {_ms(end_s - begin_s)}"
+            figure.box(begin_s - start_s, end_s - start_s, _COLOURS[phase], title, height=16)
+        for operation, group, _, begin_s, end_s, *_ in step["transfers"]:
+            title = f"{who}: {operation} ({group}), {_ms(end_s - begin_s)}"
+            figure.box(begin_s - start_s, end_s - start_s, "#000", title, top=17, height=5)
+    yield "<h2>One step over all ranks</h2>"
+    yield "<p>On the clock of rank 0; transfers between ranks below each rank's phases.</p>"
+    yield figure.html()
 
 
-def _place(begin_s: float, end_s: float, span_s: float) -> tuple[float, float]:
-    scale = (_WIDTH - _LEFT - 10) / span_s
-    return _LEFT + begin_s * scale, max(0.3, (end_s - begin_s) * scale)
+def _schedule(profile: Mapping[str, Any]) -> Iterator[str]:
+    drawn = profile_document.pipelines(profile).picture()
+    if drawn is not None:
+        meaning = (
+            "Schedule of a step of the pipeline, in theory above, as measured below: passes of each rank over time"
+        )
+        yield "<h2>The pipeline's schedule</h2>"
+        yield f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn.decode()}</div>'
 
 
-def _box(phase: str, begin_s: float, end_s: float, y: float, height: float, span_s: float, who: str) -> str:
-    x, width = _place(begin_s, end_s, span_s)
-    return (
-        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{_COLOURS[phase]}" '
-        f'stroke="#555" stroke-width=".4"><title>{escape(who)}: {_words(phase)}, {_ms(end_s - begin_s)}</title></rect>'
-    )
-
-
-def _label(text: str, y: float) -> str:
-    shown = text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
-    return f'<text x="4" y="{y + 15:g}">{escape(shown)}<title>{escape(text)}</title></text>'
-
-
-def _axis(span_s: float, y: float) -> Iterator[str]:
-    for part in range(5):
-        seconds = span_s * part / 4
-        x, _ = _place(seconds, seconds, span_s)
-        yield f'<text x="{x:.1f}" y="{y + 14:g}" text-anchor="{"end" if part == 4 else "middle"}">{_ms(seconds)}</text>'
-
-
-def _svg(meaning: str, height: float, shapes: Iterator[str]) -> str:
-    return (
-        f'<div class="wide"><svg role="img" aria-label="{escape(meaning)}" viewBox="0 0 {_WIDTH:g} {height:g}" '
-        f'style="min-width: 34rem" font-size="13">{"".join(shapes)}</svg></div>'
-    )
-
-
-def _legend(phases: Sequence[str]) -> str:
-    entries = "".join(f'<li><span style="background: {_COLOURS[p]}"></span>{_words(p)}</li>' for p in phases)
-    return f'<ul class="legend">{entries}</ul>'
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-
-def _phase_rows(ranks: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> list[list[str]]:
-    return [
-        [f"{rank['rank']} ({rank['host']})", *(_ms(rank["phases_s"].get(p, 0.0)) for p in phases), _ms(rank["step_s"])]
-        for rank in ranks
-    ]
-
-
-def _operation_rows(profile: Mapping[str, Any]) -> list[list[str]]:
-    return [
+def _transfers(profile: Mapping[str, Any]) -> Iterator[str]:
+    rows = [
         [
             operation["operation"],
             operation["group"],
@@ -226,10 +187,75 @@ def _operation_rows(profile: Mapping[str, Any]) -> list[list[str]]:
         ]
         for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"])
     ]
+    if rows:
+        yield "<h2>Transfers of the rank that sends most</h2>"
+        header = ["transfers in a step", "group", "ranks", "count", "sent", "through memory", "time", "a second"]
+        yield table(header, rows)
 
 
-def _words(phase: str) -> str:
-    return phase.replace("_", " ")
+def _memory(profile: Mapping[str, Any]) -> Iterator[str]:
+    held = profile_document.memory(profile)
+    kinds = dict.fromkeys(kind for of_rank in held.values() for kind in of_rank)
+    stacked = [
+        (f"rank {rank}", {kind: of_rank[kind] for kind in _MEMORY_COLOURS if kind in of_rank})
+        for rank, of_rank in held.items()
+    ]
+    if any(sum(parts.values()) for _, parts in stacked):
+        rows = [[str(rank), *(size(held[rank][k]) if k in held[rank] else "-" for k in kinds)] for rank in held]
+        yield "<h2>Memory that each rank holds</h2>"
+        yield legend({kind: colour for kind, colour in _MEMORY_COLOURS.items() if kind in kinds})
+        yield bars("Memory of each rank by kind; the table below has the numbers", stacked, _MEMORY_COLOURS, size)
+        yield table(["rank", *kinds], rows)
+
+
+def _over_time(profile: Mapping[str, Any]) -> Iterator[str]:
+    found = {key: run_curves.curves(profile, key) for key in run_curves.KEYS}
+    drawn = [key for key in run_curves.KEYS if found[key]]
+    if not drawn:
+        return
+    end_s = max(curve[-1][0] for key in drawn for curve in found[key].values())
+    yield "<h2>Over the whole run</h2><p>A line for each rank; seconds from the start of training.</p>"
+    header, rows = ["rank"], {rank: [str(rank)] for key in drawn for rank in found[key]}
+    for key in drawn:
+        title, show = run_curves.KEYS[key]
+        lines = {
+            f"rank {rank}: median {show(run_curves.course(curve)[1])}": [(at_s, value) for at_s, value, _ in curve]
+            for rank, curve in found[key].items()
+        }
+        yield f"<h3>{title.capitalize()}</h3>"
+        yield plot(f"{title} over the run; the table below has the numbers", lines, end_s, show)
+        header += [f"{title}: first tenth", "all", "last tenth"]
+        for rank, cells in rows.items():
+            curve = found[key].get(rank)
+            cells += ["-"] * 3 if curve is None else map(show, run_curves.course(curve))
+    yield table(header, list(rows.values()))
+
+
+def _staleness(profile: Mapping[str, Any]) -> Iterator[str]:
+    workers = profile.get("servers", {}).get("workers", ())
+    if not workers:
+        return
+    counts: Counter[int] = Counter()
+    for worker in workers:
+        counts.update(dict(worker["histogram"]))
+    width = max(counts) // _MOST_BARS + 1
+    rows = []
+    for low in range(0, max(counts) + 1, width):
+        label = str(low) if width == 1 else f"{low} to {low + width - 1}"
+        rows.append((label, {"updates": float(sum(counts[n] for n in range(low, low + width)))}))
+    yield "<h2>Staleness of updates</h2>"
+    yield "<p>The number of updates that other ranks made between a rank's pull of the weights and its update.</p>"
+    yield bars("Updates by their staleness", rows, {"updates": page_figures.BLUE}, number)
+    found = [(worker["rank"], worker["updates"], *worker["staleness"].values()) for worker in workers]
+    yield table(["rank", "updates", "median", "95 % at most", "largest"], [list(map(str, row)) for row in found])
+
+
+def _operators(profile: Mapping[str, Any]) -> Iterator[str]:
+    operators = profile["ranks"][0]["operators"]
+    if operators:
+        yield "<h2>Operators of a step on rank 0, by their own time</h2>"
+        rows = [[name, f"{round(calls, 1):g}", _ms(cpu_s), _ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
+        yield table(["operator", "calls", "on the CPU", "on the GPU"], rows)
 
 
 def _ms(seconds: float) -> str:

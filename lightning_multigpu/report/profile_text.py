@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_multigpu.planning.step_phases import PHASES
+from lightning_multigpu.report import profile_document, run_curves
 from lightning_multigpu.report.numbers import size
+from lightning_multigpu.report.page_figures import words
 
 _WIDTH = 100
 _OPERATORS = 5
 
 
 def text(profile: Mapping[str, Any]) -> str:
-    """Phases by rank, transfers, operators, and the diagnosis."""
-    parts = (_phases(profile), _transfers(profile), _operators(profile), ["", *_diagnosis(profile)])
+    """Phases by rank, transfers, memory, figures of the whole run, operators, and the diagnosis."""
+    sections = (_phases, _transfers, _pipeline, _memory, _over_time, _staleness, _operators)
+    parts = (*(section(profile) for section in sections), ["", *_diagnosis(profile)])
     return "\n".join([_title(profile), "", *(line for part in parts for line in part)])
 
 
@@ -69,6 +72,47 @@ def _transfers(profile: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _pipeline(profile: Mapping[str, Any]) -> list[str]:
+    section = profile_document.pipelines(profile).section()
+    if section is None:
+        return []
+    return [
+        f"\n{section['schedule']}, {pipeline['num_micro_batches']} micro-batches: ranks are not busy for "
+        f"{100 * pipeline['bubble']:.1f} % of {1e3 * pipeline['wall_s']:.4g} ms; in theory for "
+        f"{100 * pipeline['theoretical_bubble']:.1f} %"
+        for pipeline in section["pipelines"]
+        if "wall_s" in pipeline
+    ]
+
+
+def _memory(profile: Mapping[str, Any]) -> list[str]:
+    held = profile_document.memory(profile)
+    kinds = list(dict.fromkeys(kind for of_rank in held.values() for kind in of_rank))
+    rows = [["rank", *map(words, kinds)]]
+    rows += [[str(r), *(size(of_rank[k]) if k in of_rank else "-" for k in kinds)] for r, of_rank in held.items()]
+    return ["", "Memory that each rank holds:", *_aligned(rows)] if held else []
+
+
+def _over_time(profile: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for key, (title, show) in run_curves.KEYS.items():
+        courses = [run_curves.course(curve) for curve in run_curves.curves(profile, key).values()]
+        if courses:
+            # Samples add up; the others are those of the rank with the most.
+            first, middle, last = (sum(c) if key == run_curves.SAMPLES else max(c) for c in zip(*courses, strict=True))
+            lines.append(f"  {title}: {show(middle)} (first tenth {show(first)}, last tenth {show(last)})")
+    return ["", "Medians over the whole run, of all ranks together or of the largest:", *lines] if lines else []
+
+
+def _staleness(profile: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"  rank {worker['rank']}: {worker['updates']} updates, staleness {worker['staleness']['median']} (median), "
+        f"{worker['staleness']['max']} (largest)"
+        for worker in profile.get("servers", {}).get("workers", ())
+    ]
+    return ["", "Updates that other ranks made between a rank's pull and its update:", *lines] if lines else []
+
+
 def _operators(profile: Mapping[str, Any]) -> list[str]:
     operators = profile["ranks"][0]["operators"]
     if not operators:
@@ -76,19 +120,24 @@ def _operators(profile: Mapping[str, Any]) -> list[str]:
     lines = ["", "Operators of a step on rank 0 that take the most time by themselves:"]
     for name, calls, cpu_s, gpu_s in operators[:_OPERATORS]:
         on_gpu = f", {1e3 * gpu_s:.3g} ms on the GPU" if gpu_s else ""
-        lines.append(f"  {name}: {calls} x, {1e3 * cpu_s:.3g} ms{on_gpu}")
+        lines.append(f"  {name}: {round(calls, 1):g} x, {1e3 * cpu_s:.3g} ms{on_gpu}")
     return lines
 
 
 def _diagnosis(profile: Mapping[str, Any]) -> list[str]:
-    findings = profile["findings"]
-    if not findings:
-        return ["Nothing was found that would save 5 % of a step."]
+    savings, limits = profile_document.by_saving(profile)
     lines = ["What would make a step shorter, the largest saving first:"]
-    for number, finding in enumerate(findings, 1):
+    if not savings:
+        lines = ["Nothing was found that would save 5 % of a step."]
+    for number, finding in enumerate(savings, 1):
         share = 100 * finding["saving_s"] / profile["step_s"]
         head = f"{number}. {finding['kind']}: {1e3 * finding['step_s']:.4g} ms a step predicted ({share:.0f} % less)"
-        lines.append(head)
-        for part in (finding["evidence"], finding["remedy"]):
-            lines += textwrap.wrap(part, _WIDTH, initial_indent="   ", subsequent_indent="   ")
+        lines += [head, *_reasons(finding)]
+    for finding in limits:
+        lines += ["", f"{finding['kind'].capitalize()}:", *_reasons(finding)]
     return lines
+
+
+def _reasons(finding: Mapping[str, Any]) -> list[str]:
+    parts = (finding["evidence"], finding["remedy"])
+    return [line for p in parts for line in textwrap.wrap(p, _WIDTH, initial_indent="   ", subsequent_indent="   ")]

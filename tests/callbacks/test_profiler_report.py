@@ -18,15 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.operator_trace import OperatorTrace
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report import profile_document, profile_text
+from lightning_multigpu.report import profile_document, profile_page, profile_text
 from tests.strategies.tasks import make_strategy
 from tests.world import World, rank
 
@@ -94,10 +95,11 @@ def profiled(
     strategy: Any,
     *,
     operators: bool = False,
+    activations: bool = False,
     beside: Sequence[Callback] = (),
     **options: Any,
 ) -> tuple[dict[str, Any] | None, bool, int]:
-    report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators)
+    report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators, activations=activations)
     settings = {"max_steps": STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -188,6 +190,14 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
     end_s = profile["ranks"][1]["steps"][-1]["end_s"]
     assert end_s < linear["ts"] / 1e6 < end_s + 60  # in a step behind the counted ones
     assert "aten::addmm" in [name for name, *_ in profile["ranks"][1]["operators"]]
+    for of_rank in profile["ranks"]:
+        held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "activations_bytes": None}
+        assert of_rank["memory"] == {**held, "device_peak_bytes": None}
+        assert of_rank["limit"][0] in ("host", "container")
+        rates = [value for _, value, _ in of_rank["over_time"]["throughput/samples_per_sec"]]
+        assert len(rates) == STEPS - 1
+        assert all(0 < rate < 2 / STEP_S for rate in rates)
+        assert 0 < profile_document.memory(profile)[0]["parameters"] < of_rank["limit"][1]
 
 
 def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> None:
@@ -219,16 +229,57 @@ def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> Non
     assert all(of_rank["activations_bytes"] > 0 for of_rank in report["pipeline"]["pipelines"][0]["ranks"])
     assert all("stage_wait" in of_rank["phases_s"] for of_rank in profile["ranks"])
     assert profile["ranks"][0]["stages"]["schedule"] == "gpipe"
+    assert "The pipeline's schedule" in profile_page.page(profile)
+    reported = {of_rank["rank"]: of_rank for of_rank in report["pipeline"]["pipelines"][0]["ranks"]}
+    for of_rank in profile["ranks"]:
+        assert of_rank["memory"]["activations_bytes"] == reported[of_rank["rank"]]["activations_bytes"]
 
 
-def test_alone_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profiler = SimpleProfiler(dirpath=tmp_path, filename="simple")
+def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_path: Path) -> None:
+    def fit() -> dict[str, Any] | None:
+        return profiled(tmp_path, Net(), DataLoader(Samples(0.0, None), batch_size=2), make_strategy("async_ps"))[0]
+
+    profile, other = world2.run(fit)
+    assert profile is not None
+    assert other is None
+    counts = [dict(worker["histogram"]) for worker in profile["servers"]["workers"]]
+    assert sum(sum(of_worker.values()) for of_worker in counts) == STEPS
+    assert profile["servers"]["servers"][0]["share"] == 1
+    assert "Staleness of updates" in profile_page.page(profile)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SimpleProfiler, {}),
+        (AdvancedProfiler, {}),
+        (PyTorchProfiler, {}),  # its window ends before the callback's
+        (PyTorchProfiler, {"schedule": torch.profiler.schedule(wait=4, warmup=1, active=3)}),  # in the midst of it
+    ],
+)
+def test_alone_beside_another_profiler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Profiler], options: dict[str, Any]
+) -> None:
+    """A second torch.profiler would empty Lightning's: its operators are taken, and none are recorded beside it."""
+    profiler = kind(dirpath=tmp_path, filename="told", **options)
     loader = DataLoader(Samples(0.0, None), batch_size=2)
-    profile, same, _ = profiled(tmp_path, Net(), loader, "auto", profiler=profiler)
+    own = kind is not PyTorchProfiler
+    profile, same, _ = profiled(tmp_path, Net(), loader, "auto", profiler=profiler, operators=True, activations=own)
     assert same
     assert profile is not None
     assert profile["operations"] == []
-    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == STEPS
+    [of_rank] = profile["ranks"]
+    calls = {name: count for name, count, *_ in of_rank["operators"]}
+    assert calls["aten::addmm"] == 4, "of one step"
+    assert not [name for name in calls if name.startswith(("[pl]", "ProfilerStep"))]
+    assert ("operators, thread 0" in (tmp_path / profile_document.TRACE_NAME).read_text()) is own
+    assert "launches" not in of_rank, "there is no GPU"
+    [told] = tmp_path.glob("fit-told*.txt")
+    assert ("aten::addmm" in told.read_text()) is not own
+    if isinstance(profiler, SimpleProfiler):
+        assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == STEPS
+    # Each layer keeps its input of 2 x 4 floats, the first one the batch; the square keeps the last output.
+    assert of_rank["memory"]["activations_bytes"] == (5 * 2 * 4 * 4 if own else None)
     printed = capsys.readouterr().out
     assert "Profile of single_device: 1 rank, 3 optimizer steps" in printed
     assert str(tmp_path / profile_document.FILE_NAME) in printed
@@ -278,6 +329,28 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: must be at least"):
         ProfilerReport(**{name: value})
+
+
+def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:
+    """Two steps with three kernels each, which start when the host has launched all of them."""
+    written: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
+    for number in range(6):
+        at, args = 1000.0 * (number // 3) + 10 * (number % 3), {"correlation": number}
+        for name, category, start, seconds in (
+            ("aten::mm", "cpu_op", at, 9.0),
+            ("cudaLaunchKernel", "cuda_runtime", at + 2, 3.0),
+            ("gemm", "kernel", at + 100 + 90 * (number % 3), 90.0),
+        ):
+            event = {"ph": "X", "name": name, "cat": category, "tid": category, "ts": start, "dur": seconds}
+            written.append({**event, "args": args if category != "cpu_op" else {}})
+    trace = OperatorTrace(time.perf_counter)
+    trace._read(written, 12, 5.0, steps=2)
+    assert trace.most == [
+        ("gemm", 3, 0.0, pytest.approx(270e-6)),
+        ("aten::mm", 3, pytest.approx(27e-6), 0.0),
+    ]
+    assert trace.launches == LaunchQueue(kernels=3, busy_s=pytest.approx(270e-6), queued=1)
+    assert trace.events[0] == ("gemm", -1, pytest.approx(5.0001), pytest.approx(5.00019))
 
 
 def test_a_trace_that_cannot_be_written_leaves_the_training_alone(tmp_path: Path) -> None:

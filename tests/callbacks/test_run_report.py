@@ -20,10 +20,12 @@ from lightning_multigpu.callbacks import (
     KEYS,
     CommunicationMonitor,
     DeviceUtilizationMonitor,
+    ProfilerReport,
     RunReport,
     ThroughputMonitor,
 )
 from lightning_multigpu.callbacks.keys import keys_of
+from lightning_multigpu.callbacks.monitor import Monitor
 from lightning_multigpu.report.document import FILE_NAME, read
 from tests.callbacks.training import (
     BATCH_S,
@@ -89,6 +91,24 @@ def test_with_monitors_nothing_is_measured_twice(tmp_path: Path, clock: HandCloc
     metrics = report.report["aggregate"]["metrics"]
     assert metrics["throughput/tokens_per_sec"]["mean"] == 100 / BATCH_S
     assert metrics["device/process_rss_bytes"]["median"] == metrics["device/process_rss_bytes"]["last"]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["report first", "report last"])
+def test_two_reports_have_one_monitor_of_each_kind(tmp_path: Path, clock: HandClock, first: bool) -> None:
+    report, profile = RunReport(print_table=False), ProfilerReport(wait=0, warmup=0, active=2, print_report=False)
+    made: list[str] = []
+    begin = Monitor.on_train_start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitor, "on_train_start", lambda self, *a: made.append(type(self).__name__) or begin(self, *a))
+        fit = trainer(tmp_path, callbacks=[report, profile] if first else [profile, report])
+        fit.fit(Regression(clock), batches(16))
+    assert sorted(made) == ["CommunicationMonitor", "DeviceUtilizationMonitor", "ThroughputMonitor"]
+    assert report.report is not None
+    assert profile.profile is not None
+    [rank] = profile.profile["ranks"]
+    rates = [value for _, value, _ in rank["over_time"][SAMPLES]]
+    assert rates == [report.report["aggregate"]["metrics"][SAMPLES]["median"]] * (report.report["steps"] - 1)
+    assert report._own == profile._own == []
 
 
 def test_the_keys_of_the_report_are_those_of_the_table(tmp_path: Path) -> None:

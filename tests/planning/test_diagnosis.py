@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_multigpu.planning.diagnosis import RankFigures, ReadValues, ThreadTrial, diagnose
+from lightning_multigpu.planning.diagnosis import (
+    MemoryUse,
+    RankFigures,
+    ReadValues,
+    Shard,
+    ThreadTrial,
+    diagnose,
+)
+from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.schedule_order import schedule_orders
 from lightning_multigpu.planning.timeline import predicted
@@ -90,6 +98,53 @@ def test_too_many_threads() -> None:
     assert "2 ranks with 8 threads each are 16 threads for 2 cores" in finding.evidence
     assert "OMP_NUM_THREADS=1" in finding.remedy
     assert diagnose(ranks(threads=8, cores=2), trial=replace(tried, fewer_step_s=0.097)) == []
+
+
+@pytest.mark.parametrize("first", [3.0, 7.0])
+def test_a_server_with_too_large_a_shard(first: float) -> None:
+    """With 2 servers of even shares, the first has 3/4 or 7/8 of the bytes: 1.5 and 1.75 times its share."""
+    waiting = ranks({"communication": 0.090}, {"communication": 0.105})
+    found = {f.kind: f for f in diagnose(waiting, shards=[Shard(first, 1), Shard(1.0, 1)])}
+    assert found["imbalance of shards"].saving_s == pytest.approx(0.090 * (1 - 1 / (2 * first / (first + 1))))
+    assert f"server 0 moves {100 * first / (first + 1):.0f} % of the bytes" in found["imbalance of shards"].evidence
+    as_planned = diagnose(waiting, shards=[Shard(first, first), Shard(1.0, 1)])
+    assert "imbalance of shards" not in [finding.kind for finding in as_planned]
+
+
+@pytest.mark.parametrize("busy_s", [0.010, 0.060])
+def test_a_host_that_is_not_ahead_of_its_gpu(busy_s: float) -> None:
+    """Forward, backward and optimizer take 95 ms of the host."""
+    bound = ranks(launches=LaunchQueue(kernels=900, busy_s=busy_s, queued=0))
+    [finding] = diagnose(bound)
+    assert (finding.kind, finding.saving_s) == ("launch-bound", pytest.approx(0.095 - busy_s))
+    assert f"busy for {1e3 * busy_s:.3g} ms" in finding.evidence
+    assert "torch.compile" in finding.remedy
+    assert diagnose([replace(rank, launches=LaunchQueue(900, busy_s, queued=40)) for rank in bound]) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "peak_bytes", "largest", "remedy"),
+    [
+        ("GPU", 9.2e9, "activations", "accumulate_grad_batches=2"),
+        ("GPU", 9.9e9, "optimizer", "cpu_ps"),
+        ("GPU", 9.9e9, "gradients", "pipeline_1f1b"),
+        ("host", 9.2e9, "optimizer", "fewer ranks"),
+        ("container", 9.9e9, "parameters", "fewer ranks"),
+    ],
+)
+def test_memory_near_the_limit(place: str, peak_bytes: float, largest: str, remedy: str) -> None:
+    """It saves no time, so it comes after what does."""
+    kinds = {"parameters": 1e9, "optimizer": 1e9, "activations": 1e9, largest: 4e9}
+    use = MemoryUse(place, peak_bytes, 10e9, kinds)
+    slow, near = ranks({"data_wait": 0.05}, {"data_wait": 0.05})
+    first, finding = diagnose([slow, replace(near, memory=use)])
+    assert (first.kind, finding.kind) == ("input", "memory near the limit")
+    assert (finding.saving_s, finding.step_s) == (0.0, pytest.approx(slow.step_s))
+    assert remedy in finding.remedy
+    assert f"{place} of rank 1" in finding.evidence
+    assert f"{peak_bytes / 1e9:.3g} GB of 10 GB" in finding.evidence
+    assert f"{largest} 4 GB" in finding.evidence
+    assert len(diagnose([slow, replace(near, memory=replace(use, peak_bytes=8.9e9))])) == 1
 
 
 def test_the_largest_saving_comes_first() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+from lightning_multigpu.planning.schedule_order import schedule_orders
+from lightning_multigpu.planning.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
 from lightning_multigpu.report import profile_document
 
 PHASES_S = {"data_wait": 0.05, "forward": 0.02, "backward": 0.04, "communication": 0.01, "optimizer": 0.005}
@@ -32,3 +37,28 @@ def told(rank: int, *, ahead_s: float = 0.0, **phases_s: float) -> dict[str, Any
 def profile(strategy: str = "ring_ddp", ranks: int = 2, **phases_s: float) -> dict[str, Any]:
     measured = [told(rank, ahead_s=7.0 * rank, **phases_s) for rank in range(ranks)]
     return profile_document.build(measured, strategy=strategy, options={}, versions={"torch": "2"})
+
+
+def with_all() -> dict[str, Any]:
+    """A profile with every section, those of a pipeline and of parameter servers side by side."""
+    measured = [told(rank, ahead_s=7.0 * rank, communication=0.05) for rank in range(2)]
+    timelines = predicted(schedule_orders("gpipe", 2, 1, 2), [0.01, 0.01], [0.02, 0.02], [0.0])
+    staleness = {0: Counter({0: 3, 1: 5}), 1: Counter({1: 7, 20: 1})}
+    servers = ServerStatistics((4000, 1000), (4000, 1000), (8, 8), (0.1, 0.1), staleness, shares=(1, 1))
+    for rank, (of_rank, timeline) in enumerate(zip(measured, timelines, strict=True)):
+        memory = StageMemory(4_000_000, 4_000_000, 8_000_000, 2_000_000 * (1 + rank), 19_000_000)
+        of_rank["stages"] = asdict(
+            StageRecord(
+                pipeline=0, position=rank, num_ranks=2, stages_per_rank=1, schedule="gpipe",
+                steps=(StepTimeline(1, 2, timeline),), memory=memory, predicted=HeldBytes(1, 1, 1),
+            )
+        )  # fmt: skip
+        of_rank |= {"memory": asdict(memory), "limit": ("GPU", 20_000_000)}
+        of_rank["launches"] = {"kernels": 40, "busy_s": 0.02, "queued": 1}
+        of_rank["over_time"] = {
+            "throughput/samples_per_sec": [(float(at), 100.0 - at, 100.0) for at in range(1, 21)],
+            "device/utilization_percent": [(1.0, 50.0, 60.0), (20.0, 70.0, 80.0)],
+            "device/memory_used_bytes": [(1.0, 15e6, 16e6), (20.0, 15e6, 19.5e6)],
+        }
+    measured[0]["servers"] = servers.histograms()
+    return profile_document.build(measured, strategy="async_ps", options={}, versions={"torch": "2"})

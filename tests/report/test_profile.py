@@ -14,7 +14,7 @@ import pytest
 from lightning_multigpu.cli import main
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
-from tests.report.profiles import PHASES_S, profile
+from tests.report.profiles import PHASES_S, profile, with_all
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -64,6 +64,21 @@ def test_text() -> None:
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
 
+def test_text_of_all_that_can_be_measured() -> None:
+    text = profile_text.text(with_all())
+    assert "gpipe, 2 micro-batches: ranks are not busy for 33.3 % of 90 ms; in theory for 33.3 %" in text
+    assert re.search(r"^rank +parameters +gradients +optimizer +activations +device peak$", text, re.MULTILINE)
+    assert re.search(r"^ +1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
+    assert "samples a second: 179 (first tenth 197, last tenth 161)" in text  # both ranks together
+    assert "utilization: 60 % (first tenth 50 %, last tenth 70 %)" in text
+    assert "rank 1: 8 updates, staleness 1 (median), 20 (largest)" in text
+    assert "Memory near the limit:\n   the GPU of rank 0 had 0.0195 GB of 0.02 GB in use" in text
+    assert "imbalance of shards" in text
+    assert "launch-bound" in text
+    nothing = profile_text.text(profile())
+    assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
+
+
 class _Page(HTMLParser):
     """Tags, texts and addresses of a page."""
 
@@ -93,6 +108,23 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
     assert "rank 1: data wait, 50.0 ms" in parsed.texts
     assert "input" in parsed.texts
     assert "aten::mm" in parsed.texts
+
+
+def test_the_page_has_a_section_for_all_that_was_measured() -> None:
+    page, plain = profile_page.page(with_all()), profile_page.page(profile())
+    parsed = _Page(page)
+    titles = ("Near a limit", "The pipeline's schedule", "Memory that each rank holds", "Over the whole run",
+              "Staleness of updates")  # fmt: skip
+    for title in titles:
+        assert title in parsed.texts
+        assert title not in _Page(plain).texts
+    assert parsed.tags.count("svg") == page.count('role="img" aria-label=') == 8
+    assert parsed.tags.count("polyline") == 6, "three figures of two ranks"
+    assert "rank 1: activations, 4.00 MB" in parsed.texts
+    assert "rank 0: median 89.5" in parsed.texts
+    assert "1: updates, 12.0" not in parsed.texts, "21 bars are too many"
+    assert "0 to 1: updates, 15.0" in parsed.texts
+    assert "rank 0, stage 0: forward, micro-batch 1, 10.000 ms" in parsed.texts
 
 
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,13 +164,13 @@ def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
         "document.title = `${document.documentElement.scrollWidth <= innerWidth} "
         "${boxes.filter(box => box.getBoundingClientRect().width > 0).length} ${boxes.length}`; })</script>"
     )
-    page.write_text(profile_page.page(profile()).replace("</body>", f"{probe}</body>"))
+    page.write_text(profile_page.page(with_all()).replace("</body>", f"{probe}</body>"))
     common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
     common += ["--disable-dev-shm-usage"]  # a container's is small
     common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     finished = subprocess.run([*common, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
     [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
-    assert title == "true 22 22", "fits the window, boxes with a width, all boxes"
+    assert title == "true 60 60", "fits the window, boxes with a width, all boxes"
     assert "CONSOLE" not in finished.stderr
     subprocess.run([*common, f"--screenshot={picture}", page.as_uri()], capture_output=True, check=True, timeout=120)
     assert picture.read_bytes()[:4] == b"\x89PNG"

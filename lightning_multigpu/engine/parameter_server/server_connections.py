@@ -373,7 +373,7 @@ class ServerConnections:
         for server, (fields, _) in enumerate(self.answers("statistics")):
             before = self._counted_before.get(server, {})
             self._counted[server] = {**fields, **{name: fields[name] + value for name, value in before.items()}}
-        return ServerStatistics.of(list(self._counted.values()))
+        return ServerStatistics.of(list(self._counted.values()), self.shares)
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Waits for what threads change within :meth:`arriving`.

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.communication.metering.clocks import Clock, HostClock, StreamClock
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.tensors import size_bytes
-from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
+from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline
 
@@ -87,7 +85,7 @@ class Recorder:
                 yield
             self._counted = num_micro_batches
             self._activations_bytes = saved.peak_bytes
-            self._gradients_bytes = self._held_gradients_bytes()
+            self._gradients_bytes = measured_bytes(self._parameters(), ()).gradients_bytes
         elif self._number % self._stride == 0:
             origin = self._clock.origin()
             self._marks = marks = []
@@ -132,18 +130,11 @@ class Recorder:
 
     def memory(self, optimizers: Sequence[Optimizer]) -> StageMemory:
         """The memory that the rank holds now, and that of saved tensors in the step that counted them."""
-        states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
+        held = measured_bytes(self._parameters(), optimizers)
         return StageMemory(
-            parameters_bytes=sum(_held_bytes(parameter) for parameter in self._parameters()),
-            gradients_bytes=max(self._gradients_bytes, self._held_gradients_bytes()),
-            optimizer_bytes=sum(_held_bytes(state) for state in states if isinstance(state, Tensor)),
+            parameters_bytes=held.parameters_bytes,
+            gradients_bytes=max(self._gradients_bytes, held.gradients_bytes),
+            optimizer_bytes=held.optimizer_bytes,
             activations_bytes=self._activations_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
         )
-
-    def _held_gradients_bytes(self) -> int:
-        return sum(_held_bytes(p.grad) for p in self._parameters() if p.grad is not None)
-
-
-def _held_bytes(tensor: Tensor) -> int:
-    return 0 if isinstance(tensor, Placeholder) else size_bytes(tensor)

@@ -22,7 +22,9 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
+from torch.utils._pytree import tree_leaves
 
+from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
@@ -74,6 +76,17 @@ def end_bytes(ownership: Ownership, optimizers: Sequence[Optimizer]) -> tuple[in
     """As :func:`layer_bytes`, of what only the first and the last stage hold outside of the layers."""
     first, last = ownership.at_ends()
     return held_bytes(first, optimizers).total, held_bytes(last, optimizers).total
+
+
+def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
+    """Bytes that a rank holds at present; placeholders of tensors that other ranks hold do not count."""
+    held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]
+    states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
+    return HeldBytes(
+        sum(map(size_bytes, held)),
+        sum(size_bytes(parameter.grad) for parameter in held if parameter.grad is not None),
+        sum(size_bytes(state) for state in states if isinstance(state, Tensor) and not isinstance(state, Placeholder)),
+    )
 
 
 class SavedTensors:

@@ -1,0 +1,41 @@
+"""Throughput, utilization and memory of a profiled run over its whole length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lightning_multigpu.report.numbers import number, size
+
+Curve = Sequence[tuple[float, float, float]]
+"""As of :meth:`.statistics.Series.curve`: moments in seconds from the start of training, medians, largest values."""
+
+SAMPLES, UTILIZATION, MEMORY = (
+    "throughput/samples_per_sec",
+    "device/utilization_percent",
+    "device/memory_used_bytes",
+)
+KEYS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    SAMPLES: ("samples a second", number),
+    UTILIZATION: ("utilization", lambda percent: f"{percent:.0f} %"),
+    MEMORY: ("memory in use", size),
+}
+"""Key of the monitor's figure -> what it is called, and its value as text."""
+
+
+def curves(profile: Mapping[str, Any], key: str) -> dict[int, Curve]:
+    """The curves of the ranks that have one of two points at least, by rank."""
+    found = {rank["rank"]: rank.get("over_time", {}).get(key, ()) for rank in profile["ranks"]}
+    return {rank: curve for rank, curve in found.items() if len(curve) > 1}
+
+
+def course(curve: Curve) -> tuple[float, float, float]:
+    """Medians of the first tenth of a curve, of all of it, and of its last tenth."""
+    values, tenth = [value for _, value, _ in curve], max(1, len(curve) // 10)
+    return median(values[:tenth]), median(values), median(values[-tenth:])
+
+
+def peak(curve: Curve) -> float:
+    """The largest value."""
+    return max(largest for _, _, largest in curve)
