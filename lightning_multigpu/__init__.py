@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ParameterServerStrategy,
         PipelineStrategy,
         RingDDPStrategy,
+        ShardedStrategy,
         TensorSplitStrategy,
     )
 
@@ -43,6 +44,7 @@ __all__ = [
     "RankFailedError",
     "Regime",
     "RingDDPStrategy",
+    "ShardedStrategy",
     "TensorSplitStrategy",
     "find_last_checkpoint",
     "register_all",
@@ -61,6 +63,7 @@ _MODULES = {
     "RankFailedError": "lightning_multigpu.guardian",
     "Regime": "lightning_multigpu.registry",
     "RingDDPStrategy": "lightning_multigpu.strategies",
+    "ShardedStrategy": "lightning_multigpu.strategies",
     "TensorSplitStrategy": "lightning_multigpu.strategies",
     "find_last_checkpoint": "lightning_multigpu.runtime.last_checkpoint",
     "register_all": "lightning_multigpu.registry",

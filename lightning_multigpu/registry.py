@@ -59,6 +59,13 @@ _RING_DDP: dict[str, Any] = {
     "bytes_per_step": "2(n-1)/n x S sent by each node; S written to shared memory by each rank",
 }
 
+_DDP_SHARDED: dict[str, Any] = {
+    "compute": "all ranks, each on its share of the batch; each updates the parameters that it owns",
+    "gradients": "each to the rank that owns its parameter, while backward still runs",
+    "model": "after each update, from the rank that owns a parameter to all others",
+    "bytes_per_step": "S sent by each rank: (N-1)/N x S of gradients, S/N of new weights",
+}
+
 _PARAMETER_SERVER: dict[str, Any] = {
     "compute": "all ranks, each on its share of the batch; the servers average and update",
     "gradients": "from each rank to the servers, while backward still runs",
@@ -87,6 +94,19 @@ REGIMES: tuple[Regime, ...] = (
         options={"start_method": "spawn"},
         summary="ring_ddp with processes spawned from a running interpreter, for notebooks and REPLs",
         **_RING_DDP,
+    ),
+    Regime(
+        name="ddp_sharded",
+        class_path="lightning_multigpu.ShardedStrategy",
+        summary="data parallel training with 1/N of the gradients and of the optimizer's states on each rank",
+        **_DDP_SHARDED,
+    ),
+    Regime(
+        name="ddp_sharded_spawn",
+        class_path="lightning_multigpu.ShardedStrategy",
+        options={"start_method": "spawn"},
+        summary="ddp_sharded with processes spawned from a running interpreter, for notebooks and REPLs",
+        **_DDP_SHARDED,
     ),
     Regime(
         name="cpu_ps",

@@ -35,6 +35,7 @@ from lightning_multigpu import (
     PipelineStrategy,
     Regime,
     RingDDPStrategy,
+    ShardedStrategy,
     TensorSplitStrategy,
 )
 
@@ -186,6 +187,7 @@ class TestPublicNames:
             "RankFailedError",
             "Regime",
             "RingDDPStrategy",
+            "ShardedStrategy",
             "TensorSplitStrategy",
             "find_last_checkpoint",
             "register_all",
@@ -359,6 +361,7 @@ class TestDocuments:
             MultiGPUStrategy,
             CPUParameterServerStrategy,
             RingDDPStrategy,
+            ShardedStrategy,
             PipelineStrategy,
             TensorSplitStrategy,
             HybridStrategy,
@@ -376,7 +379,7 @@ class TestDocuments:
 
     def test_no_table_of_options_is_written_by_hand(self) -> None:
         names = {*options(CPUParameterServerStrategy), *options(RingDDPStrategy), *options(PipelineStrategy)}
-        names |= options(TensorSplitStrategy).keys() | options(HybridStrategy).keys()
+        names |= options(ShardedStrategy).keys() | options(TensorSplitStrategy).keys() | options(HybridStrategy).keys()
         for path in (ROOT / "README.md", *self.PAGES):
             rows = re.findall(r"^\| `(\w+)` \|", path.read_text(), re.MULTILINE)
             assert not names.intersection(rows), path
@@ -409,7 +412,7 @@ class TestDocuments:
                 text = path.read_text()
                 assert not resource.findall(text) + imported.findall(text), path
 
-    @pytest.mark.parametrize("name", ["ring_ddp", "gpipe", "tensor_split", "hybrid"])
+    @pytest.mark.parametrize("name", ["ring_ddp", "ddp_sharded", "gpipe", "tensor_split", "hybrid"])
     def test_configuration_shows_the_defaults(self, name: str) -> None:
         config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
         [regime] = [regime for regime in REGIMES if regime.name == name]

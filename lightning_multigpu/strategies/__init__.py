@@ -7,6 +7,7 @@ from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.sharded import ShardedStrategy
 from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "RingDDPStrategy",
+    "ShardedStrategy",
     "TensorSplitStrategy",
 ]

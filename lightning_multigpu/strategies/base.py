@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
@@ -18,7 +19,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision
+from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
 class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
@@ -414,6 +419,35 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         self._steps_unchecked = 0
         for group, parameters in self._held_in_common():
             check_replicas(parameters, self.metered(group.group, "replicas"))
+
+    def _compare_changes(self, changes: dict[str, str], what: str) -> None:
+        """Checks that all ranks have changed the same in which parameters are trained; a collective.
+
+        Args:
+            changes: of this rank: the name of a parameter, and what it has become.
+            what: of ranks that differ, for the message.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ.
+        """
+        assert self._world is not None
+        world = self._world
+        listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
+        try:
+            if dist.get_backend() == "gloo" and self._timeout is not None:
+                # Ranks that do not come wait for this one's gradients: this one has to say so before they give up.
+                group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
+                with self.meter.blocking("barrier", size_bytes=0, **group):
+                    dist.monitored_barrier(timeout=self._timeout / 2, wait_all_ranks=True)
+            found = compared(changes, world.gather_objects, what)
+        except RuntimeError as error:
+            self.failure_watch.check()
+            raise RuntimeError(
+                f"rank {self.global_rank} has changed which parameters are trained ({listed}), and other ranks "
+                f"have not done so before the same batch: {error}. {_ON_ALL_RANKS}"
+            ) from error
+        if found is not None:
+            raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

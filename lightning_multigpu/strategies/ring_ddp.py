@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_multigpu.communication.compression import Compressor
-from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
@@ -36,7 +34,6 @@ CHECKPOINT_KEY = "lightning_multigpu"
 """The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
 
 _NCCL_ALGORITHM = "NCCL_ALGO"
-_ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
@@ -277,7 +274,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         assert self._buffers is not None
         assert self.lightning_module is not None
         assert self.model is not None
-        self._compare_over_ranks(self._trained.differences(), "do not train the same parameters")
+        self._compare_changes(self._trained.differences(), "do not train the same parameters")
         check_belong(self.lightning_module, self.optimizers)
         self._buffers.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._buffers.first_rank)
         model: Module = self.model
@@ -298,26 +295,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         else:
             self.model, self._trained = model, TrainedParameters(self.lightning_module)
 
-    def _compare_over_ranks(self, changes: dict[str, str], what: str) -> None:
-        assert self._world is not None
-        world = self._world
-        listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
-        try:
-            if dist.get_backend() == "gloo" and self._timeout is not None:
-                # Ranks that do not come wait for this one's gradients: this one has to say so before they give up.
-                group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
-                with self.meter.blocking("barrier", size_bytes=0, **group):
-                    dist.monitored_barrier(timeout=self._timeout / 2, wait_all_ranks=True)
-            found = compared(changes, world.gather_objects, what)
-        except RuntimeError as error:
-            self.failure_watch.check()
-            raise RuntimeError(
-                f"rank {self.global_rank} has changed which parameters are trained ({listed}), and other ranks "
-                f"have not done so before the same batch: {error}. {_ON_ALL_RANKS}"
-            ) from error
-        if found is not None:
-            raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
-
     def _check_averaged(self, is_complete: bool) -> None:
         """Sees to it that no gradient of this step stays that of a rank."""
         if not (isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync):
@@ -334,7 +311,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             )
         missed = self._trained.missed(self.optimizers)
         if missed:
-            self._compare_over_ranks(dict.fromkeys(missed, "trained"), "have no gradients of the same parameters")
+            self._compare_changes(dict.fromkeys(missed, "trained"), "have no gradients of the same parameters")
             for gradients in alike(parameter.grad for parameter in missed.values() if parameter.grad is not None):
                 apply_flat(self._reducer.average, gradients)
 

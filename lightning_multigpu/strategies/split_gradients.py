@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch.plugins import Precision
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.strategies.common_overflow import CommonOverflow
 
 
 class SplitGradients:
@@ -26,17 +26,13 @@ class SplitGradients:
     def __init__(self, plugin: Precision, group: TensorGroup) -> None:
         self._plugin = plugin
         self._group = group
-        self._scaler: Any = getattr(plugin, "scaler", None)
         vars(plugin)["clip_grad_by_norm"] = self._clip
-        if self._scaler is not None:
-            self._unscale = self._scaler.unscale_
-            vars(self._scaler)["unscale_"] = self._unscale_together
+        self._overflow = CommonOverflow(plugin, self._any_rank)
 
     def end(self) -> None:
         """Gives the plugin and its scaler their own methods back."""
         vars(self._plugin).pop("clip_grad_by_norm", None)
-        if self._scaler is not None:
-            vars(self._scaler).pop("unscale_", None)
+        self._overflow.end()
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -50,8 +46,5 @@ class SplitGradients:
             squares = squares + get_total_norm(whole).square().to(squares)
         clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
 
-    def _unscale_together(self, optimizer: Optimizer) -> None:
-        self._unscale(optimizer)
-        found = self._scaler._found_inf_per_device(optimizer)
-        for flag in found.values():
-            self._group.all_reduce(flag, "overflow")
+    def _any_rank(self, flag: Tensor) -> None:
+        self._group.all_reduce(flag, "overflow")

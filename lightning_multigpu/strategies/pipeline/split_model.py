@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteTensor, RemoteValues
+from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 Bounds = list[tuple[int, int]]
 _CPU = torch.device("cpu")
-_SENT_AT_ONCE_BYTES = 4096
 
 
 class SplitModel:
@@ -217,7 +214,7 @@ class SplitModel:
                 self._remote.offer(value, key)
             elif self.is_last:
                 whole[key] = self._remote.remote(value, key, holders[0], key)
-        return whole if streams else self._fetched(whole)
+        return whole if streams else self._remote.fetched(whole)
 
     def whole_optimizer_state(self, optimizer: Optimizer, *, streams: bool = False) -> dict[str, Any]:
         """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
@@ -235,33 +232,11 @@ class SplitModel:
         own: dict[int, Any] = state["state"]
         holders = self._holders(optimizer)
         senders = {index: positions[0] for index, positions in enumerate(holders) if last not in positions}
-        if position in senders.values():
-            sent = {index: own[index] for index, sender in senders.items() if sender == position and index in own}
-            self.group.send_object(tree_map_only(Tensor, self._offered, sent), last)
-        received: dict[int, Any] = {}
-        for sender in sorted(set(senders.values())) if self.is_last else ():
-            states = self.group.receive_object(sender)
-            received.update(tree_map_only(_Offer, partial(self._remote_state, sender), states))
-        self.group.finish()
+        sent = {index: own[index] for index, sender in senders.items() if sender == position and index in own}
+        received = self._remote.gather(sent, sorted(set(senders.values())))
         sources = [received if self.is_last and index in senders else own for index in range(len(holders))]
         merged = {index: source[index] for index, source in enumerate(sources) if index in source}
-        return {**state, "state": merged if streams else self._fetched(merged)}
-
-    def _offered(self, tensor: Tensor) -> Tensor | _Offer:
-        """What the last stage gets of a tensor of an optimizer's state: the tensor itself if it is small."""
-        is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
-        if not is_plain or tensor.nbytes <= _SENT_AT_ONCE_BYTES:
-            return tensor.detach().to("cpu", copy=True)
-        return _Offer(self._remote.offer(tensor), tuple(tensor.shape), tensor.dtype)
-
-    def _remote_state(self, sender: int, offer: _Offer) -> Tensor:
-        like = torch.empty(offer.shape, dtype=offer.dtype, device="meta")
-        return self._remote.remote(like, offer.key, sender, "a state of an optimizer")
-
-    def _fetched(self, whole: dict[Any, Any]) -> dict[Any, Any]:
-        """``whole`` with the values of other stages in host memory, on the last stage."""
-        with self._remote.served():
-            return tree_map_only(RemoteTensor, lambda tensor: tensor.fetch(), whole) if self.is_last else whole
+        return {**state, "state": merged if streams else self._remote.fetched(merged)}
 
     def saving(self) -> AbstractContextManager[None]:
         """Within the block the last stage writes what :meth:`whole_state_dict` and its like have left with others."""
@@ -338,15 +313,6 @@ class SplitModel:
         holders_of = {id(holding.tensor): holding.holders for holding in self.ownership.holdings}
         everywhere = tuple(range(self.group.num_ranks))
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """A tensor of an optimizer's state that another rank offers."""
-
-    key: Hashable
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import Precision
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.strategies.common_overflow import CommonOverflow
 from lightning_multigpu.strategies.hook_detection import has_hook
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 
@@ -33,7 +33,6 @@ class StageAgreement:
 
     def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
         self._plugin = plugin
-        self._scaler: Any = getattr(plugin, "scaler", None)
         self._module = model.module
         self._ownership = model.ownership
         self._sums = StageSums(model.group, tensor)
@@ -43,9 +42,7 @@ class StageAgreement:
         vars(plugin)["clip_grad_by_norm"] = self._clip
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._filter: Any = warnings.filters[0]
-        if self._scaler is not None:
-            self._unscale = self._scaler.unscale_
-            vars(self._scaler)["unscale_"] = self._unscale_together
+        self._overflow = CommonOverflow(plugin, self._sums.any)
 
     def end(self) -> None:
         """Gives the plugin and its scaler their own methods back."""
@@ -53,8 +50,7 @@ class StageAgreement:
             vars(self._plugin).pop(replaced, None)
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        if self._scaler is not None:
-            vars(self._scaler).pop("unscale_", None)
+        self._overflow.end()
 
     def gradients_for(self, *hooks: str) -> AbstractContextManager[None]:
         """Within the block parameters of other stages have gradients too, if the user's code has one of the hooks."""
@@ -70,11 +66,3 @@ class StageAgreement:
         held = [p for p in self._ownership.held() if id(p) in own and p.grad is not None]
         dtype = held[0].grad.dtype if held and held[0].grad is not None else norm.dtype
         clip_grads_with_norm_(held, clip_val, norm.to(dtype))
-
-    def _unscale_together(self, optimizer: Optimizer) -> None:
-        self._unscale(optimizer)
-        found = self._scaler._found_inf_per_device(optimizer)
-        if not found:  # this stage has no gradient, and the scaler needs a value
-            found[torch.device("cpu")] = torch.zeros(1)
-        for flag in found.values():
-            self._sums.any(flag)

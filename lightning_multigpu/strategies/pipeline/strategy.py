@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -28,10 +27,8 @@ from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO, map_files
+from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.hook_detection import has_hook
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -39,6 +36,7 @@ from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipel
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class StagedStrategy(MultiGPUStrategy):
+class StagedStrategy(StreamedSaves):
     """Base class of strategies whose ranks hold stages of a model, see :class:`PipelineStrategy`.
 
     Args:
@@ -69,7 +67,6 @@ class StagedStrategy(MultiGPUStrategy):
         self._undo = ExitStack()
         self._gradients_shown = ExitStack()
         self._in_optimizer_step = False
-        self._streams = False  # values of other stages stay there until a checkpoint is written
 
     @property
     @override
@@ -194,7 +191,7 @@ class StagedStrategy(MultiGPUStrategy):
             self.precision_plugin, model, None if tensor_axis is None else tensor_axis.group
         )
         self._undo.callback(self._agreement.end)
-        self._stream_saves(module.trainer)
+        self._stream_saves(module.trainer, self._undo)
         self._undo.callback(ModelsInStages(module).end)
         self._outputs.stand_first()
         self._undo.callback(self._outputs.leave)
@@ -456,27 +453,6 @@ class StagedStrategy(MultiGPUStrategy):
         model = self._gathering_model() if self._streams else None
         with nullcontext() if model is None else model.saving():
             super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _stream_saves(self, trainer: pl.Trainer) -> None:
-        """Lets ``trainer.save_checkpoint`` leave the values of other stages with them until the file is written.
-
-        Elsewhere, and where something looks at the values of a checkpoint, they are gathered in rank 0's memory.
-        """
-        save = trainer.save_checkpoint
-
-        @wraps(save)
-        def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
-            is_file = storage_options is None and "://" not in str(filepath)
-            hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
-            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group take part
-            self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
-            try:
-                save(filepath, weights_only, storage_options)
-            finally:
-                self._streams = False
-
-        trainer.save_checkpoint = streamed  # type: ignore[method-assign]
-        self._undo.callback(delattr, trainer, "save_checkpoint")
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

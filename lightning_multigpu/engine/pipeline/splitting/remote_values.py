@@ -11,16 +11,22 @@ memory of one tensor after the other, so that the file, an ordinary one, is writ
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.storage import TypedStorage
+from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+
+_SENT_AT_ONCE_BYTES = 4096
 
 
 class RemoteTensor(Placeholder):
@@ -96,6 +102,45 @@ class RemoteValues:
 
         return RemoteTensor(like, source, fetch)
 
+    def gather(self, states: Mapping[int, Any], senders: Sequence[int]) -> dict[int, Any]:
+        """On the last position the states of optimizers at ``senders``, with remote tensors; elsewhere nothing.
+
+        A collective of the last position and the senders.
+
+        Args:
+            states: of this rank: by the number of a parameter, containers of tensors and others. Small tensors travel
+                at once.
+            senders: positions but the last, in order.
+        """
+        if self._position in senders:
+            self._group.send_object(tree_map_only(Tensor, self._left_here, dict(states)), self._last)
+        received: dict[int, Any] = {}
+        for sender in senders if self._position == self._last else ():
+            found = self._group.receive_object(sender)
+            received.update(tree_map_only(_Offer, partial(self._remote_state, sender), found))
+        self._group.finish()
+        return received
+
+    def fetched(self, whole: dict[Any, Any]) -> dict[Any, Any]:
+        """On the last position ``whole`` with the values of other ranks in host memory; elsewhere as it is.
+
+        A collective of the pipeline.
+        """
+        with self.served():
+            is_last = self._position == self._last
+            return tree_map_only(RemoteTensor, lambda tensor: tensor.fetch(), whole) if is_last else whole
+
+    def _left_here(self, tensor: Tensor) -> Tensor | _Offer:
+        """What the last position gets of a tensor of an optimizer's state: the tensor itself if it is small."""
+        is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+        if not is_plain or tensor.nbytes <= _SENT_AT_ONCE_BYTES:
+            return tensor.detach().to("cpu", copy=True)
+        return _Offer(self.offer(tensor), tuple(tensor.shape), tensor.dtype)
+
+    def _remote_state(self, sender: int, offer: _Offer) -> Tensor:
+        like = torch.empty(offer.shape, dtype=offer.dtype, device="meta")
+        return self.remote(like, offer.key, sender, "a state of an optimizer")
+
     @contextmanager
     def served(self) -> Iterator[None]:
         """Within the block the last position can fetch what is offered; the others enter when it has left the block.
@@ -115,3 +160,12 @@ class RemoteValues:
                 self._group.finish()
             self._offered.clear()
             yield
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A tensor of an optimizer's state that another rank offers."""
+
+    key: Hashable
+    shape: tuple[int, ...]
+    dtype: torch.dtype

@@ -58,20 +58,28 @@ class PipelineGroup:
 
     Args:
         process_group: the ranks, in the order of their positions.
-        meter: records every message, as group "pipeline".
+        meter: records every message.
         device: where the back end wants its tensors.
         in_batches: two ranks that send to each other have to post both messages in one batch, as torch's schedules do;
             by default unless the back end sends from the host's memory.
+        name: under which the meter files the messages.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, meter: Meter, device: torch.device, *, in_batches: bool | None = None
+        self,
+        process_group: dist.ProcessGroup,
+        meter: Meter,
+        device: torch.device,
+        *,
+        in_batches: bool | None = None,
+        name: str = "pipeline",
     ) -> None:
         self.in_batches = device.type != "cpu" if in_batches is None else in_batches
         self.process_group = process_group
         self.ranks = dist.get_process_group_ranks(process_group)
         self.device = device
         self._meter = meter
+        self._name = name
         self._on_stream = device.type == "cuda"
         self._pending: list[tuple[dist.Work, Tensor]] = []
         self._sending: list[Transfer] = []
@@ -85,7 +93,7 @@ class PipelineGroup:
         """Starts to meter a transfer of the pipeline; arguments as of :meth:`.Meter.begin`."""
         return self._meter.begin(
             operation,
-            group="pipeline",
+            group=self._name,
             group_size=self.num_ranks,
             size_bytes=size_bytes,
             on_stream=self._on_stream,
@@ -96,7 +104,7 @@ class PipelineGroup:
         """Meters a transfer of the pipeline that this rank waits for within the block."""
         return self._meter.blocking(
             operation,
-            group="pipeline",
+            group=self._name,
             group_size=self.num_ranks,
             size_bytes=size_bytes,
             on_stream=self._on_stream,

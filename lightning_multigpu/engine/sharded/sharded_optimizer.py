@@ -1,0 +1,275 @@
+"""An optimizer whose states FairScale's OSS shards over the ranks.
+
+Every parameter belongs to one rank as a whole. That rank has the parameter's averaged gradient and its state, updates
+it, and sends the new value to all ranks::
+
+    rank 0   gradients of p0, p2 --> your optimizer, holding p0 and p2 --> p0, p2 --broadcast--> p0 p1 p2
+    rank 1   gradient of p1 -------> your optimizer, holding p1 ---------> p1 ------broadcast--> p0 p1 p2
+
+The user's optimizer object stays what Lightning, schedulers and callbacks know, with all parameters in its groups. It
+makes the update itself: within a step its groups hold this rank's parameters only, so that any class works with all its
+options, also one whose constructor does not take its own ``defaults`` (AdamW).
+
+FairScale 0.4.13 on torch 2.13 would go wrong in these places, which :class:`_Shards` replaces:
+
+- A group that is added after layers were unfrozen deals all parameters out anew, away from their states.
+- Clipping fails for float64 gradients, leaves out parameters that had no gradient at its first call, and sums a float32
+  zero with other ranks' numbers where a rank has none.
+- Parameters of several dtypes fail an assertion.
+- ``broadcast_fp16`` rounds the owner's weights in every step, so that small updates are lost, and makes float64
+  parameters float32.
+
+Sources: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; OSS of
+FairScale 0.4.13.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.misc import ParamBucket
+from fairscale.optim import OSS
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block FairScale's deprecated calls do not warn, and its messages do not configure logging."""
+    handler = logging.NullHandler()  # logging.info() would give a root logger without a handler one
+    logging.getLogger().addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+class ShardedOptimizer(RedirectedOptimizer):
+    """One optimizer of the user's, each of whose parameters one rank updates.
+
+    Making one, stepping, clipping and loading are collectives of the group.
+
+    Args:
+        optimizer: of a module that is the same on all ranks.
+        group: the ranks.
+        meter: told of every broadcast.
+        broadcast_dtype: in which new values travel; None for that of the parameters.
+
+    Attributes:
+        shards: FairScale's OSS.
+
+    Raises:
+        ValueError: the optimizer evaluates the loss itself, several times a step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, group: MeteredGroup, meter: Meter, *, broadcast_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(optimizer, "tensors")
+        self._group = group
+        self._rank = group.rank
+        self.shards = _Shards(optimizer, self._update_own, group, meter, broadcast_dtype)
+        self._place_new()
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates the parameter."""
+        return self.shards.owners.get(parameter) == self._rank
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether the parameter is one of the optimizer's."""
+        return parameter in self.shards.owners
+
+    def refresh(self) -> None:
+        """Finds an owner for parameters that have come to the optimizer since; a collective."""
+        self._place_new()
+
+    def clip(self, max_norm: float) -> None:
+        """Clips the gradients by the norm of all ranks' gradients together, as on one device; a collective."""
+        self.shards.clip_grad_norm(max_norm)
+
+    def share_values(self) -> None:
+        """Gives every rank the exact values of the owners; a collective."""
+        self.shards.broadcast(None)
+
+    def share_values_of(self, parameters: Iterable[Tensor]) -> None:
+        """Gives every rank the owners' values of some parameters, also of frozen ones; a collective."""
+        for parameter in parameters:
+            source = self._group.ranks[self.shards.owners[parameter]]
+            self._group.broadcast_tensors([parameter.detach()], src=source)
+
+    def _step(self, **options: Any) -> None:
+        self.shards.step(**options)
+
+    def _update_own(self, **options: Any) -> None:
+        groups = self.optimizer.param_groups
+        held = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if self.owns(parameter)]
+        try:
+            self._update(**options)
+        finally:
+            for group, parameters in zip(groups, held, strict=True):
+                group["params"] = parameters
+
+    def _place_new(self) -> None:
+        self.shards.follow(self.optimizer)
+        for parameter in self._parameters():  # some optimizers begin with a state of each
+            if not self.owns(parameter):
+                self.optimizer.state.pop(parameter, None)
+
+    def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
+        saved = [number for group in saved_groups for number in group["params"]]
+        owned = {number for number, parameter in zip(saved, self._parameters(), strict=True) if self.owns(parameter)}
+        own = {number: values for number, values in saved_state.items() if number in owned}
+        # An optimizer keeps the tensors that it is given, and with them the file that they may be mapped from.
+        own = tree_map_only(Tensor, torch.clone, own)
+        self.optimizer.load_state_dict({"state": own, "param_groups": saved_groups})
+        self._place_new()
+
+
+class _Share:
+    """What OSS steps as this rank's optimizer."""
+
+    def __init__(self, groups: list[dict[str, Any]], step: Callable[..., None]) -> None:
+        self.param_groups = groups
+        self.step = step
+
+
+class _Shards(OSS):  # type: ignore[misc]  # without annotations
+    """OSS around an optimizer object instead of a class; the groups are the optimizer's own.
+
+    Attributes:
+        owners: the rank of each parameter, which never changes. As in OSS, a new parameter goes to the rank that has
+            the fewest elements; one that is frozen then counts as one element.
+    """
+
+    _partition_parameters: list[list[dict[str, Any]]]
+    buckets: dict[Any, dict[int, Any]]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[..., None],
+        group: MeteredGroup,
+        meter: Meter,
+        broadcast_dtype: torch.dtype | None,
+    ) -> None:
+        self.owners: dict[Tensor, int] = {}
+        self._flat: list[tuple[Any, ...]] = []
+        self._metered_group = group
+        self._meter = meter
+        self._broadcast_dtype = broadcast_dtype
+        with quiet():
+            super().__init__(_filled(optimizer), optim=lambda groups: _Share(groups, step), group=group.group)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Takes the optimizer's present groups, which loading replaces, and finds owners for new parameters."""
+        self.param_groups = self.optim.param_groups = _filled(optimizer)
+        if any(p not in self.owners for group in self.param_groups for p in group["params"]):
+            with quiet():
+                self._clear_cache()
+                self.refresh_trainable()
+
+    def partition_parameters(self) -> list[list[dict[str, Any]]]:
+        if not self._partition_parameters:
+            sizes = [0] * self.world_size
+            of_ranks: list[list[dict[str, Any]]] = [[] for _ in sizes]
+            for group in self.param_groups:
+                for each in of_ranks:
+                    each.append({**group, "params": []})
+                for parameter in group["params"]:
+                    rank = self.owners.setdefault(parameter, sizes.index(min(sizes)))
+                    sizes[rank] += parameter.numel() if parameter.requires_grad else 1
+                    of_ranks[rank][-1]["params"].append(parameter)
+            self._partition_parameters = of_ranks
+        return self._partition_parameters
+
+    def _setup_flat_buffers(self) -> None:
+        """Makes the trained parameters of each rank and dtype views of one flat tensor."""
+        trained: dict[Any, dict[int, list[Tensor]]] = {}
+        for device, of_ranks in self._per_device_params.items():
+            for rank, parameters in enumerate(of_ranks):
+                for parameter in parameters:
+                    if parameter.requires_grad:
+                        trained.setdefault((device, parameter.dtype), {}).setdefault(rank, []).append(parameter)
+        flat = [
+            (kind, rank, *map(id, parameters))
+            for kind, of_ranks in trained.items()
+            for rank, parameters in of_ranks.items()
+        ]
+        if flat == self._flat:
+            return
+        self._flat = flat
+        for parameter in self.owners:
+            if not parameter.requires_grad:  # else it would keep a former flat tensor alive
+                parameter.data = parameter.data.detach().clone()
+        self.buckets = {}
+        for (device, dtype), of_ranks in trained.items():
+            self.buckets[device, dtype] = {}
+            for rank, parameters in of_ranks.items():
+                bucket = ParamBucket(sum(p.numel() for p in parameters), dtype, device)
+                for parameter in parameters:
+                    bucket.add_param(parameter)
+                self.buckets[device, dtype][rank] = bucket
+
+    def _broadcast_params(self) -> None:
+        self.broadcast(self._broadcast_dtype)
+
+    @torch.no_grad()
+    def broadcast(self, dtype: torch.dtype | None) -> None:
+        """Copies each rank's parameters to all ranks; with ``dtype`` rounded, except on their own rank."""
+        under_way = []
+        for of_ranks in self.buckets.values():
+            for rank, bucket in of_ranks.items():
+                rounds = dtype is not None and bucket.buffer.is_floating_point()
+                values = bucket.buffer.to(dtype) if rounds else bucket.buffer
+                transfer = self._meter.begin(
+                    "broadcast",
+                    group="data",
+                    group_size=self.world_size,
+                    size_bytes=values.nbytes,
+                    sent_bytes=values.nbytes if rank == self.rank and self.world_size > 1 else 0,
+                    blocking=True,
+                    on_stream=values.is_cuda,
+                )
+                work = dist.broadcast(values, self._local_to_global_rank[rank], group=self.group, async_op=True)
+                under_way.append((rank, bucket, values, work, transfer))
+        for rank, bucket, values, work, transfer in under_way:
+            try:
+                work.wait()
+            except BaseException:
+                transfer.broke()
+                raise
+            transfer.finish()
+            if rank != self.rank and values is not bucket.buffer:
+                bucket.buffer.copy_(values)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None) -> Tensor:
+        assert norm_type == 2.0
+        assert filter_params_fn is None
+        own = [p for group in self.partition_parameters()[self.rank] for p in group["params"] if p.grad is not None]
+        norm = get_total_norm([p.grad for p in own]).to(self._default_device, torch.float64)
+        total: Tensor = self._metered_group.all_reduce(norm.square(), "sum").sqrt()
+        if own:
+            clip_grads_with_norm_(own, max_norm, total.to(own[0].grad.dtype))
+        return total
+
+
+def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups that have parameters; OSS looks at the first parameter of the first."""
+    return [group for group in optimizer.param_groups if group["params"]]

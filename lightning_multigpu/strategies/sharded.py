@@ -1,0 +1,414 @@
+"""The strategy of data parallel training whose gradients and optimizer states are sharded over ranks, on FairScale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
+from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
+from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.runtime.whole_checkpoint_io import map_files
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.common_overflow import CommonOverflow
+from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.streamed_saves import StreamedSaves
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
+    from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_BUCKET_CAP_MB = 1.0
+_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+
+ShortDtype = Literal["fp16", "bf16"]
+
+
+class ShardedStrategy(StreamedSaves):
+    """Data parallel training whose gradients and optimizer states are sharded over the ranks, by FairScale.
+
+    Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank: gradients travel to
+    it while backward still computes, it keeps the optimizer's state, updates the parameter, and sends the new value to
+    all. A rank so holds all parameters, and about 1/N of the gradients and of the optimizer's states. Weights are those
+    of one device at the same global batch. Your optimizers, of any class, stay as they are; those that need all
+    parameters at once (LBFGS) are refused.
+
+    After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and
+    where hooks of the module or of your callbacks may read gradients (``on_after_backward``,
+    ``on_before_optimizer_step``, ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all of them,
+    which takes the memory of all gradients and S more bytes.
+
+    Args:
+        bucket_cap_mb: size in MiB of the buffer, one for each rank, in which small gradients travel to it together. All
+            ranks keep these buffers. 0 sends each gradient alone. By default 1, and 0 for models with parameters of
+            several dtypes and with ``reduce_dtype``.
+        find_unused_parameters: the losses of a step may depend on different parameters on each rank, or on some only.
+            Gradients then travel after backward, not beside it. By default True in manual optimization only.
+        broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
+            step and before validation.
+        reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
+        broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their own rank keeps them exact; the others train
+            with rounded ones, and get the exact ones before validation, for a checkpoint, and at the end.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ModuleNotFoundError: FairScale is not installed.
+        ValueError: an option is out of its range; before the first step, an optimizer cannot be sharded.
+    """
+
+    name_with_spawn: ClassVar[str | None] = "ddp_sharded_spawn"
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = None,
+        broadcast_buffers: bool = True,
+        reduce_dtype: ShortDtype | None = None,
+        broadcast_dtype: ShortDtype | None = None,
+        **options: Any,
+    ) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        if find_spec("fairscale") is None:
+            raise ModuleNotFoundError(
+                "ddp_sharded needs FairScale, which is not installed: pip install 'lightning-multigpu[sharded]' (torch "
+                "must be installed before; FairScale is built from source)"
+            )
+        if bucket_cap_mb:
+            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        for name, value in (("reduce_dtype", reduce_dtype), ("broadcast_dtype", broadcast_dtype)):
+            if value is not None:
+                option_checks.check_choice(name, value, tuple(_DTYPES))
+        if reduce_dtype is not None and bucket_cap_mb:
+            raise ValueError(
+                f"reduce_dtype={reduce_dtype!r} and bucket_cap_mb={bucket_cap_mb:g}: buckets hold gradients in the "
+                "dtype of their parameters; leave one of the two out"
+            )
+        super().__init__(**options)
+        self._bucket_cap_mb = bucket_cap_mb
+        self._find_unused = find_unused_parameters
+        self._broadcast_buffers = broadcast_buffers
+        self._reduce_dtype = reduce_dtype
+        self._broadcast_dtype = broadcast_dtype
+        # During a run:
+        self._group: MeteredGroup | None = None
+        self._sharded: dict[Optimizer, ShardedOptimizer] = {}
+        self._gradients: ShardedGradients | None = None
+        self._trained: TrainedParameters | None = None
+        self._remote: RemoteValues | None = None
+        self._missed: list[Parameter] = []
+        self._buffers_due = True
+        self._rounded = False  # parameters of other ranks are
+        self._undo = ExitStack()
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {
+            **super().options,
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "find_unused_parameters": self._find_unused,
+            "broadcast_buffers": self._broadcast_buffers,
+            "reduce_dtype": self._reduce_dtype,
+            "broadcast_dtype": self._broadcast_dtype,
+        }
+
+    # Setting up
+
+    @override
+    def setup_environment(self) -> None:
+        # Before the ranks join: a default argument of FairScale keeps the world that it finds at its import for ever.
+        import_module("lightning_multigpu.engine.sharded.sharded_gradients")
+        super().setup_environment()
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if self._broadcast_dtype and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"broadcast_dtype={self._broadcast_dtype!r} and {type(callback).__name__}: it would average "
+                    "rounded parameters; leave one of the two out"
+                )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def _setup_model(self, model: Module) -> Module:
+        assert self.lightning_module is not None
+        assert self.groups is not None
+        self._group = self.metered(self.groups.mesh.get_group("data"), "data")
+        if self._layer_sync is not None:
+            model = self._layer_sync.apply(model)
+        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        self._group.broadcast_tensors([value.detach() for value in values], src=self._group.first_rank)
+        return model
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self._stream_saves(trainer, self._undo)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer
+
+        super().setup_optimizers(trainer)
+        assert self._group is not None
+        self._check_optimizers()
+        dtype = _DTYPES.get(self._broadcast_dtype or "")
+        for optimizer in self.optimizers:
+            sharded = ShardedOptimizer(optimizer, self._group, self.meter, broadcast_dtype=dtype)
+            self._sharded[optimizer] = sharded
+            self._undo.callback(sharded.close)
+        self._wrap()
+        group, plugin = self._group, self.precision_plugin
+        overflow = CommonOverflow(plugin, lambda flag: flag.copy_(group.all_reduce(flag, "max")))
+        self._undo.callback(overflow.end)
+        self._replace("post_backward", self._averaged_before(plugin.post_backward))
+        self._replace("clip_grad_by_norm", self._clip_by_norm)
+
+    def _check_optimizers(self) -> None:
+        scales = getattr(self.precision_plugin, "scaler", None) is not None
+        numbers: dict[Tensor, int] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            called = f"optimizer {number} ({type(optimizer).__name__})"
+            if scales and getattr(optimizer, "_step_supports_amp_scaling", False):
+                raise ValueError(
+                    f"{called} looks for inf and nan within its own step, on each rank alone; pass fused=False with "
+                    f"precision={self.precision_plugin.precision!r}"
+                )
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if numbers.setdefault(parameter, number) != number:
+                        raise ValueError(
+                            f"{called} and optimizer {numbers[parameter]} both have a parameter of shape "
+                            f"{tuple(parameter.shape)}, which would belong to two ranks; give each to one optimizer"
+                        )
+
+    def _wrap(self) -> None:
+        """Has the gradients averaged of the parameters that are trained from here on."""
+        from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
+
+        assert self._group is not None
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        if self._gradients is not None:
+            self._gradients.close()
+        self._trained = TrainedParameters(module)
+        optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if not any(parameter.requires_grad for parameter in optimized):
+            self._gradients = None
+            return
+        bucket_cap_mb = self._bucket_cap_mb
+        if bucket_cap_mb is None:
+            alike = len({parameter.dtype for parameter in optimized}) == 1
+            bucket_cap_mb = _BUCKET_CAP_MB if alike and self._reduce_dtype is None else 0.0
+        self._gradients = ShardedGradients(
+            module,
+            [*self._sharded.values()],
+            self._group,
+            self.meter,
+            bucket_bytes=int(bucket_cap_mb * 2**20),
+            reduce_dtype=_DTYPES.get(self._reduce_dtype or ""),
+            shows_all=not module.automatic_optimization or any(has_hook(hook, module) for hook in _READ_GRADIENTS),
+            find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
+        )
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        vars(self.precision_plugin)[name] = method
+        self._undo.callback(vars(self.precision_plugin).pop, name)
+
+    @override
+    def teardown(self) -> None:
+        module, states = self.lightning_module, []
+        trainer = None if module is None else module._trainer
+        if trainer is not None and not self.failure_watch.failed:
+            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+            states = [(o, self.optimizer_state(o)) for o in self._sharded if ends_well]
+        self._undo.close()
+        if self._gradients is not None:
+            self._gradients.close()
+        self._group = self._gradients = self._trained = self._remote = None
+        self._sharded = {}
+        self._missed.clear()
+        self._buffers_due, self._rounded = True, False
+        super().teardown()
+        if self.is_global_zero:
+            for optimizer, state in states:  # a checkpoint may be saved after the fit
+                optimizer.load_state_dict(state)
+
+    # Training
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._trained is not None and self._trained.has_changed(self.optimizers):
+            self._wrap_again()
+
+    def _wrap_again(self) -> None:
+        """Follows what hooks have frozen, unfrozen and added; a collective."""
+        assert self._group is not None
+        assert self._trained is not None
+        assert self.lightning_module is not None
+        self._compare_changes(self._trained.differences(), "do not train the same parameters")
+        check_belong(self.lightning_module, self.optimizers)
+        self._group.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._group.first_rank)
+        for sharded in self._sharded.values():
+            sharded.refresh()
+        self._wrap()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._buffers_due:
+            self._synchronise_buffers()
+        if self._gradients is None:
+            return super().training_step(*args, **kwargs)
+        self._buffers_due = not self._gradients.accumulates
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(self._gradients, self.lightning_module, "training_step", *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are only accumulated."""
+        with nullcontext() if self._gradients is None else self._gradients.no_sync():
+            yield
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._gradients is not None:
+            self._gradients.begin()
+
+    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def averaged(*args: Any) -> Tensor:
+            if self._gradients is not None and not self._gradients.accumulates:
+                self._gradients.finish()
+                self._average_missed()
+            return post_backward(*args)
+
+        return averaged
+
+    def _average_missed(self) -> None:
+        """Averages gradients of parameters that were unfrozen within the step, or frozen since they accumulated."""
+        assert self._trained is not None
+        assert self._group is not None
+        missed = self._trained.missed(self.optimizers)
+        if not missed:
+            return
+        self._compare_changes(dict.fromkeys(missed, "trained"), "have no gradients of the same parameters")
+        for sharded in self._sharded.values():
+            for parameter in filter(sharded.has, missed.values()):
+                assert parameter.grad is not None
+                average = self._group.all_reduce(parameter.grad, "mean")
+                parameter.grad = average if sharded.owns(parameter) else None
+        self._missed.extend(missed.values())
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._sharded[_plain(optimizer)].clip(clip_val)
+
+    @override
+    def on_optimizer_step_end(self) -> None:
+        self._rounded = self._broadcast_dtype is not None
+        for sharded in self._sharded.values():
+            sharded.share_values_of(filter(sharded.has, self._missed))
+        self._missed.clear()
+
+    @property
+    @override
+    def replicas_differ(self) -> bool:
+        return self._rounded
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._share_values()
+        self._synchronise_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        self._share_values()
+        super().on_train_end()
+
+    def _share_values(self) -> None:
+        """Gives all ranks exact parameters, where they have rounded ones; a collective."""
+        if self._rounded and not self.failure_watch.failed:
+            for sharded in self._sharded.values():
+                sharded.share_values()
+            self._rounded = False
+
+    def _synchronise_buffers(self) -> None:
+        if self._group is None or not self._broadcast_buffers or self._group.size == 1:
+            return
+        assert self.lightning_module is not None
+        self._group.broadcast_tensors([*self.lightning_module.buffers()], src=self._group.first_rank)
+
+    # Checkpoints
+
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        return super().state_is_lost or (self.failure_watch.failed and self.world_size > 1)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._share_values()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state as the optimizer of one device has it, on rank 0; elsewhere this rank's part. A collective."""
+        plain = _plain(optimizer)
+        state: dict[str, Any] = super().optimizer_state(plain)
+        if plain not in self._sharded or self.world_size == 1 or self.state_is_lost:
+            return state
+        if self._remote is None:
+            group = self.new_group("data", descending=True)  # its last is rank 0
+            device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+            messages = PipelineGroup(group, self.meter, device, name="checkpoint")
+            self._remote = RemoteValues(messages, dist.get_rank(group))
+        received = self._remote.gather(state["state"], range(self.world_size - 1))
+        whole = dict(sorted({**state["state"], **received}.items()))
+        return {**state, "state": whole if self._streams else self._remote.fetched(whole)}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        streams = self._streams and self._remote is not None and not self.state_is_lost
+        with self._remote.served() if streams and self._remote is not None else nullcontext():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file, so that a rank reads only the states that it keeps."""
+        map_files(self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            self._sharded[optimizer].load_state_dict(state)
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    """The user's optimizer, without Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]

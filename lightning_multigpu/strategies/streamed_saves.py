@@ -1,0 +1,42 @@
+"""Checkpoints that leave the values of other ranks with them until the file is written."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.hook_detection import has_hook
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class StreamedSaves(MultiGPUStrategy):
+    """Base class of strategies whose checkpoints are put together from values of several ranks."""
+
+    _streams = False
+    """Whether a save is under way whose values stay where they are until the file is written."""
+
+    def _stream_saves(self, trainer: pl.Trainer, undo: ExitStack) -> None:
+        """Lets ``trainer.save_checkpoint`` leave the values of other ranks with them until the file is written.
+
+        Elsewhere, and where something looks at the values of a checkpoint, they are gathered in rank 0's memory.
+        """
+        save = trainer.save_checkpoint
+
+        @wraps(save)
+        def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
+            is_file = storage_options is None and "://" not in str(filepath)
+            hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
+            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group take part
+            self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
+            try:
+                save(filepath, weights_only, storage_options)
+            finally:
+                self._streams = False
+
+        trainer.save_checkpoint = streamed  # type: ignore[method-assign]
+        undo.callback(delattr, trainer, "save_checkpoint")
