@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing.context import BaseContext
 
 import psutil
 import pytest
+
+from lightning_multigpu.bench.collectives import collective_rank
+from lightning_multigpu.bench.strategies import strategy_rank
+
+
+@pytest.fixture(autouse=True)
+def _fork_server_of_all_benches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server lives as long as these tests: with the modules of the first bench alone, ranks of the others would
+    each import Lightning."""
+    of_context = BaseContext.set_forkserver_preload
+
+    def preload(context: BaseContext, modules: Sequence[str]) -> None:
+        of_context(context, [*modules, collective_rank.__name__, strategy_rank.__name__])
+
+    monkeypatch.setattr(BaseContext, "set_forkserver_preload", preload)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,14 @@ STEPS_AN_EPOCH = 7
 regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
 
 
+def saver(directory: str | Path, step: int, at_epoch_end: bool) -> ModelCheckpoint:
+    when = {"every_n_epochs": step // STEPS_AN_EPOCH} if at_epoch_end else {"every_n_train_steps": step}
+    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **when)
+
+
 def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> list[str]:
     """Trains until ``step`` is reached, saving there; returns the files."""
-    callback = ModelCheckpoint(
-        directory,
-        filename="{step}",
-        save_top_k=-1,
-        **({"every_n_epochs": step // STEPS_AN_EPOCH} if at_epoch_end else {"every_n_train_steps": step}),
-    )
+    callback = saver(directory, step, at_epoch_end)
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     # The run is cut off well after the file was written, as a crash would do it.
     trainer = make_trainer(case, strategy, ranks, callbacks=[callback], enable_checkpointing=True, max_steps=step + 2)
@@ -74,32 +76,64 @@ def _assert_continues(resumed: dict[str, Any], steps_left: int, rtol: float = 1e
         torch.testing.assert_close(resumed["weights"][name], value, rtol=rtol, atol=rtol * 1e-2)
 
 
-WHERE = pytest.mark.parametrize(
-    ("step", "at_epoch_end"),
-    [(4, False), (7, False), (7, True), (11, False), (14, True)],
-    ids=["within the first epoch", "at its last batch", "at its end", "within the second", "at the second's end"],
-)
+# Steps, and whether the file is written at the end of their epoch.
+WHERE = {
+    "within the first epoch": (4, False),
+    "at its last batch": (7, False),
+    "at its end": (7, True),
+    "within the second": (11, False),
+    "at the second's end": (14, True),
+}
 
 
-@WHERE
+def save_everywhere(strategy_name: str | None, ranks: int, directory: Path) -> None:
+    """One run that saves in all these places."""
+    for place in WHERE:
+        (directory / place).mkdir(parents=True, exist_ok=True)
+    savers = [saver(directory / place, *WHERE[place]) for place in WHERE]
+    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
+    trainer = make_trainer(CASE, strategy, ranks, callbacks=savers, enable_checkpointing=True, max_steps=16)
+    trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, trainer))
+
+
+def resume_everywhere(strategy_name: str, ranks: int, directory: Path) -> dict[str, dict[str, Any]]:
+    """What runs reach that resume from each of the files."""
+    paths = {place: str(directory / place / f"step={step}.ckpt") for place, (step, _) in WHERE.items()}
+    return {place: resume(CASE, strategy_name, ranks, path) for place, path in paths.items()}
+
+
+def _assert_all_continue(results: list[dict[str, dict[str, Any]]]) -> None:
+    for number, result in enumerate(results):
+        for place, resumed in result.items():
+            with note(f"rank {number}, saved {place}"):
+                _assert_continues(resumed, 3 * STEPS_AN_EPOCH - WHERE[place][0])
+
+
+@contextlib.contextmanager
+def note(text: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(text)
+        raise
+
+
+@pytest.fixture(scope="module")
+def files_of_one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("one device")
+    save_everywhere(None, 1, directory)
+    return directory
+
+
 @regimes
-def test_resumes_from_a_single_device_file(
-    regime: Regime, step: int, at_epoch_end: bool, world2: World, tmp_path: Path
-) -> None:
-    path = _save_on_one_device(tmp_path, step, at_epoch_end)
-    for result in world2.run(resume, CASE, regime.name, 2, path):
-        _assert_continues(result, 3 * STEPS_AN_EPOCH - step)
+def test_resumes_from_a_single_device_file(regime: Regime, world2: World, files_of_one_device: Path) -> None:
+    _assert_all_continue(world2.run(resume_everywhere, regime.name, 2, files_of_one_device))
 
 
-@WHERE
 @regimes
-def test_resumes_from_its_own_file(
-    regime: Regime, step: int, at_epoch_end: bool, world2: World, tmp_path: Path
-) -> None:
-    world2.run(save, CASE, regime.name, 2, str(tmp_path), step, at_epoch_end)
-    path = tmp_path / f"step={step}.ckpt"
-    for result in world2.run(resume, CASE, regime.name, 2, str(path)):
-        _assert_continues(result, 3 * STEPS_AN_EPOCH - step)
+def test_resumes_from_its_own_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+    world2.run(save_everywhere, regime.name, 2, tmp_path)
+    _assert_all_continue(world2.run(resume_everywhere, regime.name, 2, tmp_path))
 
 
 @regimes

@@ -17,14 +17,14 @@ from tests.strategies.tasks import (
     data_ranks,
     make_strategy,
     make_trainer,
+    regimes_of_each_strategy,
     state,
-    synchronous_regimes,
     train_loader,
 )
 from tests.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
-regimes = pytest.mark.parametrize("regime", synchronous_regimes(), ids=lambda regime: regime.name)
+regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
 CASE = Case(max_epochs=3)
 
 
