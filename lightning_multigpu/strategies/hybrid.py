@@ -29,7 +29,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy, StagedStrategy
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.split_layers import Plan, check_plan, plan_text
+from lightning_multigpu.strategies.split_layers import Plan, SequenceSplit, check_plan, check_sequence_split, plan_text
 
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
 
@@ -56,7 +56,7 @@ class HybridStrategy(StagedStrategy):
         pipeline_parallel_size: ranks of a pipeline that have different layers.
         tensor_parallel_size: ranks that split the same layers; they have to be on one host.
         pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
-        tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ...}``.
+        tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ..., "sequence_split": ...}``.
         compression: compress the gradients that pipelines on different hosts exchange, as of :class:`RingDDPStrategy`.
             A checkpoint does not keep what error feedback holds back.
         compress_inside_hosts: also compress between ranks of one host.
@@ -90,16 +90,13 @@ class HybridStrategy(StagedStrategy):
         own = inspect.signature(PipelineStrategy.__init__).parameters.items()
         of_pipeline = {name: each.default for name, each in own if each.kind is each.KEYWORD_ONLY}
         option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
-        if tensor.pop("sequence_split", False):
-            raise ValueError(
-                "tensor: sequence_split=True: the activations between the stages of a pipeline are those of whole "
-                "sequences; leave it out, or use strategy='tensor_split'"
-            )
-        option_checks.check_options("tensor=", tensor, ["plan"])
+        option_checks.check_options("tensor=", tensor, ["plan", "sequence_split"])
         super().__init__(PipelineOptions(**{**of_pipeline, **pipeline}), **options)
-        self._pipeline_given = pipeline
+        self._pipeline_given, self._tensor_given = pipeline, tensor
         self._plan: Plan = tensor.get("plan", "auto")
+        self._sequence_split: SequenceSplit = tensor.get("sequence_split", False)
         check_plan(self._plan)
+        check_sequence_split(self._sequence_split)
         self._transport = GradientTransport(
             compressor=compressor_of(compression),
             compress_inside_hosts=compress_inside_hosts,
@@ -115,11 +112,12 @@ class HybridStrategy(StagedStrategy):
     def options(self) -> dict[str, Any]:
         compressor = self._transport.compressor
         of_pipeline = vars(self.pipeline_options)
+        of_tensor = {n: plan_text(value) if n == "plan" else value for n, value in self._tensor_given.items()}
         return {
             **{name: value for name, value in super().options.items() if name not in of_pipeline},
             **dict(zip(_SIZES, self._asked, strict=True)),
             "pipeline": self._pipeline_given or None,
-            "tensor": None if self._plan == "auto" else {"plan": plan_text(self._plan)},
+            "tensor": of_tensor or None,
             "compression": compressor if compressor in (None, AUTO) else repr(compressor),
             "compress_inside_hosts": self._transport.compress_inside_hosts,
             "shared_memory": self._transport.shared_memory,
@@ -163,16 +161,17 @@ class HybridStrategy(StagedStrategy):
                 f"tensor_parallel_size={tensor}: a host has {self.num_processes} ranks, and every split layer would "
                 f"wait for the network between hosts; pass a divisor of {self.num_processes}"
             )
+        if tensor == 1 and (self._plan != "auto" or self._sequence_split):
+            raise ValueError(
+                f"tensor={self.options['tensor']!r} with tensor_parallel_size=1: no layer is split; leave it out, or "
+                "pass tensor_parallel_size=2"
+            )
         points = self.pipeline_options.split_points
         if tensor > 1 and points is not None:
             raise ValueError(
                 f"split_points={list(points)!r} with tensor_parallel_size={tensor}: a module that is cut by tracing "
-                "holds whole layers; leave split_points out, or pass tensor_parallel_size=1"
-            )
-        if tensor > 1 and not self.pipeline_options.gather_at_end:
-            raise ValueError(
-                f"gather_at_end=False with tensor_parallel_size={tensor}: ranks would be left with parts of layers; "
-                "leave it out, or pass tensor_parallel_size=1"
+                "holds whole layers; leave split_points out, and name an nn.Sequential or nn.ModuleList by module= if "
+                "'auto' does not find it, or pass tensor_parallel_size=1"
             )
         if pipeline == 1 and (self.pipeline_options.num_stages_of_rank > 1 or points is not None):
             option = f"split_points={list(points)!r}" if points else f"schedule={self.pipeline_options.schedule!r}"
@@ -212,15 +211,17 @@ class HybridStrategy(StagedStrategy):
         group = self.new_group("tensor")
         layers = TensorGroup(group, meter=self.meter, shared_memory=self._transport.shared_memory)
         self.groups.also_cut.append(layers.abort)
-        self._axis = TensorAxis(model, layers, self.metered(group, "tensor"), self._plan, self.on_split)
+        self._axis = TensorAxis(
+            model, layers, self.metered(group, "tensor"), self._plan, self._sequence_split, self.on_split
+        )
         self._undo.callback(self._axis.close)
         return self._axis
 
     @override
     def _make_whole(self) -> None:
-        super()._make_whole()
         if self._axis is not None:
             self._axis.make_whole()
+        super()._make_whole()
 
     @override
     def teardown(self) -> None:

@@ -68,6 +68,7 @@ class SplitLayers:
         group: the ranks among which layers are split.
         plan, sequence_split: as of :class:`.TensorSplitStrategy`.
         gathers: whether the logits of a head, by its name, are gathered where they are computed.
+        keeps_whole: as of :class:`.Trials`.
 
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
@@ -80,6 +81,7 @@ class SplitLayers:
         plan: Plan,
         *,
         gathers: Callable[[str], bool] = lambda name: False,
+        keeps_whole: Callable[[str], str | None] = lambda name: None,
         sequence_split: SequenceSplit = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
@@ -88,6 +90,7 @@ class SplitLayers:
         self._plan = plan
         self._called: list[str] = []
         self._gathers = gathers
+        self._keeps_whole = keeps_whole
         self._sequence_split = sequence_split
         self._regions: list[SequenceRegion] = []
         self._gathered: dict[str, str] = {}
@@ -136,6 +139,7 @@ class SplitLayers:
             rtol=rtol,
             wrap_logits=self._wrap_logits,
             sequence_split=None if not asked else "keep" if asked is True else asked,
+            keeps_whole=self._keeps_whole,
         )
         searches: list[Any] = [self._blocks]
         if self._plan == "auto":
@@ -217,6 +221,16 @@ class SplitLayers:
                     rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
 
         return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
+
+    def begin_step(self) -> None:
+        """A step begins, with whole activations."""
+        for region in self._regions:
+            region.begin_step()
+
+    def end_step(self) -> None:
+        """Checks at the end of a step that activations are whole; see :class:`.SequenceRegion`."""
+        for region in self._regions:
+            region.end_step()
 
     def roles(self) -> list[tuple[str, str]]:
         """Names and roles of the split layers, in the order in which a step runs them."""

@@ -267,7 +267,11 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._tensor.sequence_random.forget()
         if not self._is_split:
             self._decide(*args, *kwargs.values())
-        return self._whole_outputs(super().training_step(*args, **kwargs))
+        assert self._layers is not None
+        self._layers.begin_step()
+        outputs = self._whole_outputs(super().training_step(*args, **kwargs))
+        self._layers.end_step()
+        return outputs
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

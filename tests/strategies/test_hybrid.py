@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.planning.stage_costs import StageCosts
 from tests.strategies.tasks import (
     Case,
@@ -288,6 +289,24 @@ def test_configure_model_builds_stages_whose_layers_are_split(world4: World) -> 
     assert_close(world4.run(built, 4)[0]["weights"], reference["weights"], 1e-9)
 
 
+def in_parts(ranks: int) -> list[dict[str, Tensor]]:
+    """The values that the rank has after each of two runs of one module."""
+    task, held = Dealt("fused", "adamw"), []
+    for _ in range(2):
+        strategy = make_strategy("hybrid", pipeline={"gather_at_end": False}) if ranks > 1 else "auto"
+        make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
+        held.append({name: value for name, value in state(task).items() if not isinstance(value, Placeholder)})
+    return held
+
+
+def test_each_rank_keeps_the_whole_layers_of_its_stages(world4: World) -> None:
+    reference = in_parts(1)
+    for result in world4.run(in_parts, 4):
+        for held, expected in zip(result, reference, strict=True):
+            assert 0 < len(held) < len(expected)
+            assert_close(held, {name: expected[name] for name in held}, 1e-9)
+
+
 class Written(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch")
@@ -330,9 +349,9 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         ({"data_parallel_size": 3}, "data_parallel_size=3 times"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"tensor": {"plan": {"*.up": "colum"}}}, "plan='colum'"),
-        ({"tensor": {"sequence_split": True}}, "sequence_split=True: the activations between the stages"),
+        ({"tensor": {"sequence_split": "again"}}, "sequence_split='again': give True, 'gather_again' or False"),
+        ({**sizes(2, 2, 1), "tensor": {"sequence_split": True}}, "no layer is split; leave it out, or pass tensor_par"),
         ({"pipeline": {"split_points": ["layers.2"]}}, "pass tensor_parallel_size=1"),
-        ({"pipeline": {"gather_at_end": False}}, "pass tensor_parallel_size=1"),
         ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
         ({"num_nodes": 2, "tensor_parallel_size": 8}, "a host has 4 ranks"),
     ],

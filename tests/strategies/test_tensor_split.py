@@ -376,6 +376,58 @@ def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again_by_chec
             assert_same_weights(result, first)
 
 
+class LeavingOut(nn.Module):
+    """Layers, of which one is left out in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.dropped = nn.ModuleList(FeedForward(nn.GELU()) for _ in range(3)), -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if self.training and number == self.dropped else layer(x)
+        return x
+
+
+class DropsInSecondBatch(Callback):
+    def __init__(self, dropped: int) -> None:
+        self.dropped = dropped
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        module.model.blocks.dropped = self.dropped if batch_idx == 1 else -1
+
+
+class InStep(Task):
+    """Calls the layers in the step, with a loss of any number of tokens."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        embedded: Tensor = self.model.embedding(batch[0])  # type: ignore[operator]
+        return LeavingOut.forward(self.model.blocks, embedded).square().mean()  # type: ignore[arg-type]
+
+
+def with_dropped_layer(ranks: int, dropped: int, kind: type[Task] = Task) -> dict[str, Any]:
+    task = kind("fused")
+    torch.manual_seed(3)
+    task.model = Language()
+    task.model.blocks = LeavingOut()
+    strategy = make_strategy("tensor_split", sequence_split=True) if ranks > 1 else "auto"
+    callbacks, options = [DropsInSecondBatch(dropped)], {"use_distributed_sampler": False}
+    make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=callbacks, **options).fit(task, text())
+    return {"weights": state(task)}
+
+
+def test_layers_that_are_left_out(world2: World) -> None:
+    """A step without the last layer returned a rank's part of the tokens, and failed where losses met labels."""
+    for dropped in (0, 1):
+        reference = with_dropped_layer(1, dropped)
+        for result in world2.run(with_dropped_layer, 2, dropped):
+            assert_same_weights(result, reference)
+    words = r"LeavingOut returns before the last layer, model\.blocks\.layers\.2, has run.* run the last layer always"
+    world2.run_raising(RuntimeError, words, with_dropped_layer, 2, 2)
+    words = r"a step ends before the last layer, model\.blocks\.layers\.2, has run"
+    world2.run_raising(RuntimeError, words, with_dropped_layer, 2, 2, InStep)
+
+
 @pytest.mark.parametrize("sequence_split", [False, True])
 def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool) -> None:
     """Two heads of keys and values on four ranks, which have two tokens or one of six."""

@@ -11,6 +11,10 @@ The gather of an attention stands before the smallest module that contains all o
 of that module sees the length of the whole sequence. The gather of other blocks stands before the column layers
 themselves, so that a residual sum in their module adds parts to parts. Where the step then computes something else, the
 other place is tried.
+
+In a pipeline, ranks of a stage send their parts to the ranks of the next stage that have the same tokens. Every stage
+runs the step from its beginning, and knows the length of the whole sequence from the input of layer 0, which may be a
+placeholder there.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ class SequenceRegion:
         keeps_gathered: column layers keep their gathered input for backward, instead of gathering it again.
 
     Raises:
-        RuntimeError: in a forward, layers do not run from the first to the last.
+        RuntimeError: in a forward, layers run in another order, or the last one does not run.
         ValueError: in a forward, a layer or a block gets no tensor that could be split.
     """
 
@@ -100,7 +104,9 @@ class SequenceRegion:
         self._device = torch.device("cpu")
         self._first = 0
         self._newest: int | None = None
-        """The layer that has begun last in this forward; None where activations are whole."""
+        """The layer that has begun last in this step; None before the first one."""
+        self._is_open = False
+        """Whether activations are split at this point of the step."""
         self._handles: list[RemovableHandle] = []
         self._changed: list[tuple[Module, dict[str, Any]]] = []
         parts = dict(module.named_modules())
@@ -112,6 +118,8 @@ class SequenceRegion:
             for block, _ in blocks:
                 place = gathers_at or ("module" if block.shape == "attention" else "columns")
                 self._split(parts, block, f"{found.name}.{index}", place)
+        caller = parts[_common_parent(parts, [f"{found.name}.{index}" for index in range(self._num_layers)])]
+        self._handles.append(caller.register_forward_hook(self._end_of_module))
 
     def undo(self) -> None:
         """Activations are whole again."""
@@ -124,6 +132,19 @@ class SequenceRegion:
                 else:
                     vars(part)[name] = value
         self._handles, self._changed = [], []
+
+    def begin_step(self) -> None:
+        """A step begins, with whole activations; a stage of a pipeline may have ended the one before within a list."""
+        self._newest, self._is_open = None, False
+
+    def end_step(self) -> None:
+        """A step has ended.
+
+        Raises:
+            RuntimeError: the last layer has not run.
+        """
+        if self._is_open:
+            raise self._is_left_open("a step ends")
 
     # Blocks
 
@@ -170,16 +191,14 @@ class SequenceRegion:
     def _begin(
         self, index: int, layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        is_recomputed = _is_in_backward()
-        if not is_recomputed:
-            if self._newest is None:
-                self._first = index
-            elif index <= self._newest:
-                raise RuntimeError(
-                    f"{self._name}.{index} runs again before the last layer of {self._name} has run: layers that are "
-                    "left out at random, or run in another order, need sequence_split=False"
-                )
-            self._newest = index
+        if not _is_in_backward():
+            if index != self._newest:  # a measurement may run a layer twice
+                if not self._is_open:
+                    self._first = index
+                elif self._newest is not None and index < self._newest:
+                    raise self._is_left_open(f"{self._name}.{index} runs")
+                self._newest = index
+            self._is_open = True
         if index == self._first:
             args, kwargs = self._change_first(layer, args, kwargs, self._split_whole)
         self._group.sequence_random.forget()
@@ -192,7 +211,7 @@ class SequenceRegion:
         if index < self._num_layers - 1:
             return output
         if not _is_in_backward():
-            self._newest = None
+            self._is_open = False
         outputs = output if isinstance(output, tuple | list) else (output,)
         for position, each in enumerate(outputs):
             if self._is_activation(each):
@@ -201,6 +220,17 @@ class SequenceRegion:
                     return whole
                 return type(output)([*outputs[:position], whole, *outputs[position + 1 :]])
         raise ValueError(f"{type(layer).__name__} returns no tensor with a dimension {self._dim} to be gathered")
+
+    def _end_of_module(self, module: Module, *_: Any) -> None:
+        if self._is_open and not _is_in_backward():
+            raise self._is_left_open(f"{type(module).__name__} returns")
+
+    def _is_left_open(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} before the last layer, {self._name}.{self._num_layers - 1}, has run, so that each rank has a part "
+            "of the tokens: where layers are left out at random (LayerDrop) or run in another order, run the last "
+            "layer always, or use sequence_split=False"
+        )
 
     def _split_whole(self, whole: Tensor) -> Tensor:
         self._length, self._device = whole.shape[self._dim], whole.device

@@ -107,6 +107,7 @@ class Trials:
         wrap_logits: makes of a head's outputs on a rank what the step gets.
         sequence_split: split activations between blocks along the sequence: "keep" or "gather_again" says what column
             layers do about their gathered inputs in backward. None for whole activations.
+        keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
 
     Attributes:
         summed: hooks that sum the gradients of whole parameters within blocks over the ranks, by the parameters' names;
@@ -127,6 +128,7 @@ class Trials:
         rtol: float,
         wrap_logits: Callable[[Tensor, Any], Tensor],
         sequence_split: Literal["keep", "gather_again"] | None = None,
+        keeps_whole: Callable[[str], str | None] = lambda name: None,
     ) -> None:
         self._module = module
         self._group = group
@@ -137,6 +139,7 @@ class Trials:
         self._wrap_logits = wrap_logits
         self.summed: dict[str, RemovableHandle] = {}
         self._sequence_split = sequence_split
+        self._keeps_whole = keeps_whole
         self.regions: list[SequenceRegion] = []
         self.notes: list[str] = []
         self.traffic: list[Sent] = []
@@ -203,8 +206,9 @@ class Trials:
         for found in layer_lists(self._module, split):
             if any(found.name.startswith(f"{name}.") for name in done):
                 continue
-            reasons = []
-            for dim, place in WAYS:
+            reason = self._keeps_whole(found.name)
+            reasons = [] if reason is None else [reason]
+            for dim, place in WAYS if reason is None else ():
                 region = SequenceRegion(
                     self._module,
                     found,

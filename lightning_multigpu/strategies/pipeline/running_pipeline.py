@@ -262,6 +262,8 @@ class RunningPipeline:
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a step of the module."""
         self.in_step = True
+        if self._tensor_axis is not None:
+            self._tensor_axis.begin_step()
         try:
             if hook == "training_step":  # its batch is a part that has been cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])

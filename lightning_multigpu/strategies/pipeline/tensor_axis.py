@@ -32,7 +32,7 @@ from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.dry_run import gradient_rtol, without_trace
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.split_layers import Plan, SplitLayers
+from lightning_multigpu.strategies.split_layers import Plan, SequenceSplit, SplitLayers
 
 
 class TensorAxis:
@@ -42,7 +42,7 @@ class TensorAxis:
         model: the stages of this rank.
         group: those ranks, for what their layers exchange.
         peers: the same ranks, for everything else.
-        plan: which layers are split; see :class:`.TensorSplitStrategy`.
+        plan, sequence_split: as of :class:`.TensorSplitStrategy`.
         on_split: called with the plan of the split, once there is one.
     """
 
@@ -52,13 +52,21 @@ class TensorAxis:
         group: TensorGroup,
         peers: MeteredGroup,
         plan: Plan,
+        sequence_split: SequenceSplit = False,
         on_split: Callable[[SplitPlan], None] | None = None,
     ) -> None:
         self.group = group
         self.peers = peers
         self._model = model
         self._on_split = on_split
-        self._layers = SplitLayers(model.module, group, plan, gathers=self._is_within)
+        self._layers = SplitLayers(
+            model.module,
+            group,
+            plan,
+            gathers=self._is_within,
+            keeps_whole=self._keeps_whole,
+            sequence_split=sequence_split,
+        )
         self._inside: frozenset[int] = frozenset()
         self._summed: list[str] = []
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -103,6 +111,10 @@ class TensorAxis:
         self._inside = frozenset(self._parts_inside())
 
     # During a step
+
+    def begin_step(self) -> None:
+        """A step of the module begins, with whole activations."""
+        self._layers.begin_step()
 
     def begin_part(self, part: int | None) -> None:
         """Makes random numbers differ between the ranks in parts of a step that begin between split layers.
@@ -194,6 +206,13 @@ class TensorAxis:
         """Whether a split layer is in a layer of the pipeline that another one follows."""
         index = self._indices().get(self._model.module.get_submodule(name))
         return index is not None and index < len(self._model.chain) - 1
+
+    def _keeps_whole(self, name: str) -> str | None:
+        """Why a list that has the pipeline's layers within its own does not split activations along the sequence."""
+        chain = self._model.chain
+        if not chain.layers or not chain.name.startswith(f"{name}."):
+            return None
+        return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
 
     def _indices(self) -> dict[Module, int]:
         """Of each module within the pipeline's layers, the index of its layer."""

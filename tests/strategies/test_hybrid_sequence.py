@@ -1,0 +1,137 @@
+"""Stages of a pipeline whose tensor groups split activations along the sequence train as one device."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_multigpu.planning.split_plan import SplitPlan
+from tests.strategies.tasks import Case, data_ranks, make_strategy, make_trainer, state
+from tests.strategies.test_hybrid import assert_close, sizes
+from tests.strategies.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language, Positioned
+from tests.world import World
+
+LENGTH = 5
+
+
+class Sequences(L.LightningModule):
+    """Four blocks with norms, on sequences that two ranks cannot halve.
+
+    Args:
+        mixes: the mean of all tokens is added in each.
+        nested: two and two of them are lists of their own.
+    """
+
+    def __init__(self, *, mixes: bool = False, nested: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        blocks = (Positioned(mixes=True) if mixes else Block(Attention(), Gated(fused=True)) for _ in range(4))
+        lists = (nn.Sequential(next(blocks), next(blocks)) for _ in range(2))
+        self.model = Language(*(lists if nested else blocks))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        return F.cross_entropy(self.model(tokens)[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch), sync_dist=True)
+
+    def train_dataloader(self) -> Any:
+        tokens = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(1))
+        data, ranks = TensorDataset(tokens), data_ranks(self.trainer)
+        order = DistributedSampler(data, 1, 0, shuffle=True, seed=0) if ranks == 1 else None
+        return DataLoader(data, batch_size=4 // ranks, shuffle=order is None, sampler=order)
+
+    def val_dataloader(self) -> Any:
+        tokens = torch.randint(VOCABULARY, (4, 3), generator=torch.Generator().manual_seed(2))
+        return DataLoader(TensorDataset(tokens), batch_size=2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def train(ranks: int, *, module: dict[str, bool] | None = None, **options: Any) -> dict[str, Any]:
+    task, plans, lengths = Sequences(**(module or {})), list[SplitPlan](), list[int]()
+    third: Any = task.model.blocks[-2]
+    third.register_forward_pre_hook(lambda layer, args: lengths.append(args[0].shape[1]) if layer.training else None)
+    strategy = make_strategy("hybrid", **options) if ranks > 1 else "auto"
+    if ranks > 1:
+        strategy.on_split = plans.append
+    trainer = make_trainer(
+        Case(max_epochs=1), strategy, ranks, gradient_clip_val=0.5, accumulate_grad_batches=2, limit_val_batches=None
+    )
+    trainer.fit(task)
+    return {
+        "weights": state(task),
+        "validated": float(trainer.callback_metrics["validated"]),
+        "lengths": lengths[-4:],  # of the last batch
+        "notes": plans[0].notes if plans else [],
+        "sent": {each.operation for block in plans[0].blocks for each in block.traffic} if plans else set(),
+    }
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stages": sizes(1, 2, 2),
+    "data": sizes(2, 1, 2),
+    "interleaved": {"pipeline": {"schedule": "interleaved"}},
+    "zero bubble": {"pipeline": {"schedule": "zero_bubble"}},
+    "by time, computed again": {"pipeline": {"balance": "time", "activation_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "choice"),
+    [(layout, True) for layout in LAYOUTS] + [("stages", "gather_again"), ("data", "gather_again")],
+)
+def test_trains_as_one_device(world4: World, layout: str, choice: bool | str) -> None:
+    """Ranks of a stage send their tokens to the ranks of the next stage that have the same ones."""
+    reference = train(1)
+    for result in world4.run(train, 4, tensor={"sequence_split": choice}, **LAYOUTS[layout]):
+        assert "activations between the blocks of model.blocks are split along dimension 1" in result["notes"]
+        assert {"all_gather", "reduce_scatter"} <= result["sent"]
+        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert result["validated"] == pytest.approx(reference["validated"], rel=1e-9)
+
+
+def test_stages_send_parts(world4: World) -> None:
+    results = world4.run(train, 4, tensor={"sequence_split": True}, pipeline={"balance": [2, 2]})
+    assert [result["lengths"] for result in results[:2]] == [[3] * 4, [2] * 4]
+
+
+def test_lists_beside_the_layers_of_the_pipeline(world4: World) -> None:
+    """The outer list would split activations before the first stage, and gather them behind the last one."""
+    reference = train(1, module={"nested": True})
+    options = {"tensor": {"sequence_split": True}, "pipeline": {"module": "model.blocks.0"}}
+    for result in world4.run(train, 4, module={"nested": True}, **options):
+        outer, *inner = result["notes"]
+        assert "model.blocks stay whole (the layers of the pipeline, model.blocks.0, are inside of one of its" in outer
+        assert [note.split()[5] for note in inner] == ["model.blocks.0", "model.blocks.1"]
+        assert_close(result["weights"], reference["weights"], 1e-9)
+
+
+def kept_whole() -> tuple[dict[str, Any], list[str]]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        options = {"tensor": {"sequence_split": True}, "pipeline": {"num_micro_batches": 1}}
+        result = train(4, module={"mixes": True}, **options)
+    return result, [str(each.message) for each in found if "sequence_split" in str(each.message)]
+
+
+def test_activations_stay_whole_where_tokens_are_mixed(world4: World) -> None:
+    reference = train(1, module={"mixes": True})
+    results = world4.run(kept_whole)
+    for result, _ in results:
+        (note,) = result["notes"]
+        assert note.startswith("activations between the blocks of model.blocks stay whole (the loss becomes ")
+        assert_close(result["weights"], reference["weights"], 1e-9)
+    assert results[0][1][0].startswith("sequence_split=True does nothing: activations between")
