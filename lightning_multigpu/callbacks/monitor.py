@@ -70,7 +70,7 @@ class Monitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.collect(trainer, pl_module, batch)
-        if writes_logs_after_this_batch(trainer):
+        if self._log and writes_logs_after_this_batch(trainer):
             self._end_interval(trainer, pl_module, on_step=True)
 
     @override

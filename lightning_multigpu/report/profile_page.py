@@ -40,7 +40,7 @@ _MEMORY_COLOURS = {
 _STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 1rem;
        max-width: 70rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
 .wide { overflow-x: auto; } svg { width: 100%; height: auto; display: block; } .schedule svg { min-width: 60rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
@@ -205,30 +205,24 @@ def _memory(profile: Mapping[str, Any]) -> Iterator[str]:
         yield "<h2>Memory that each rank holds</h2>"
         yield legend({kind: colour for kind, colour in _MEMORY_COLOURS.items() if kind in kinds})
         yield bars("Memory of each rank by kind; the table below has the numbers", stacked, _MEMORY_COLOURS, size)
-        yield table(["rank", *kinds], rows)
+        yield table(["rank", *map(words, kinds)], rows)
 
 
 def _over_time(profile: Mapping[str, Any]) -> Iterator[str]:
-    found = {key: run_curves.curves(profile, key) for key in run_curves.KEYS}
-    drawn = [key for key in run_curves.KEYS if found[key]]
-    if not drawn:
-        return
-    end_s = max(curve[-1][0] for key in drawn for curve in found[key].values())
-    yield "<h2>Over the whole run</h2><p>A line for each rank; seconds from the start of training.</p>"
-    header, rows = ["rank"], {rank: [str(rank)] for key in drawn for rank in found[key]}
-    for key in drawn:
+    found = {key: curves for key in run_curves.KEYS if (curves := run_curves.curves(profile, key))}
+    if found:
+        yield "<h2>Over the whole run</h2><p>A line for each rank; seconds from the start of training.</p>"
+    for key, curves in found.items():
         title, show = run_curves.KEYS[key]
+        rows = [[str(rank), *map(show, run_curves.course(curve))] for rank, curve in curves.items()]
         lines = {
             f"rank {rank}: median {show(run_curves.course(curve)[1])}": [(at_s, value) for at_s, value, _ in curve]
-            for rank, curve in found[key].items()
+            for rank, curve in curves.items()
         }
+        end_s = max(curve[-1][0] for curve in curves.values())
         yield f"<h3>{title.capitalize()}</h3>"
-        yield plot(f"{title} over the run; the table below has the numbers", lines, end_s, show)
-        header += [f"{title}: first tenth", "all", "last tenth"]
-        for rank, cells in rows.items():
-            curve = found[key].get(rank)
-            cells += ["-"] * 3 if curve is None else map(show, run_curves.course(curve))
-    yield table(header, list(rows.values()))
+        yield plot(f"{title} over the run; the table below has medians", lines, end_s, show)
+        yield table(["rank", "first tenth", "whole run", "last tenth"], rows)
 
 
 def _staleness(profile: Mapping[str, Any]) -> Iterator[str]:

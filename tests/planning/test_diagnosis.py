@@ -152,6 +152,34 @@ def test_the_largest_saving_comes_first() -> None:
     assert [finding.kind for finding in found] == ["input", "small batches"]
 
 
+@pytest.mark.parametrize("times", [1, 8])
+@pytest.mark.parametrize(
+    "kind", ["input", "straggler", "communication", "imbalance of stages", "synchronising calls", "threads"]
+)
+def test_a_fault_is_named_first_however_large_it_is(kind: str, times: int) -> None:
+    """Beside a loader and a loop that are a little slow, which are named as well or not."""
+    fault_s = 0.03 * times
+    mild = {"data_wait": 0.012, "other": 0.018, "communication": 0.005}
+    waits = {**mild, "communication": 0.005 + fault_s}
+    of_ranks, options = ranks(mild, mild), {}
+    if kind == "input":
+        of_ranks = ranks({**mild, "data_wait": 0.012 + fault_s}, waits)
+    elif kind == "straggler":
+        of_ranks = ranks(waits, {**mild, "backward": 0.060 + fault_s})
+    elif kind == "communication":  # half of it would go
+        of_ranks = ranks(*[{**mild, "communication": 0.005 + 2 * fault_s}] * 2, transfers_s=3 * fault_s)
+    elif kind == "imbalance of stages":
+        options = {"pipeline": figures([0.01, 0.01 + 0.005 * times], 8)}
+        of_ranks = ranks({**mild, "stage_wait": fault_s}, mild)
+    elif kind == "synchronising calls":
+        of_ranks = ranks(*[{**mild, "forward": 0.030 + fault_s}] * 2, reads=(ReadValues("train.py:7", 90, fault_s),))
+    else:
+        of_ranks = ranks(*[{**mild, "backward": 0.060 + fault_s}] * 2, threads=8, cores=2)
+        options = {"trial": ThreadTrial(8, of_ranks[0].step_s, 1, of_ranks[0].step_s - fault_s)}
+    first, *_ = diagnose(of_ranks, **options)  # type: ignore[arg-type]
+    assert first.kind == kind
+
+
 def figures(forward_s: list[float], num_micro_batches: int) -> PipelineFigures:
     orders = schedule_orders("gpipe", len(forward_s), 1, num_micro_batches)
     timelines = predicted(orders, forward_s, [2 * seconds for seconds in forward_s], [0.0] * (len(forward_s) - 1))
