@@ -25,8 +25,9 @@ from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
+from lightning_multigpu.engine.pipeline.measuring.training_memory import measured_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.planning.timeline import StageMemory, StageRecord
 from lightning_multigpu.report import document, run_table, schedule_picture, split_table
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.strategies.observed import ObservedStrategy
@@ -42,9 +43,10 @@ class RunReport(SilentMonitors):
     ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and leaves one that
     an earlier fit wrote; ``fast_dev_run`` prints the table only, like Lightning writes no logs then.
 
-    Under a pipeline the report also has how each rank spent a step, against theory, and the memory that each rank
-    holds. The schedule is drawn into ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A
-    file of that name is removed when a report without a schedule is written there.
+    The report has the bytes of parameters, gradients and optimizer states that each rank holds, unless servers hold the
+    states. Under a pipeline it also has how each rank spent a step, against theory. The schedule is drawn into
+    ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A file of that name is removed when a
+    report without a schedule is written there.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own), and from silent ones of its own for the rest.
@@ -85,6 +87,7 @@ class RunReport(SilentMonitors):
         """The path of its picture of a pipeline's schedule, on rank 0; None without a pipeline."""
         self._stages: StageRecord | None = None
         self._servers: dict[str, Any] | None = None
+        self._memory: StageMemory | None = None
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
         self._print_table = print_table
@@ -101,7 +104,7 @@ class RunReport(SilentMonitors):
         self._communication = self.monitor(trainer, CommunicationMonitor)
         devices = self.monitor(trainer, DeviceUtilizationMonitor)
         self._monitors = (self._throughput, self._communication, devices)
-        self._stages, self._servers, self._gathered = None, None, None
+        self._stages, self._servers, self._gathered, self._memory = None, None, None, None
         self._one_device = OneDevice(trainer) if self._compare else None
         if isinstance(trainer.strategy, ObservedStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
@@ -140,6 +143,7 @@ class RunReport(SilentMonitors):
             counted = trainer.strategy.server_statistics()
             self._servers = None if counted is None else counted.section()
             self._split_plan = trainer.strategy.split_plan()
+        self._memory = _memory(trainer) if self._stages is None else None
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,6 +190,7 @@ class RunReport(SilentMonitors):
             step_samples=self._throughput.step_samples,
             communication_ms=self._communication.purposes_ms(),
             stages=self._stages,
+            memory=self._memory,
         )
 
     def _told(self) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
@@ -217,6 +222,19 @@ class RunReport(SilentMonitors):
         self.picture_path = None if picture is None else picture_path
         if self._print_table:
             print(f"written to {path}" if picture is None else f"written to {path}\nand {picture_path}")
+
+
+def _memory(trainer: Trainer) -> StageMemory | None:
+    """The bytes that this rank holds; None where optimizer states are elsewhere."""
+    strategy, device = trainer.strategy, trainer.strategy.root_device
+    if isinstance(strategy, ObservedStrategy):
+        held = strategy.held_bytes()
+    else:
+        held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
+    if held is None:
+        return None
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return StageMemory(**asdict(held), activations_bytes=None, device_peak_bytes=peak_bytes)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

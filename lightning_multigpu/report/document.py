@@ -6,11 +6,11 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.planning.timeline import StageMemory, StageRecord
 from lightning_multigpu.report.schema import SCHEMA_VERSION, ReportError
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
@@ -32,6 +32,8 @@ class RankRecord:
     """Its communication in a step by purpose, in ms."""
     stages: StageRecord | None = None
     """Steps and memory of its stages, under a pipeline."""
+    memory: StageMemory | None = None
+    """What it held at the end of training, without a pipeline and where states are not on servers."""
 
 
 def build(
@@ -92,6 +94,12 @@ def build(
             purpose: sum(record.communication_ms.get(purpose, 0.0) for record in in_order) / len(in_order)
             for purpose in purposes
         }
+    if all(record.memory is not None for record in in_order):
+        report["memory"] = [
+            {"rank": r.rank, **{name: size for name, size in asdict(r.memory).items() if size is not None}}
+            for r in in_order
+            if r.memory is not None
+        ]
     return {**report, **{name: dict(section) for name, section in sections.items() if section is not None}}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -29,7 +29,7 @@ def show(section: Mapping[str, Any], console: Console) -> None:
         name = section["schedule"] if len(pipelines) == 1 else f"{section['schedule']}, pipeline {index}"
         if "wall_s" in pipeline:
             console.print(_times(pipeline, name, terminal=console.is_terminal))
-        console.print(_memory(pipeline, name, terminal=console.is_terminal))
+        console.print(memory(pipeline["ranks"], name, terminal=console.is_terminal))
 
 
 def _times(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
@@ -53,16 +53,18 @@ def _times(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
     return table
 
 
-def _memory(pipeline: Mapping[str, Any], name: str, *, terminal: bool) -> Table:
-    ranks = pipeline["ranks"]
+def memory(ranks: Sequence[Mapping[str, Any]], name: str, *, terminal: bool) -> Table:
+    """The bytes that each rank holds; ``ranks`` are MEMORY of the schema, with the rank and, of a pipeline, stages."""
     table = _table(f"{name}: memory of the ranks", terminal=terminal)
-    table.add_column("stages")
+    in_stages = "stages" in ranks[0]
+    if in_stages:
+        table.add_column("stages")
     shown = [key for key in _MEMORY if any(key in rank for rank in ranks)]
     for key in shown:
         table.add_column(_MEMORY[key], justify="right", no_wrap=True)
     for rank in ranks:
-        stages = ", ".join(str(stage) for stage in rank["stages"])
-        table.add_row(str(rank["rank"]), stages, *(size(rank[key]) if key in rank else "" for key in shown))
+        stages = [", ".join(str(stage) for stage in rank["stages"])] if in_stages else []
+        table.add_row(str(rank["rank"]), *stages, *(size(rank[key]) if key in rank else "" for key in shown))
     if f"predicted_{_PREDICTED[0]}" in ranks[0]:  # not in reports of earlier versions
         held = [f"{size(sum(rank[f'predicted_{key}'] for key in _PREDICTED))} on rank {rank['rank']}" for rank in ranks]
         table.caption = f"predicted for parameters, gradients and optimizer together:\n{', '.join(held)}"

@@ -70,6 +70,8 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
         console.print("No optimizer step was taken: there is nothing to report", highlight=False)
         return
     console.print(render(report, terminal=console.is_terminal))
+    if "memory" in report:
+        console.print(pipeline_table.memory(report["memory"], report["strategy"]["name"], terminal=console.is_terminal))
     if "pipeline" in report:
         pipeline_table.show(report["pipeline"], console)
     if "one_device" in report:

@@ -20,6 +20,7 @@ Version 2::
       "communication_ms": {purpose: number},                      only where a meter measured communication
       "one_device": ONE_DEVICE,                                   only with RunReport(compare_with_one_device=True)
       "parameter_servers": SERVERS,                               only where servers made the updates
+      "memory": [{"rank": int, **MEMORY}],                        one a rank; not with stages or servers
       "tensor_split": SPLIT,                                      only where layers were split over ranks
       "pipeline": PIPELINE                                        only where the model was split into stages
     }
@@ -44,6 +45,9 @@ samples that the run trains in a given time over those of one device: ``step_ms`
 an optimizer step on the batches of one data rank, measured before the first step with ``threads`` intra-op threads (on
 CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; loading of data is in neither. ``reason``
 says why there is no figure.
+
+``memory`` has what each rank held at the end of training, by the keys of MEMORY below but ``activations_bytes``.
+Buffers in which gradients travel count as gradients. It is absent where servers, or the host, have optimizer states.
 
 ``parameter_servers`` counts from the start of the servers to the end of training: the bytes of each server from and to
 all ranks, and ``queue_ms``, the time that what a rank sends in a step waited at the server, which was busy with other

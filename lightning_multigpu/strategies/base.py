@@ -26,6 +26,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
+from lightning_multigpu.engine.pipeline.measuring.training_memory import measured_bytes
+from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.batch_feed import BatchFeed
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
@@ -448,6 +450,11 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
             ) from error
         if found is not None:
             raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
+
+    @override
+    def held_bytes(self) -> HeldBytes | None:
+        assert self.lightning_module is not None
+        return measured_bytes(self.lightning_module.parameters(), self.optimizers)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
     from lightning_multigpu.planning.split_plan import SplitPlan
-    from lightning_multigpu.planning.timeline import StageRecord
+    from lightning_multigpu.planning.timeline import HeldBytes, StageRecord
 
 
 class ObservedStrategy:
@@ -76,6 +76,14 @@ class ObservedStrategy:
 
     def server_statistics(self) -> ServerStatistics | None:
         """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers."""
+        return None
+
+    def held_bytes(self) -> HeldBytes | None:
+        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
+
+        Buffers in which gradients travel count as gradients. None where optimizer states are elsewhere, on the host or
+        on parameter servers.
+        """
         return None
 
     def split_plan(self) -> SplitPlan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedPa
 from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
 from lightning_multigpu.engine.pipeline.stages.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
+from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
@@ -418,6 +420,14 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average_model()
         return super().lightning_module_state_dict()
+
+    @override
+    def held_bytes(self) -> HeldBytes | None:
+        held = super().held_bytes()
+        if held is None or self._trained is None or self._ddp_options["gradient_as_bucket_view"]:
+            return held
+        buckets = sum(parameter.nbytes for parameter in self._trained.averaged)
+        return replace(held, gradients_bytes=held.gradients_bytes + buckets)
 
     def _loss_scaler_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)

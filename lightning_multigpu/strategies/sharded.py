@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,6 +22,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
 from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
@@ -356,6 +358,13 @@ class ShardedStrategy(StreamedSaves):
             for sharded in self._sharded.values():
                 sharded.share_values()
             self._rounded = False
+
+    @override
+    def held_bytes(self) -> HeldBytes | None:
+        held = super().held_bytes()
+        if held is None or self._gradients is None:
+            return held
+        return replace(held, gradients_bytes=held.gradients_bytes + self._gradients.spare_bytes)
 
     def _synchronise_buffers(self) -> None:
         if self._group is None or not self._broadcast_buffers or self._group.size == 1:

@@ -34,6 +34,7 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
     staleness = {"median": int, "p95": int, "max": int}
     sometimes = {
         "pipeline": dict, "communication_ms": dict, "tensor_split": dict, "global_batch": int, "one_device": dict,
+        "memory": list,
         "parameter_servers": {
             "servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": float}],
             "workers": [{"rank": int, "updates": int, "staleness": staleness}],
@@ -42,6 +43,8 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
     check(report, {**always, **{name: shape for name, shape in sometimes.items() if name in report}})
     for ms in report.get("communication_ms", {}).values():
         check(ms, float)
+    for rank in report.get("memory", []):
+        check(rank, {"rank": int, **{name: int for name in MEMORY if name in rank}})
     if "one_device" in report:
         figures = {"ratio": float, "step_ms": float, "run_step_ms": float, "threads": int}
         told = report["one_device"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,8 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 
+from lightning_multigpu.callbacks import RunReport
+from tests.report.shape import assert_follows_schema
 from tests.strategies import test_changing_parameters as changes
 from tests.strategies.tasks import (
     Case,
@@ -21,7 +24,7 @@ from tests.strategies.tasks import (
     train_loader,
 )
 from tests.strategies.test_parameter_server import Frozen, ReadsGradients, ScalesWeights, TwoOptimizers
-from tests.world import World
+from tests.world import World, rank
 
 CASE = Case(optimizer="adamw", max_epochs=2)
 
@@ -168,3 +171,56 @@ def test_ranks_may_use_different_parameters(world2: World, bucket_cap_mb: float)
     """FairScale added up gradients of different parameters, and gave those that nobody uses a gradient of zero."""
     for result in world2.run(skipping, 2, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb):
         assert_same_weights(result, skipping(1))
+
+
+class Layers(L.LightningModule):
+    """Eight layers of one size, which 2 and 4 ranks can share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0].repeat(1, 11)[:, :64]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def report_of(strategy: str, ranks: int, directory: str, **options: Any) -> dict[str, Any]:
+    callback = RunReport(print_table=rank() == 0)
+    case = Case(max_epochs=1, precision="32-true")
+    trainer = make_trainer(case, make_strategy(strategy, **options), ranks, callbacks=[callback],
+                           default_root_dir=directory)  # fmt: skip
+    trainer.fit(Layers(), train_loader(case, trainer))
+    assert callback.report is not None
+    return callback.report
+
+
+def dealt(parameters: list[Tensor], ranks: int) -> list[int]:
+    """Elements of each rank by OSS's rule: a parameter goes to the rank that has the fewest."""
+    sizes = [0] * ranks
+    for parameter in parameters:
+        sizes[sizes.index(min(sizes))] += parameter.numel()
+    return sizes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_of_gradients_and_states_is_that_of_the_parameters_that_a_rank_owns(
+    world2: World, world4: World, ranks: int, tmp_path: Path
+) -> None:
+    world = {2: world2, 4: world4}[ranks]
+    whole = world.run(report_of, "ring_ddp", ranks, str(tmp_path))[0]["memory"]
+    report = world.run(report_of, "ddp_sharded", ranks, str(tmp_path), bucket_cap_mb=0.001)[0]
+    assert_follows_schema(report)
+    parameters = list(Layers().parameters())
+    size_bytes = 4 * sum(parameter.numel() for parameter in parameters)
+    for each in whole:
+        assert (each["parameters_bytes"], each["gradients_bytes"]) == (size_bytes, size_bytes)
+        assert each["optimizer_bytes"] == pytest.approx(2 * size_bytes, rel=0.01)
+    for each, numel in zip(report["memory"], dealt(parameters, ranks), strict=True):
+        assert each["parameters_bytes"] == size_bytes
+        assert each["optimizer_bytes"] == pytest.approx(8 * numel, rel=0.01)  # and 4 bytes a parameter
+        assert each["optimizer_bytes"] == pytest.approx(whole[0]["optimizer_bytes"] / ranks, rel=0.05)
+        # Small ones of all ranks lie in buckets of 1 kiB.
+        assert 4 * numel <= each["gradients_bytes"] <= 4 * numel + ranks * 1049

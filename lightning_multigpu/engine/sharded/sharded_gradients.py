@@ -106,6 +106,13 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         """Whether gradients stay on their ranks: within :meth:`no_sync`."""
         return bool(self._should_accumulate_grads)
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the buckets that are no parameter's gradient at present: those of other ranks."""
+        buckets = sum(bucket.buffer.nbytes for bucket in self._bucket_list)
+        own = (view.nbytes for p, view in self._views.items() if p.grad is not None and p.grad is view)
+        return int(buckets - sum(own))
+
     def begin(self) -> None:
         """Begins a backward pass: what earlier ones have averaged is put aside, so that it is not averaged again."""
         for parameter in self._shown:
