@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.strategies import sharded
 from tests.report.shape import assert_follows_schema
 from tests.strategies import test_changing_parameters as changes
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
+    eval_loader,
     make_strategy,
     make_trainer,
     state,
     train_loader,
 )
+from tests.strategies.test_configure_model import peak_bytes_of
 from tests.strategies.test_parameter_server import Frozen, ReadsGradients, ScalesWeights, TwoOptimizers
 from tests.world import World, rank
 
@@ -144,11 +158,20 @@ def test_unmodified_modules(world2: World) -> None:
             assert (result[kind]["steps"], result[kind]["seen"]) == (expected["steps"], expected["seen"]), kind
 
 
+def unfreeze_and_add(module: changes.Frozen) -> None:
+    if module.current_epoch == 1:
+        module.first.requires_grad_(True)
+    changes.add_layer(module)
+
+
 STORIES = {
     name: story
     for name, story in changes.STORIES.items()
     if not story.strategy or story.strategy.keys() == {"find_unused_parameters"}
-} | {"without buckets": changes.Story(strategy={"bucket_cap_mb": 0.0})}
+} | {
+    "without buckets": changes.Story(strategy={"bucket_cap_mb": 0.0}),
+    "unfrozen with a new layer": changes.Story(unfreeze_and_add),  # FairScale deals all parameters out anew
+}
 
 
 def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> None:
@@ -185,6 +208,171 @@ class Layers(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class InTurns(Classifier):
+    """Ranks come to two layers of one shape in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.pair = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = [0, 1] if torch.distributed.is_initialized() and rank() == 0 else [1, 0]
+        made = {number: self.pair[number](x) for number in numbers}
+        return super().forward(x + made[0] - 0.5 * made[1])
+
+
+def in_turns(ranks: int) -> dict[str, Any]:
+    module = InTurns()
+    fit(module, ranks, Case(max_epochs=1, strategy={"bucket_cap_mb": 0.0}))
+    return {"weights": state(module)}
+
+
+def test_ranks_may_come_to_parameters_in_another_order(world2: World) -> None:
+    """FairScale added up the gradients of different layers, and nothing said so."""
+    for result in world2.run(in_turns, 2):
+        assert_same_weights(result, in_turns(1))
+
+
+class Normalised(Classifier):
+    """Its first layer keeps statistics of the batches; it notes them in training, and before validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalise = nn.BatchNorm1d(6)
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.normalise(x))
+
+    def _note(self) -> None:
+        assert self.normalise.running_mean is not None
+        self.means.append(self.normalise.running_mean.clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._note()
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_start(self) -> None:
+        self._note()
+
+
+def means() -> list[Tensor]:
+    module, case = Normalised(), Case(max_epochs=1)
+    trainer = make_trainer(case, make_strategy("ddp_sharded"), 2)
+    trainer.fit(module, train_loader(case, trainer), eval_loader())
+    return module.means
+
+
+def test_buffers_are_those_of_rank_0(world2: World) -> None:
+    first, second = world2.run(means)
+    assert len(first) == 8
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Saves(Layers):
+    """Saves after its second batch, and notes the bytes that it took meanwhile."""
+
+    def __init__(self, path: str) -> None:
+        torch.manual_seed(7)
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.peak_bytes = peak_bytes_of(lambda: self.trainer.save_checkpoint(self.path))
+
+
+class SavesWithAHook(Saves):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Something that may look at the values of the checkpoint."""
+
+
+def saved(cls: type[Saves], path: str, ranks: int = 2) -> int:
+    module = cls(path)
+    fit(module, ranks, Case(max_epochs=1))
+    return module.peak_bytes
+
+
+class Looks(Callback):
+    """Notes the numbers of the parameters whose states the rank holds."""
+
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.held = set(trainer.optimizers[0].state_dict()["state"])
+
+
+def resumed(path: str) -> set[int]:
+    looks = Looks()
+    trainer = make_trainer(Case(max_epochs=2), make_strategy("ddp_sharded"), 2, callbacks=[looks])
+    trainer.fit(Layers(), train_loader(Case(), trainer), ckpt_path=path)
+    return looks.held
+
+
+def test_states_of_other_ranks_are_written_one_by_one(world2: World, tmp_path: Path) -> None:
+    streamed, gathered, one = (str(tmp_path / name) for name in ("streamed", "gathered", "one"))
+    streamed_bytes = world2.run(saved, Saves, streamed)
+    gathered_bytes = world2.run(saved, SavesWithAHook, gathered)[0]
+    saved(Saves, one, ranks=1)
+    largest_bytes = 8 * 64 * 64
+    assert gathered_bytes > 7 * largest_bytes, "two states of each of four layers are another rank's"
+    assert max(streamed_bytes) < 2 * largest_bytes
+    assert Path(streamed).read_bytes() == Path(gathered).read_bytes()
+    states, expected = (torch.load(path, weights_only=True)["optimizer_states"][0]["state"] for path in (streamed, one))
+    assert list(states) == list(expected)
+    for number, state_of_one in expected.items():
+        torch.testing.assert_close(states[number], state_of_one, rtol=1e-9, atol=1e-11)
+    first, second = world2.run(resumed, one)
+    assert not first & second
+    assert first | second == set(expected)
+
+
+class OneLayer(Classifier):
+    """Trains a single parameter; with two ranks one owns nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad([self.second.weight], lr=0.1)
+
+
+def of_one_layer(ranks: int) -> dict[str, Any]:
+    module = OneLayer()
+    module.requires_grad_(False)
+    module.second.weight.requires_grad_(True)
+    scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    case = Case(max_epochs=1, trainer={"gradient_clip_val": 0.1})
+    fit(module, ranks, case, precision=None, plugins=[scaler])
+    return {"weights": state(module)}
+
+
+def test_a_rank_may_own_nothing(world2: World) -> None:
+    expected = of_one_layer(1)["weights"]
+    for result in world2.run(of_one_layer, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=3e-2, atol=3e-3)
+
+
+def accumulated() -> list[int]:
+    case = Case(max_epochs=1, trainer={"accumulate_grad_batches": 3}, strategy={"bucket_cap_mb": 0.0})
+    strategy: Any = fit(Classifier(), 2, case).strategy
+    return [sum(t.count for t in step.of("reduce", "data")) for step in strategy.meter.steps]
+
+
+def test_gradients_travel_once_a_step(world2: World) -> None:
+    assert world2.run(accumulated) == [[4, 4, 4]] * 2
+
+
+def initial_states() -> set[int]:
+    looks = Looks()
+    fit(OtherOptimizer(adagrad), 2, Case(max_epochs=1), callbacks=[looks])
+    return looks.held
+
+
+def test_memory_of_states_that_an_optimizer_begins_with(world2: World) -> None:
+    """Adagrad makes the states of all parameters when it is made."""
+    first, second = world2.run(initial_states)
+    assert not first & second
+    assert first | second == {0, 1, 2, 3}
 
 
 def report_of(strategy: str, ranks: int, directory: str, **options: Any) -> dict[str, Any]:
@@ -224,3 +412,174 @@ def test_memory_of_gradients_and_states_is_that_of_the_parameters_that_a_rank_ow
         assert each["optimizer_bytes"] == pytest.approx(whole[0]["optimizer_bytes"] / ranks, rel=0.05)
         # Small ones of all ranks lie in buckets of 1 kiB.
         assert 4 * numel <= each["gradients_bytes"] <= 4 * numel + ranks * 1049
+
+
+def traffic(**options: Any) -> dict[str, Any]:
+    module = Classifier("adamw")
+    trainer = fit(module, 2, Case(optimizer="adamw", max_epochs=2, precision="32-true", strategy=options))
+    strategy: Any = trainer.strategy
+    steps, names = list(strategy.meter.steps), ("reduce", "broadcast")
+    return {
+        "sent": [sum(t.sent_bytes for name in names for t in step.of(name, "data")) for step in steps],
+        "counts": [{name: sum(t.count for t in step.of(name, "data")) for name in names} for step in steps],
+        "weights": state(module),
+        "handlers": len(logging.getLogger().handlers),
+    }
+
+
+SIZE_BYTES = 4 * (16 * 6 + 16 + 3 * 16 + 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sent_bytes", "num_reduces"),
+    [
+        ({"bucket_cap_mb": 0.0}, SIZE_BYTES, 4),
+        ({"bucket_cap_mb": 1.0}, SIZE_BYTES, None),
+        ({"reduce_dtype": "fp16"}, None, 4),
+        ({"reduce_dtype": "bf16", "broadcast_dtype": "bf16"}, SIZE_BYTES / 2, 4),
+        ({"broadcast_dtype": "fp16"}, None, None),
+    ],
+    ids=str,
+)
+def test_the_meter_counts_what_travels(
+    world2: World, options: dict[str, Any], sent_bytes: float | None, num_reduces: int | None
+) -> None:
+    """Each rank sends the others' gradients, and its own new parameters: S in all."""
+    results = world2.run(traffic, **options)
+    for result in results:
+        if sent_bytes is not None:
+            assert result["sent"] == [sent_bytes] * 14
+        assert {counts["broadcast"] for counts in result["counts"]} == {2}
+        if num_reduces is not None:
+            assert {counts["reduce"] for counts in result["counts"]} == {num_reduces}
+        assert result["handlers"] == 0, "FairScale's messages have configured the root logger"
+    halves = ("reduce_dtype" in options) + ("broadcast_dtype" in options)
+    assert sum(result["sent"][0] for result in results) == 2 * SIZE_BYTES * (1 - halves / 4)
+
+
+@pytest.mark.parametrize("options", [{"reduce_dtype": "fp16"}, {"reduce_dtype": "bf16"}, {"broadcast_dtype": "bf16"}],
+                         ids=str)  # fmt: skip
+def test_what_travels_in_16_bits_is_near_to_one_device(world2: World, options: dict[str, Any]) -> None:
+    case = Case(optimizer="sgd", max_epochs=2, strategy=options)
+    results = world2.run(rounded, case, 2)
+    reference = rounded(case, 1)
+    for result in results:
+        for name, value in reference["weights"].items():
+            assert torch.equal(result["weights"][name], results[0]["weights"][name])
+            assert not torch.equal(result["weights"][name], value), "nothing was rounded"
+            assert torch.linalg.vector_norm(result["weights"][name] - value) <= 2e-2 * torch.linalg.vector_norm(value)
+
+
+def rounded(case: Case, ranks: int) -> dict[str, Any]:
+    module = Classifier(case.optimizer)
+    fit(module, ranks, case)
+    return {"weights": state(module)}
+
+
+class SmallUpdates(Classifier):
+    """Its updates are smaller than half of the distance of neighbouring numbers in float16."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
+def small_updates(directory: str, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    module = SmallUpdates()
+    case = Case(max_epochs=1, precision="32-true", strategy={"broadcast_dtype": "fp16"})
+    saver = ModelCheckpoint(directory, filename=f"of_{ranks}", every_n_train_steps=7)
+    fit(module, ranks, case, callbacks=[saver], enable_checkpointing=True)
+    return state(module), torch.load(f"{directory}/of_{ranks}.ckpt", weights_only=True)["state_dict"]
+
+
+def test_small_updates_are_not_lost_where_parameters_travel_in_16_bits(world2: World, tmp_path: Path) -> None:
+    """FairScale's owner rounded its own parameters too, in every step."""
+    expected, _ = small_updates(str(tmp_path), 1)
+    start = state(SmallUpdates())
+    for weights, saved in world2.run(small_updates, str(tmp_path), 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(saved[name], weights[name], rtol=0, atol=0)
+            moved = torch.linalg.vector_norm(weights[name] - start[name])
+            assert moved == pytest.approx(float(torch.linalg.vector_norm(value - start[name])), rel=0.02)
+
+
+class SkipsUnnoticed(Classifier):
+    def __init__(self) -> None:
+        super().__init__(unused=True)
+
+
+class Coupled(Classifier):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.first.parameters(), lr=0.1)]
+
+    @property
+    def automatic_optimization(self) -> bool:
+        return False
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "LBFGS": (lambda: OtherOptimizer(torch.optim.LBFGS), ValueError, "LBFGS evaluates the loss several times"),
+    "a parameter of two optimizers": (
+        Coupled,
+        ValueError,
+        r"optimizer 1 \(SGD\) and optimizer 0 both have a parameter of",
+    ),
+    "a parameter without a gradient": (
+        SkipsUnnoticed,
+        RuntimeError,
+        r"does not depend on unused\.\w+, unused\.\w+, .*find_unused_parameters=True",
+    ),
+    "a fused optimizer that scales": (
+        lambda: OtherOptimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True)),
+        ValueError,
+        "looks for inf and nan within its own step, on each rank alone; pass fused=False",
+    ),
+}
+
+
+def refused(name: str) -> None:
+    make, _, _ = REFUSED[name]
+    case = Case(max_epochs=1, precision="32-true")
+    if "scales" in name:
+        fit(make(), 2, case, precision=None, plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))])
+    else:
+        fit(make(), 2, case)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sharded_is_refused(world2: World, name: str) -> None:
+    _, error, words = REFUSED[name]
+    world2.run_raising(error, words, refused, name)
+
+
+def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, words in (
+        ({"bucket_cap_mb": -1.0}, r"bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
+        ({"reduce_dtype": "fp32"}, r"reduce_dtype='fp32' is not one of the choices: 'fp16', 'bf16'"),
+        ({"broadcast_dtype": 16}, r"broadcast_dtype=16 is not one of the choices"),
+        (
+            {"reduce_dtype": "fp16", "bucket_cap_mb": 8},
+            r"reduce_dtype='fp16' and bucket_cap_mb=8: buckets hold gradients",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ShardedStrategy(**options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ShardedStrategy has no option 'bucket_cap'. Did you mean 'bucket_cap_mb'"):
+        ShardedStrategy(bucket_cap=1)
+    trainer = make_trainer(CASE, ShardedStrategy(broadcast_dtype="bf16"), 2, callbacks=[EMAWeightAveraging()])
+    with pytest.raises(ValueError, match="and EMAWeightAveraging: it would average rounded parameters"):
+        trainer.fit(Classifier(), train_loader(CASE, 2))
+    monkeypatch.setattr(sharded, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-multigpu\[sharded\]'"):
+        make_trainer(CASE, "ddp_sharded", 2)
+
+
+def test_without_fairscale_the_pack_is_as_it_was() -> None:
+    """Nothing but the engine of this strategy imports it."""
+    program = (
+        "import sys; sys.modules['fairscale'] = None\n"
+        "import lightning_multigpu, lightning_multigpu.strategies.sharded, lightning_multigpu.cli\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "print('ddp_sharded' in StrategyRegistry)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "True\n", ran.stderr
