@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
+        DataParallelStrategy,
         HybridStrategy,
         MultiGPUStrategy,
         ParameterServerStrategy,
@@ -35,6 +36,7 @@ __version__ = version("lightning-multigpu")
 __all__ = [
     "REGIMES",
     "CPUParameterServerStrategy",
+    "DataParallelStrategy",
     "HybridStrategy",
     "Meter",
     "MultiGPUStrategy",
@@ -54,6 +56,7 @@ __all__ = [
 _MODULES = {
     "REGIMES": "lightning_multigpu.registry",
     "CPUParameterServerStrategy": "lightning_multigpu.strategies",
+    "DataParallelStrategy": "lightning_multigpu.strategies",
     "HybridStrategy": "lightning_multigpu.strategies",
     "Meter": "lightning_multigpu.communication.metering.meter",
     "MultiGPUStrategy": "lightning_multigpu.strategies",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.fabric.strategies.launchers.multiprocessing import (
     # CUDA that is in use cannot be forked.
     _check_bad_cuda_fork as check_cuda_fork,
@@ -21,6 +22,10 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.fabric.strategies.launchers.multiprocessing import (
     # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
     _disable_module_memory_sharing as disable_module_memory_sharing,
+)
+from lightning.fabric.utilities.device_dtype_mixin import (
+    # Where a LightningModule keeps its device: see tell_device.
+    _DeviceDtypeModuleMixin,
 )
 from lightning.fabric.utilities.distributed import (
     # What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
@@ -64,6 +69,7 @@ from lightning.pytorch.utilities.exceptions import (
     # raises it, and so do we.
     _TunerExitException as EndOfRun,
 )
+from torch.nn import Module
 
 # The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
 # optimizer and precision: no public one stands behind all of those hooks.
@@ -86,11 +92,13 @@ __all__ = [
     "further_ddp_options",
     "has_set_signal_handlers",
     "interrupt",
+    "is_compiled",
     "logging_as",
     "place_of_checkpoint",
     "restore_handler_at_teardown",
     "set_num_threads_if_needed",
     "set_rng_states",
+    "tell_device",
     "writes_logs_after_this_batch",
 ]
 
@@ -142,6 +150,21 @@ def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> 
     """
     names = list(inspect.signature(function).parameters)[: len(args)]
     return names.index("ckpt_path") if "ckpt_path" in names else None
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """True if the steps of a module were compiled by ``torch.compile(module)``."""
+    return module._compiler_ctx is not None
+
+
+def tell_device(module: Module, device: torch.device) -> None:
+    """Makes ``device`` what a replica of a LightningModule and its parts give as ``self.device``.
+
+    They keep it apart from their tensors, and moving a module would move the parameters that replicas share.
+    """
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part._device = device
 
 
 def draws_graph(logger: Any) -> bool:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
+    from lightning_multigpu.strategies.observed import ObservedStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class Regime:
     synchronous: bool = True
 
     @property
-    def strategy(self) -> type[MultiGPUStrategy]:
+    def strategy(self) -> type[ObservedStrategy]:
         """The class behind the name; imports Lightning."""
         module, _, name = self.class_path.rpartition(".")
-        strategy: type[MultiGPUStrategy] = getattr(import_module(module), name)
+        strategy: type[ObservedStrategy] = getattr(import_module(module), name)
         return strategy
 
 
@@ -107,6 +107,15 @@ REGIMES: tuple[Regime, ...] = (
         options={"start_method": "spawn"},
         summary="ddp_sharded with processes spawned from a running interpreter, for notebooks and REPLs",
         **_DDP_SHARDED,
+    ),
+    Regime(
+        name="dp",
+        class_path="lightning_multigpu.DataParallelStrategy",
+        summary="data parallel training in one process, which drives all devices of one machine",
+        compute="one process: each device in a thread, on its share of the batch; the first one updates",
+        gradients="summed on the first device, after backward",
+        model="from the first device to the others, for each batch; on CPUs in memory that the replicas share",
+        bytes_per_step="(N-1) x S from the first of N devices and (N-1) x S back to it",
     ),
     Regime(
         name="cpu_ps",

@@ -30,6 +30,7 @@ import lightning_multigpu
 from lightning_multigpu import (
     REGIMES,
     CPUParameterServerStrategy,
+    DataParallelStrategy,
     HybridStrategy,
     MultiGPUStrategy,
     PipelineStrategy,
@@ -178,6 +179,7 @@ class TestPublicNames:
         assert set(lightning_multigpu.__all__) == {
             "REGIMES",
             "CPUParameterServerStrategy",
+            "DataParallelStrategy",
             "HybridStrategy",
             "Meter",
             "MultiGPUStrategy",
@@ -360,6 +362,7 @@ class TestDocuments:
         [
             MultiGPUStrategy,
             CPUParameterServerStrategy,
+            DataParallelStrategy,
             RingDDPStrategy,
             ShardedStrategy,
             PipelineStrategy,
@@ -412,7 +415,7 @@ class TestDocuments:
                 text = path.read_text()
                 assert not resource.findall(text) + imported.findall(text), path
 
-    @pytest.mark.parametrize("name", ["ring_ddp", "ddp_sharded", "gpipe", "tensor_split", "hybrid"])
+    @pytest.mark.parametrize("name", ["ring_ddp", "ddp_sharded", "dp", "gpipe", "tensor_split", "hybrid"])
     def test_configuration_shows_the_defaults(self, name: str) -> None:
         config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
         [regime] = [regime for regime in REGIMES if regime.name == name]

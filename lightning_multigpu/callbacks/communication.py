@@ -24,6 +24,10 @@ _PURPOSES: dict[tuple[str | None, str], str] = {
     ("pull", "host"): "weights from the host",
     ("push", "servers"): "gradients to the servers",
     ("pull", "servers"): "weights from the servers",
+    ("broadcast", "devices"): "model to the devices",
+    ("scatter", "devices"): "batches to the devices",
+    ("gather", "devices"): "outputs from the devices",
+    ("reduce", "devices"): "sum of gradients",
     (None, "control"): "messages that keep ranks in step",
     (None, "pipeline"): "between stages",
     (None, "metrics"): "metrics",
@@ -74,8 +78,8 @@ class CommunicationMonitor(Monitor):
     """Time and bytes of the communication between ranks, per optimizer step, read from the strategy's meter.
 
     Strategies without a meter (Lightning's own) get a warning and no figures. A world of one rank gets no figures
-    either, since nothing is communicated. A transfer outside an optimizer step counts for the next step, unless the
-    strategy discards it.
+    either, since nothing is communicated; under ``dp`` the figures are those of its devices. A transfer outside an
+    optimizer step counts for the next step, unless the strategy discards it.
 
     Keys; the run's value is the mean over the ranks:
 
@@ -193,4 +197,5 @@ class CommunicationMonitor(Monitor):
 
 def _meter_of(trainer: Trainer) -> Meter | None:
     meter = getattr(trainer.strategy, "meter", None)
-    return meter if isinstance(meter, Meter) and trainer.world_size > 1 else None
+    communicates = trainer.world_size > 1 or getattr(trainer.strategy, "devices_per_rank", 1) > 1
+    return meter if isinstance(meter, Meter) and communicates else None

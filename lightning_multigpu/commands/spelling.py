@@ -33,7 +33,7 @@ def check_strategy(name: str) -> None:
     """
     ours, given = [regime.name for regime in REGIMES], name.lower()
     near = nearest(given, ours)
-    if near is None or any(known in given for known in ours) or SequenceMatcher(None, given, near).ratio() < _CLOSE:
+    if near is None or near in given or SequenceMatcher(None, given, near).ratio() < _CLOSE:
         return
     raise ValueError(
         f"strategy={name!r} is unknown. Did you mean {near!r}?\n"

@@ -113,7 +113,7 @@ class BatchFeed:
             batches=batches,
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
-            skip=lambda: _batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
+            skip=lambda: batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
             flags=lambda: self._signals.received,
             on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
             on_uneven=rank_zero_warn,
@@ -122,11 +122,11 @@ class BatchFeed:
 
     def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
         # Gradients that are being accumulated are not part of a checkpoint.
-        may_act = _batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+        may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
         self._signals.agree(announcement.flags, may_act=may_act)
 
 
-def _batches_trained_on(trainer: pl.Trainer) -> int:
+def batches_trained_on(trainer: pl.Trainer) -> int:
     """Batches of this epoch that the weights have seen; what a run that resumes within the epoch leaves out."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)

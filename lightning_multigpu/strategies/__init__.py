@@ -3,6 +3,7 @@
 import lightning.pytorch  # noqa: F401  # first: its import registers all strategies
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.data_parallel import DataParallelStrategy
 from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -12,6 +13,7 @@ from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 __all__ = [
     "CPUParameterServerStrategy",
+    "DataParallelStrategy",
     "HybridStrategy",
     "MultiGPUStrategy",
     "ParameterServerStrategy",

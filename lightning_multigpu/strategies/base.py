@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,11 +37,11 @@ from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.whole_checkpoints import WholeCheckpoints
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,7 +53,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
-class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
+class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     """Base class of every strategy of this pack.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
@@ -214,17 +214,6 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         else:
             self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
 
-    def check_before_launch(self, trainer: pl.Trainer) -> None:
-        """Checks the run before any process is started; for subclasses, and for callbacks that have such a method.
-
-        Raises:
-            ValueError: the strategy cannot run the module, or a callback refuses the run.
-        """
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            check = getattr(callback, "check_before_launch", None)
-            if check is not None:
-                check(trainer)
-
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
@@ -303,20 +292,6 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
     # Checkpoints
 
     @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, or one that leaves no half-written files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeCheckpointIO()
-        if type(getattr(self._checkpoint_io, "checkpoint_io", self)) in (TorchCheckpointIO, type(None)):
-            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # type: ignore[attr-defined]  # it wraps another
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
     def state_is_lost(self) -> bool:
         """True if state that a checkpoint needs is gone; callbacks that save at exceptions cannot know."""
         return self.failure_watch.ranks_have_ended
@@ -344,14 +319,6 @@ class MultiGPUStrategy(ObservedStrategy, MeshStrategy):
         if exists:
             await_file(path, self.failure_watch.check)
         return super().load_checkpoint(path, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Lightning restores weights before it converts the module: float64 weights would pass through float32.
-        if isinstance(self.precision_plugin, DoublePrecision):
-            assert self.lightning_module is not None
-            self.lightning_module.double()
-        super().load_model_state_dict(checkpoint, strict=strict)
 
     # Training
 

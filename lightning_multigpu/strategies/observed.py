@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
     from lightning_multigpu.planning.split_plan import SplitPlan
@@ -22,9 +24,22 @@ class ObservedStrategy:
 
     Attributes:
         meter: the meter of all bytes between ranks.
+        devices_per_rank: devices that one rank drives; data travels between them too.
     """
 
     meter: Meter
+    devices_per_rank = 1
+
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        """Checks the run before any process is started; for subclasses, and for callbacks that have such a method.
+
+        Raises:
+            ValueError: the strategy cannot run the module, or a callback refuses the run.
+        """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            check = getattr(callback, "check_before_launch", None)
+            if check is not None:
+                check(trainer)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_multigpu.registry import REGIMES, Regime
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 
@@ -44,14 +45,16 @@ def regimes_with_a_whole_model() -> list[Regime]:
     return [
         regime
         for regime in synchronous_regimes()
-        if (regime.strategy.pipeline_parallel_size, regime.strategy.tensor_parallel_size) == (1, 1)
+        if issubclass(regime.strategy, MultiGPUStrategy)
+        and (regime.strategy.pipeline_parallel_size, regime.strategy.tensor_parallel_size) == (1, 1)
     ]
 
 
 def make_strategy(name: str, **options: Any) -> Any:
     """The strategy of a registered name for ranks that already run."""
     regime = next(regime for regime in REGIMES if regime.name == name)
-    return regime.strategy(**{**regime.options, "start_method": "popen", **options})
+    ranks = {"start_method": "popen"} if issubclass(regime.strategy, MultiGPUStrategy) else {}
+    return regime.strategy(**{**regime.options, **ranks, **options})
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Case:
 class Classifier(L.LightningModule):
     """An ordinary module. It keeps what it saw: the loss and the number of samples of each training batch.
 
-    A batch that comes in micro-batches is one batch; a rank that computes no loss has seen none.
+    A batch that comes in micro-batches is one batch; a rank that computes no loss has seen none. Where one process
+    drives several devices, a batch is seen when its step has ended: devices see parts of it at the same time.
     """
 
     def __init__(self, optimizer: str = "sgd", *, unused: bool = False, sparse: bool = False) -> None:
@@ -111,9 +115,14 @@ class Classifier(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = nn.functional.cross_entropy(self(x), y)
-        self._see((self.current_epoch, batch_idx), float(loss.detach()), len(y))
+        if not self._has_replicas:
+            self._see((self.current_epoch, batch_idx), float(loss.detach()), len(y))
         self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
+
+    @property
+    def _has_replicas(self) -> bool:
+        return getattr(self.trainer.strategy, "devices_per_rank", 1) > 1
 
     def _see(self, batch: tuple[int, int], loss: float, size: int) -> None:
         if batch == self._last_batch:
@@ -122,7 +131,10 @@ class Classifier(L.LightningModule):
         self._last_batch = batch
         self.seen.append((loss, size))
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._has_replicas:
+            loss = float(outputs["loss"]) * self.trainer.accumulate_grad_batches  # which Lightning has divided by
+            self._see((self.current_epoch, batch_idx), loss, len(batch[1]))
         self.learning_rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

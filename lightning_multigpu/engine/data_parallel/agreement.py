@@ -332,7 +332,7 @@ def counted_samples(batch: Any, *, limit: int | None) -> int:
 
 def full_batch_size(loader: Any) -> int | None:
     """Samples of a loader's full batches on this rank; None where that is not known before they are drawn."""
-    if isinstance(loader, AgreedLoader):
+    if isinstance(loader, LoaderWrapper):
         loader = loader.loader
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
     if isinstance(batches, ShardedBatchSampler):

@@ -94,17 +94,22 @@ class _Entry:
 
     record: Record
     size: float
-    loss: Tensor
+    loss: Tensor | None
     loss_weight: float
 
     @property
     def is_loss(self) -> bool:
         value = self.record.value
-        return isinstance(value, int | float | Tensor) and float(value) == float(self.loss)
+        if self.loss is None or not isinstance(value, int | float | Tensor):
+            return False
+        return float(value) == float(self.loss)
 
 
 def combined(
-    parts: Sequence[Sequence[Record]], sizes: Sequence[float], losses: Sequence[Tensor], loss_weights: Sequence[float]
+    parts: Sequence[Sequence[Record]],
+    sizes: Sequence[float],
+    losses: Sequence[Tensor | None],
+    loss_weights: Sequence[float],
 ) -> list[Record]:
     """The records of a batch from those of its micro-batches, in the order in which names first appear.
 
@@ -114,7 +119,7 @@ def combined(
     Args:
         parts: the records of each micro-batch.
         sizes: the weight of each micro-batch in a mean.
-        losses: of each micro-batch.
+        losses: of each micro-batch; None where a loss is combined as other means are.
         loss_weights: factors of the losses in the loss of the batch.
 
     Raises:
@@ -151,7 +156,7 @@ def _combined(entries: Sequence[_Entry], num_parts: int) -> Record:
         value = min(values)
     else:
         raise PipelineError(
-            f"self.log({last.name!r}, reduce_fx={kind!r}) over micro-batches: pass 'mean', 'sum', 'max' or 'min'"
+            f"self.log({last.name!r}, reduce_fx={kind!r}) over parts of a batch: pass 'mean', 'sum', 'max' or 'min'"
         )
     return replace(last, value=value, options=options)
 

@@ -1,0 +1,149 @@
+"""The loss of a batch whose parts were computed by replicas, each in its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import comm
+
+from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass
+class JointLoss:
+    """The weighted sum of the replicas' losses, whose backward runs that of each replica in the replica's thread.
+
+    ::
+
+        main thread       joint loss -> scaled, divided, ... -> backward()
+                                                                   |  gradient g of the joint loss
+        threads            replica 0: gradients of g w0 loss0      replica 1: gradients of g w1 loss1     ...
+                                                                   |  all have ended
+        main thread       sum of the gradients on the first device -> hooks of the parameters -> parameter.grad
+
+    One ``backward()`` for all replicas would run on one thread on CPUs. A hook of a parameter sees the sum of the
+    gradients, once, as on one device.
+
+    Args:
+        losses: of each replica, on its device.
+        weights: of each loss in the sum. A replica of weight 0 has no part in it: its loss may be a mean over nothing.
+        parameters: of each replica, in one order; those of the first are the module's.
+        threads: of the replicas.
+        reducing: entered while the gradients are summed, with their bytes.
+    """
+
+    losses: Sequence[Tensor]
+    weights: Sequence[float]
+    parameters: Sequence[Sequence[Tensor]]
+    threads: ReplicaThreads
+    reducing: Callable[[int], AbstractContextManager[object]]
+    gradient: Tensor = field(init=False)
+
+    def value(self) -> Tensor:
+        """The joint loss, on the first device, with a gradient function if a replica's loss has one."""
+        device = self.losses[0].device
+        counted = [
+            loss.detach().to(device) * weight for loss, weight in zip(self.losses, self.weights, strict=True) if weight
+        ]
+        total = counted[0]
+        for further in counted[1:]:
+            total = total + further
+        if not any(loss.requires_grad for loss in self.losses) or not self.parameters[0]:
+            return total
+        replicas = _Replicas.apply(self, *self.parameters[0])  # type: ignore[no-untyped-call]
+        joint: Tensor = _JointLoss.apply(self, replicas, total)  # type: ignore[no-untyped-call]
+        return joint
+
+    def gradients(self) -> Gradients:
+        """The sum of the gradients of all replicas, for each parameter; None where no loss depends on it."""
+        calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
+        with _without_hooks(self.parameters[0]):
+            found = self.threads.run(calls, "backward")
+        self.losses = ()  # their graphs are used up
+        if len(found) == 1:
+            return found[0]
+        sizes = (gradient.nbytes for gradient in found[0] if gradient is not None and not gradient.is_sparse)
+        with self.reducing(sum(sizes)):
+            return summed(found, self.parameters[0])
+
+    def _gradients_of(self, number: int) -> Gradients:
+        loss, weight, parameters = self.losses[number], self.weights[number], self.parameters[number]
+        if not weight or not loss.requires_grad:
+            return [None] * len(parameters)
+        gradient = self.gradient.to(loss.device, non_blocking=True) * weight
+        return torch.autograd.grad(loss, parameters, gradient.to(loss.dtype), allow_unused=True)
+
+
+class _Replicas(torch.autograd.Function):
+    """From the parameters to a number without meaning; its backward gives the parameters the replicas' gradients.
+
+    The number is on the CPU: autograd then runs this backward in the thread that has called ``backward()``. The thread
+    of a GPU, which the replicas' backward needs, would wait for itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, joint: JointLoss, *parameters: Tensor) -> Tensor:
+        ctx.joint = joint
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.joint.gradients()
+
+
+class _JointLoss(torch.autograd.Function):
+    """The value of the joint loss; its backward keeps the gradient for the replicas, without a wait for the device."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: JointLoss, replicas: Tensor, value: Tensor) -> Tensor:
+        ctx.joint = joint
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.joint.gradient = gradient
+        return None, torch.zeros(()), None
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within the block no hook of a parameter is called: each replica has a part of the gradient only."""
+    hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+def summed(gradients: Sequence[Gradients], parameters: Sequence[Tensor]) -> Gradients:
+    """The sum over replicas of each gradient, on the device of its parameter, in the order of the replicas."""
+    sums: list[Tensor | None] = [None] * len(parameters)
+    everywhere = []
+    for index, parameter in enumerate(parameters):
+        found = [gradient for of_replica in gradients if (gradient := of_replica[index]) is not None]
+        if parameter.is_cuda and len(found) == len(gradients):
+            everywhere.append(index)
+            continue
+        for gradient in found:
+            total, moved = sums[index], gradient.to(parameter.device)
+            sums[index] = moved if total is None else total + moved
+    if everywhere:
+        inputs = [[of_replica[index] for index in everywhere] for of_replica in gradients]
+        totals = comm.reduce_add_coalesced(inputs, parameters[0].device.index)  # type: ignore[no-untyped-call]
+        for index, total in zip(everywhere, totals, strict=True):
+            sums[index] = total
+    return sums

@@ -1,0 +1,140 @@
+"""Replicas of a module, one for each device, made anew for each batch as in torch's DataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import comm
+
+
+class ModuleReplicas:
+    """The replicas of a module: the module itself on the first device, and shallow copies on the other devices.
+
+    A copy has the attributes that the module has at that moment, so that a change of the module (train or eval, a
+    frozen layer, an attribute that a hook sets) reaches every replica with the next batch::
+
+                        module, replica 0     replica 1, 2, ... on CPUs     replica 1, 2, ... on GPUs
+        parameters      its own               the same objects              copies, broadcast from the first GPU
+        buffers         its own               copies                        copies, broadcast from the first GPU
+        attributes      its own               those of the module           those of the module
+
+    What a replica but the first changes in its buffers and attributes is lost, as under torch's DataParallel.
+
+    Args:
+        module: the module, on the first device.
+        devices: of the replicas, all of one type.
+        substitute: gives the module that stands for a submodule in a replica of this number; None for a shallow copy.
+
+    Raises:
+        ValueError: the module has a part that cannot be copied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        substitute: Callable[[nn.Module, int], nn.Module | None] = lambda part, number: None,
+    ) -> None:
+        check_can_be_copied(module)
+        self._module = module
+        self._devices = devices
+        self._substitute = substitute
+
+    def make(self, count: int) -> list[nn.Module]:
+        """The replicas for the next batch, ``count`` of them; the first is the module itself."""
+        if count == 1:
+            return [self._module]
+        tensors = _copied_tensors(self._module, self._devices[:count])
+        return [self._module, *(self._copy(number, tensors[number - 1]) for number in range(1, count))]
+
+    def size_bytes(self) -> int:
+        """Bytes that are copied to each device but the first for a batch."""
+        return sum(tensor.nbytes for tensor in _travelling(self._module, self._devices[0].type))
+
+    def _copy(self, number: int, tensors: dict[int, Tensor]) -> nn.Module:
+        copies: dict[int, nn.Module] = {}
+
+        def copied(part: nn.Module) -> nn.Module:
+            if id(part) not in copies:
+                substitute = self._substitute(part, number)
+                copies[id(part)] = _shallow_copy(part) if substitute is None else substitute
+                if substitute is None:
+                    fill(part, copies[id(part)])
+            return copies[id(part)]
+
+        def fill(part: nn.Module, copy: nn.Module) -> None:
+            for name, child in part._modules.items():
+                copy._modules[name] = None if child is None else copied(child)
+            for name, parameter in part._parameters.items():
+                if parameter is None:
+                    copy._parameters[name] = None
+                else:
+                    setattr(copy, name, tensors.get(id(parameter), parameter))  # recurrent layers keep lists of them
+            for name, buffer in part._buffers.items():
+                copy._buffers[name] = None if buffer is None else tensors[id(buffer)]
+
+        whole = copied(self._module)
+        for copy in copies.values():
+            for name, value in [*vars(copy).items()]:
+                if isinstance(value, MethodType) and id(value.__self__) in copies:
+                    # A method kept as an attribute would go on with the module's own tensors.
+                    object.__setattr__(copy, name, MethodType(value.__func__, copies[id(value.__self__)]))
+        return whole
+
+
+def _shallow_copy(part: nn.Module) -> nn.Module:
+    copy: nn.Module = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    return copy
+
+
+def check_can_be_copied(module: nn.Module) -> None:
+    """Raises ValueError for a submodule that a shallow copy would not copy: scripted, compiled or lazy ones."""
+    for name, part in module.named_modules():
+        problem = None
+        if isinstance(part, torch.jit.ScriptModule):
+            problem = "is a ScriptModule; pass the module that it was made from"
+        elif "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+            problem = "is compiled, for the tensors of one device; pass the module without torch.compile"
+        elif any(nn.parameter.is_lazy(tensor) for tensor in [*part.parameters(False), *part.buffers(False)]):
+            problem = "is lazy; run one batch through it in configure_model, which gives its parameters their shapes"
+        if problem is not None:
+            raise ValueError(
+                f"{name or type(part).__name__} cannot be copied to the devices: it {problem}, or use devices=1"
+            )
+
+
+def _travelling(module: nn.Module, device_type: str) -> list[Tensor]:
+    """The tensors that each device but the first needs a copy of, in order; those that are shared count once."""
+    tensors: Iterable[Tensor] = module.buffers()
+    if device_type != "cpu":
+        tensors = [*module.parameters(), *tensors]
+    return list(tensors)
+
+
+def _copied_tensors(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
+    """For each device but the first, the copies by the ``id`` of the tensor that they are a copy of."""
+    originals = _travelling(module, devices[0].type)
+    # Not as tensors of inference mode, which cannot be trained with afterwards.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        if devices[0].type == "cpu":
+            copies = [[tensor.clone() for tensor in originals] for _ in devices[1:]]
+        else:
+            copies = [list(of_device) for of_device in comm.broadcast_coalesced(originals, devices)[1:]]  # type: ignore[no-untyped-call]
+    return [
+        {id(original): _as(original, copy) for original, copy in zip(originals, of_device, strict=True)}
+        for of_device in copies
+    ]
+
+
+def _as(original: Tensor, copy: Tensor) -> Tensor:
+    if not isinstance(original, nn.Parameter):
+        return copy
+    return nn.Parameter(copy, requires_grad=original.requires_grad)
+
+
+def parameters_of(replicas: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """The parameters of each replica that need a gradient, in the order of the first replica's."""
+    return [[parameter for parameter in replica.parameters() if parameter.requires_grad] for replica in replicas]

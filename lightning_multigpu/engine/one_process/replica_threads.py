@@ -1,0 +1,101 @@
+"""Threads that run one call for each replica at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class ReplicaThreads:
+    """Runs calls side by side: that of the first replica in the calling thread, each other one in its own thread.
+
+    torch keeps the grad mode, inference mode, autocast and the current GPU for each thread: calls have those of the
+    calling thread, and the GPU of their replica. The threads start with the first :meth:`run` of several calls.
+
+    Args:
+        devices: the device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._executor: ThreadPoolExecutor | None = None
+
+    def run(self, calls: Sequence[Callable[[], T]], what: str) -> list[T]:
+        """The results of the calls, one a replica, once all of them have ended.
+
+        Args:
+            calls: at most as many as there are devices.
+            what: the work, for the note of an error, such as "backward".
+
+        Raises:
+            BaseException: that of the first replica that failed, with a note that names the replica.
+        """
+        if self._executor is None and len(calls) > 1:
+            self._executor = ThreadPoolExecutor(len(self._devices) - 1, thread_name_prefix="replica")
+        modes = _modes_of_this_thread(self._devices[0].type)
+        started: list[Future[T]] = []
+        for call, device in zip(calls[1:], self._devices[1:], strict=False):
+            assert self._executor is not None
+            started.append(self._executor.submit(_in_modes, modes, device, call))
+        try:
+            first: T | BaseException = _on_device(self._devices[0], calls[0])
+        except BaseException as error:
+            first = error
+        finally:
+            wait(started)  # also after Ctrl-C: nothing may change the module behind the back of what comes next
+        outcomes: list[T | BaseException] = [first]
+        for future in started:
+            error_of_thread = future.exception()
+            outcomes.append(future.result() if error_of_thread is None else error_of_thread)
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                if isinstance(outcome, Exception):
+                    outcome.add_note(f"in {what} of replica {number} of {len(calls)}, on {self._devices[number]}")
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+
+
+Mode = Callable[[], AbstractContextManager[object]]
+
+
+def _modes_of_this_thread(device_type: str) -> list[Mode]:
+    """What enters the modes of the calling thread in another one."""
+    grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    modes: list[Mode] = []
+    if torch.is_inference_mode_enabled():
+        modes.append(torch.inference_mode)
+    modes.append(lambda: torch.set_grad_enabled(grad))
+    for kind in {"cpu", device_type}:
+        if torch.is_autocast_enabled(kind):
+            modes.append(_autocast(kind, torch.get_autocast_dtype(kind), cache))
+    return modes
+
+
+def _autocast(kind: str, dtype: torch.dtype, cache: bool) -> Mode:
+    return lambda: torch.autocast(kind, dtype=dtype, cache_enabled=cache)
+
+
+def _in_modes(modes: Sequence[Mode], device: torch.device, call: Callable[[], T]) -> T:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode())
+        return _on_device(device, call)
+
+
+def _on_device(device: torch.device, call: Callable[[], T]) -> T:
+    if device.type != "cuda":
+        return call()
+    with torch.cuda.device(device):
+        return call()

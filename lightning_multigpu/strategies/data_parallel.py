@@ -1,0 +1,419 @@
+"""The strategy of data parallel training in one process, with a replica of the model for each device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.plugins import LayerSync, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import asked_precision, is_compiled, tell_device
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.traffic import StepTraffic
+from lightning_multigpu.engine.batch_size import leading_size, tensors_in
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
+from lightning_multigpu.engine.one_process.continued_loader import ContinuedLoader
+from lightning_multigpu.engine.one_process.gathering import gathered
+from lightning_multigpu.engine.one_process.joint_loss import JointLoss
+from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
+from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.engine.pipeline.stages.micro_batches import (
+    Wording,
+    num_micro_batches_of,
+    refuse_list_of_samples,
+    split_batch,
+    weights_of,
+)
+from lightning_multigpu.runtime.batch_feed import batches_trained_on
+from lightning_multigpu.runtime.library_messages import silence_tips
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.global_batch import global_batch_text
+from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import attributes_of_lightning
+from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
+from lightning_multigpu.strategies.replica_metrics import ReplicaMetrics
+from lightning_multigpu.strategies.whole_checkpoints import WholeCheckpoints
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_WORDING = Wording(parts="parts for the devices of dp", one_part="devices=1", other_dimension="or use ")
+_LOG = "log"  # replaced on each replica while a step runs
+DEVICES = "devices"
+"""The meter's group of what travels between the devices of this process."""
+
+
+class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrategy):
+    """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
+
+    It is ``dp`` as in PyTorch Lightning 1.9, on torch's data parallel functions (``torch.nn.parallel``). No process
+    starts, ``world_size`` is 1, and the loader's ``batch_size`` is the global batch. On CPUs the replicas are threads,
+    which share the memory of the parameters.
+
+    Args:
+        accelerator: the accelerator; usually left to the Trainer.
+        parallel_devices: the devices of this machine; usually left to the Trainer.
+        checkpoint_io: the plugin that reads and writes checkpoints; usually left to the Trainer.
+        precision_plugin: the plugin behind the Trainer's ``precision``; usually left to the Trainer.
+        loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples (the parts of a
+            batch are then weighted by their samples), "sum", or, for a mean over something else, a function from a part
+            of the batch to its weight (its number of tokens, for example).
+
+    Raises:
+        ValueError: an option or a setting of the Trainer cannot be used with ``dp``; the message names the value, the
+            limit and the fix. In a step: the batch cannot be cut into parts.
+    """
+
+    strategy_name = "dp"
+
+    def __init__(
+        self,
+        *,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        loss_reduction: LossReduction = "mean",
+    ) -> None:
+        if not callable(loss_reduction):
+            option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        silence_tips()
+        self.meter = Meter()
+        # The Trainer sets these where a strategy has them.
+        self.parallel_devices = parallel_devices
+        self.cluster_environment: ClusterEnvironment | None = None
+        self.num_nodes = 1
+        self._layer_sync: LayerSync | None = None
+        self._loss_reduction: LossReduction = loss_reduction
+        self._threads: ReplicaThreads | None = None
+        self._intra_op_threads: int | None = None
+        self._has_warned = False
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {"loss_reduction": self._loss_reduction}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each replica."""
+        return self.parallel_devices or [self._root_device]
+
+    @property
+    def devices_per_rank(self) -> int:  # type: ignore[override]
+        """Number of replicas."""
+        return len(self.devices)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.devices[0]
+
+    # Starting and ending
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Checks the settings of the Trainer; there is nothing to launch."""
+        device_type = self.root_device.type
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: dp is one process, and drives the devices of one machine; pass "
+                "num_nodes=1, or strategy='ring_ddp'"
+            )
+        environment = self.cluster_environment
+        if environment is not None and environment.creates_processes_externally and environment.world_size() > 1:
+            raise ValueError(
+                f"{type(environment).__name__} has started {environment.world_size()} processes, and dp is one process "
+                "with a replica for each device; start one process, or use strategy='ring_ddp'"
+            )
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True: under dp BatchNorm keeps the statistics of the first replica's samples; pass "
+                "sync_batchnorm=False, or use strategy='ring_ddp' on GPUs"
+            )
+        option_checks.check_devices(
+            self.devices,
+            cpu_count=option_checks.available_cpu_count(),
+            gpu_count=torch.cuda.device_count() if device_type == "cuda" else 0,
+        )
+        precision = str(self.precision_plugin.precision)
+        if asked_precision() in ("16", "16-mixed") and precision == "bf16-mixed":
+            option_checks.check_precision("16-mixed", device_type, explicit=False)
+        bf16 = device_type != "cuda" or bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        option_checks.check_precision(precision, device_type, bf16_supported=bf16)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.check_before_launch(trainer)
+        if is_compiled(self.lightning_module):
+            raise ValueError(
+                "the module is compiled, for the tensors of one device; pass the module without torch.compile, or use "
+                "devices=1 without strategy='dp'"
+            )
+        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization=False: under dp each replica runs training_step on a part of the batch, and "
+                "would step the optimizers by itself; use automatic optimization, or strategy='ring_ddp'"
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self._metrics = ReplicaMetrics(self.devices)
+        self._replicas = ModuleReplicas(self.lightning_module, self.devices, self._metrics.substitute)
+        self._threads = ReplicaThreads(self.devices)
+        if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            self._intra_op_threads = torch.get_num_threads()
+            torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        check_belong(self.lightning_module, self.optimizers)
+
+    @override
+    def teardown(self) -> None:
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
+        if self._intra_op_threads is not None:
+            torch.set_num_threads(self._intra_op_threads)
+            self._intra_op_threads = None
+        super().teardown()
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """In training, the loader with the means to go on in the middle of an epoch."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.training or is_stateful(dataloader):
+            return dataloader
+        return ContinuedLoader(dataloader, lambda: batches_trained_on(trainer) if trainer.fit_loop.restarting else 0)
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", *args, **kwargs)
+
+    def _step(self, hook: str, batch: Any, *others: Any, **options: Any) -> Any:
+        """Runs a step of the module on the parts of a batch, one a replica, and returns the output for the batch.
+
+        ::
+
+            batch of 7 samples -- scatter --> 4 samples     3 samples
+            module          -- replicate -->  replica 0     replica 1        parameters, buffers, attributes
+                                              step          step             each in its own thread
+            loss           <--- gather -----  4/7 loss0  +  3/7 loss1        logs, metrics and outputs likewise
+            gradients      <--- reduce -----  backward      backward         each in its own thread: see JointLoss
+        """
+        module = self.lightning_module
+        assert module is not None
+        assert self._threads is not None
+        parts = self._scattered(batch)
+        if len(parts) == 1:
+            return getattr(module, hook)(parts[0], *others, **options)
+        with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
+            replicas = self._replicas.make(len(parts))
+        for replica, device in zip(replicas[1:], self.devices[1:], strict=False):
+            tell_device(replica, device)
+        attributes = {**vars(replicas[1])}
+        calls = [
+            partial(_call_recorded, replica, hook, part, *others, **options)
+            for replica, part in zip(replicas, parts, strict=True)
+        ]
+        outputs, records = zip(*self._threads.run(calls, hook), strict=True)
+        self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
+        self._metrics.merge()
+        sizes = [leading_size(part) or 1 for part in parts]
+        if hook != "training_step":
+            self._log(hook, records, sizes, [None] * len(parts), sizes)
+            return self._gathered(outputs, sizes)
+        losses = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+        tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+        if len(tensors) < len(losses):
+            return _without_loss(outputs, losses)
+        weights = weights_of(parts, self._loss_reduction)
+        told = [None if self._loss_reduction == "mean" else loss.detach() for loss in tensors]
+        self._log(hook, records, weights if callable(self._loss_reduction) else sizes, told, weights)
+        loss = JointLoss(
+            tensors, weights, parameters_of(replicas), self._threads, partial(self._travelling, "reduce", copies=1)
+        ).value()
+        if not isinstance(outputs[0], Mapping):
+            return loss
+        further = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+        return {"loss": loss, **self._gathered(further, sizes)}
+
+    def _scattered(self, batch: Any) -> list[Any]:
+        """The batch in parts, at most one a device, each on its device."""
+        if len(self.devices) == 1:
+            return [batch]
+        if leading_size(batch) is None:
+            raise ValueError(
+                f"the batch is a {type(batch).__name__} without a tensor: dp cannot tell its samples, which the "
+                f"{len(self.devices)} devices would share; have collate_fn make tensors with a dimension of samples, "
+                "or use devices=1"
+            )
+        refuse_list_of_samples(batch, _WORDING)
+        size_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
+        with self._travelling("scatter", size_bytes, copies=0 if self.root_device.type == "cpu" else 1):
+            parts = split_batch(batch, num_micro_batches_of(batch, len(self.devices)), _WORDING)
+            moved = [
+                move_data_to_device(part, device) for part, device in zip(parts[1:], self.devices[1:], strict=False)
+            ]
+        return [parts[0], *moved]
+
+    def _gathered(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+        with self._travelling("gather", sum(tensor.nbytes for tensor in tensors_in(outputs)), copies=1):
+            return gathered(outputs, sizes, self.root_device)
+
+    def _log(
+        self,
+        hook: str,
+        records: Sequence[Sequence[Record]],
+        sizes: Sequence[float],
+        losses: Sequence[Tensor | None],
+        loss_weights: Sequence[float],
+    ) -> None:
+        """Logs on the module what the replicas have logged, each name once."""
+        assert self.lightning_module is not None
+        here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
+        StageLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
+
+    def _travelling(self, operation: str, size_bytes: int, *, copies: int) -> AbstractContextManager[None]:
+        """Meters what travels between the devices within the block, as many times as there are ``copies``."""
+        sent = size_bytes * copies
+        on_gpus = self.root_device.type == "cuda"
+        return self.meter.blocking(
+            operation,
+            group=DEVICES,
+            group_size=len(self.devices),
+            size_bytes=size_bytes,
+            sent_bytes=sent,
+            memory_bytes=0 if on_gpus else sent,
+            on_stream=on_gpus,
+        )
+
+    def _warn_of_lost_attributes(self, hook: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        if self._has_warned:
+            return
+        known = {_LOG, *attributes_of_lightning()}
+        changed = [name for name, value in after.items() if name not in known and before.get(name, before) is not value]
+        if changed:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{hook} sets self.{', self.'.join(changed)}: under dp only the first replica's value stays, which it "
+                "computes from its part of the batch; return the value from the step, or log it"
+            )
+
+    # Training
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
+        rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
+        self._first_step = self.meter.steps_ended + 1  # the first step of a fit is no measure of the others
+        self.meter.discard()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.meter.discard()
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self.meter.end_step()
+        return output
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.meter.flush()
+        steps = [step for step in self.meter.steps if step.index >= self._first_step]
+        if len(self.devices) > 1 and steps:
+            rank_zero_info(savings_text(steps, len(self.devices)))
+
+
+def savings_text(steps: Sequence[StepTraffic], num_devices: int) -> str:
+    """What ``ring_ddp`` would have saved, from the measured steps of a run under ``dp``: means in ms.
+
+    ``ring_ddp`` copies the model once and has no scatter and no gather: their time is saved. Its all-reduce takes the
+    place of the sum of gradients, and travels while backward computes.
+    """
+
+    def mean_ms(*operations: str) -> float:
+        seconds = sum(totals.total_s for step in steps for name in operations for totals in step.of(name, DEVICES))
+        return 1e3 * seconds / len(steps)
+
+    whole = 1e3 * sum(step.end_s - step.start_s for step in steps) / len(steps)
+    copied, cut, added = mean_ms("broadcast"), mean_ms("scatter", "gather"), mean_ms("reduce")
+    return (
+        f"dp on {num_devices} devices: of {whole:.3g} ms a step, {copied:.3g} ms went into replicas of the model, "
+        f"{cut:.3g} ms into scattering batches and gathering outputs, {added:.3g} ms into the sum of gradients. "
+        f"strategy='ring_ddp' would have saved the first two, {copied + cut:.3g} ms a step "
+        f"({100 * (copied + cut) / whole:.1f} %): it copies the model once, and its processes load their own batches. "
+        "Its all-reduce of gradients takes the place of the sum, and runs while backward computes"
+    )
+
+
+def _call_recorded(replica: nn.Module, hook: str, part: Any, *others: Any, **options: Any) -> tuple[Any, list[Record]]:
+    step: Callable[..., Any] = getattr(replica, hook)
+    with StageLogs(replica).recording(pass_on=False) as records:  # type: ignore[arg-type]  # a LightningModule
+        return step(part, *others, **options), records
+
+
+def _without_loss(outputs: Sequence[Any], losses: Sequence[Any]) -> Any:
+    """The output of a training step of which some replica returns no tensor as its loss."""
+    missing = [number for number, loss in enumerate(losses) if loss is None]
+    if missing and len(missing) < len(losses):
+        raise ValueError(
+            f"training_step returns no loss on replica {', '.join(map(str, missing))} of {len(losses)}, and a loss on "
+            "the others: under dp a batch is skipped as a whole; return a loss of 0 that depends on the parameters "
+            "where a part of a batch is to be left out"
+        )
+    return outputs[0]  # None skips the batch; anything else is for Lightning to refuse
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -1,0 +1,49 @@
+"""Where the tests that run for every strategy of the registry run: on ranks, or in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+from tests.world import World
+
+
+class OneProcess:
+    """Stands for a world of ranks where a strategy drives all devices from one process: this one.
+
+    Args:
+        name: of the strategy; what is to run under another one runs on the ranks.
+        ranks: a world of as many ranks as there are devices.
+    """
+
+    def __init__(self, name: str, ranks: World) -> None:
+        self._name = name
+        self._ranks = ranks
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What the function returns, as the answer of each rank."""
+        if self._name not in args:
+            return self._ranks.run(function, *args, **kwargs)
+        return [function(*args, **kwargs)] * self._ranks.num_ranks
+
+
+def _of_strategy(request: pytest.FixtureRequest, ranks: World) -> World | OneProcess:
+    callspec = getattr(request.node, "callspec", None)
+    regime = None if callspec is None else callspec.params.get("regime")
+    is_one_process = regime is not None and not issubclass(regime.strategy, MultiGPUStrategy)
+    return OneProcess(regime.name, ranks) if is_one_process else ranks
+
+
+@pytest.fixture
+def world2(request: pytest.FixtureRequest, world2: World) -> World | OneProcess:
+    """Two ranks, or one process with two devices."""
+    return _of_strategy(request, world2)
+
+
+@pytest.fixture
+def world4(request: pytest.FixtureRequest, world4: World) -> World | OneProcess:
+    """Four ranks, or one process with four devices."""
+    return _of_strategy(request, world4)

@@ -1,0 +1,504 @@
+"""dp: one process drives several devices. What it must compute is in the tests of every strategy; here is the rest."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_multigpu import DataParallelStrategy
+from lightning_multigpu.callbacks import CommunicationMonitor, RunReport
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    dataset,
+    eval_loader,
+    fit,
+    make_trainer,
+    state,
+)
+
+LOADER = {"batch_size": 7}
+
+
+def train(module: L.LightningModule, devices: int, **options: Any) -> L.Trainer:
+    """Trains on 18 samples: batches of 7, 7 and 4; with 3 devices of parts of 3, 2 and 2, and 2, 1 and 1."""
+    strategy = options.pop("strategy", None) or (DataParallelStrategy() if devices > 1 else "auto")
+    loader = DataLoader(dataset(18), batch_size=7)
+    trainer = make_trainer(Case(max_epochs=2), strategy, devices, **options)
+    trainer.fit(module, loader)
+    return trainer
+
+
+def assert_trains_alike(module: type[L.LightningModule], devices: int = 3, **options: Any) -> Any:
+    """The module trains on several devices as on one; the trained modules, that of one device first."""
+    alone, replicated = module(), module()
+    train(alone, 1)
+    train(replicated, devices, strategy=DataParallelStrategy(**options))
+    assert_same_weights({"weights": state(replicated)}, {"weights": state(alone)})
+    return alone, replicated
+
+
+@pytest.mark.parametrize("num_samples", [53, 50])
+def test_adamw_with_accumulation_and_clipping(num_samples: int) -> None:
+    """Over 21 batches of 8 on 3 devices; the last batch of an epoch has 5 samples, or fewer than there are devices."""
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}
+    case = Case(optimizer="adamw", num_samples=num_samples, max_epochs=6, trainer=trainer)
+    result, reference = fit(case, "dp", 3), fit(case, None, 1)
+    assert result["global_step"] == reference["global_step"] >= 20
+    assert_same_weights(result, reference)
+    assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
+
+
+class _Summed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+class _Ignoring(Classifier):
+    """Two samples of the first batch count, both on the first device: the losses of the others are NaN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), ignored(batch))
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+def ignored(batch: Any) -> Tensor:
+    x, y = batch
+    known = dataset(18).tensors[0][2:7, 0].to(x)
+    return torch.where((x[:, :1] == known).any(1), -100, y)
+
+
+def counted(batch: Any) -> float:
+    return float((ignored(batch) != -100).sum())
+
+
+def test_loss_reduction() -> None:
+    for module, reduction in ((_Summed, "sum"), (_Ignoring, counted)):
+        alone, replicated = assert_trains_alike(module, loss_reduction=reduction)
+        # Lightning's own mean over an epoch is over the samples of its batches.
+        expected, logged = (float(each.trainer.callback_metrics["loss_epoch"]) for each in (alone, replicated))
+        assert logged == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="loss_reduction='median' is not one of the choices: 'mean', 'sum'"):
+        DataParallelStrategy(loss_reduction="median")  # type: ignore[arg-type]
+
+
+class _Unusual(L.LightningModule):
+    """Tied weights, a recurrent layer, a parameter hook, a method as an attribute, and a layer that is unfrozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.recurrent = nn.LSTM(6, 5, batch_first=True)
+        self.first = nn.Linear(5, 5, bias=False)
+        self.second = nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.late = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.ones(1))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        self.late.requires_grad_(False)
+        self.hooked: list[Tensor] = []
+        self.accumulated = 0
+        self.first.weight.register_hook(self._clip)
+        self.first.weight.register_post_accumulate_grad_hook(self._count)
+        self.end = self._end
+        self.factor = 1.0
+
+    def _clip(self, gradient: Tensor) -> Tensor:
+        self.hooked.append(gradient.clone())
+        return gradient.clamp(-0.01, 0.01)
+
+    def _count(self, parameter: Tensor) -> None:
+        self.accumulated += 1
+
+    def _end(self, x: Tensor) -> Tensor:
+        return self.late(x) * self.scale * self.factor  # type: ignore[no-any-return]
+
+    def on_train_epoch_start(self) -> None:
+        self.late.requires_grad_(self.current_epoch > 0)
+        self.factor = 1.0 + self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = self.recurrent(batch[0].unsqueeze(1))
+        logits = self.end(self.second(torch.tanh(self.first(x[:, 0]))))
+        # Over the module's own parameters: in a replica they are the replica's.
+        penalty = sum((parameter**2).sum() for parameter in self.parameters())
+        return nn.functional.cross_entropy(logits, batch[1]) + 0.01 * penalty
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def test_unusual_modules() -> None:
+    alone, replicated = assert_trains_alike(_Unusual)
+    assert replicated.accumulated == alone.accumulated == 6
+    for found, expected in zip(replicated.hooked, alone.hooked, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class _Metrics(Classifier):
+    """Metrics as they are used: alone, in a collection whose metrics share states, over all predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"num_classes": 3, "average": "macro"}
+        self.both = torchmetrics.MetricCollection(
+            {
+                "precision": torchmetrics.classification.MulticlassPrecision(**options),
+                "recall": torchmetrics.classification.MulticlassRecall(**options),
+            }
+        )
+        self.area = torchmetrics.classification.MulticlassAUROC(3)
+        self.values = torchmetrics.CatMetric()
+        self.highest = torchmetrics.MaxMetric()
+        self.order: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.both(logits, y)
+        self.area.update(logits.softmax(-1), y)
+        self.values.update(x[:, 0])
+        self.highest(x[:, 1].max())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log_dict(self.both, on_step=False, on_epoch=True)
+        self.log("area", self.area, on_step=False, on_epoch=True)
+        self.log("highest", self.highest, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("samples", float(len(y)), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("largest", x.max(), on_epoch=True, reduce_fx="max")
+        self.log("of two", x[:2].mean(), on_epoch=True, batch_size=min(2, len(y)))
+        return {"loss": loss, "first": x[:, 0], "mean": x.mean(), "names": [f"{value:.9f}" for value in x[:, 0]]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.testing.assert_close(outputs["first"], batch[0][:, 0])
+        torch.testing.assert_close(outputs["mean"], batch[0].mean())
+        assert outputs["names"] == [f"{value:.9f}" for value in batch[0][:, 0]]
+
+    def on_train_epoch_end(self) -> None:
+        self.order = self.values.compute().tolist()
+        self.values.reset()
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples in targets")
+def test_logs_metrics_and_outputs_are_those_of_the_batch() -> None:
+    alone, replicated = assert_trains_alike(_Metrics)
+    assert replicated.order == alone.order == pytest.approx(dataset(18).tensors[0][:, 0].tolist())
+    expected = {name: float(value) for name, value in alone.trainer.callback_metrics.items() if "of two" not in name}
+    found = {name: float(value) for name, value in replicated.trainer.callback_metrics.items() if "of two" not in name}
+    assert found == pytest.approx(expected, rel=1e-9)
+    # Each replica logs the mean over two of its samples or, in parts of one sample, over that one.
+    x = dataset(18).tensors[0].double()
+    parts = [(0, 2), (3, 5), (5, 7), (7, 9), (10, 12), (12, 14), (14, 16), (16, 17), (17, 18)]
+    sums, counts = [sum(x[a:b].mean() * (b - a) for a, b in parts)], [sum(b - a for a, b in parts)]
+    assert float(replicated.trainer.callback_metrics["of two_epoch"]) == pytest.approx(float(sums[0]) / counts[0])
+
+
+def test_a_metric_whose_state_cannot_be_merged_is_refused() -> None:
+    module = Classifier()
+    module.correlation = torchmetrics.PearsonCorrCoef()
+    with pytest.raises(ValueError, match=r"PearsonCorrCoef cannot be merged .* its state 'mean_x' has dist_reduce_fx"):
+        train(module, 2)
+
+
+class _Evaluated(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert torch.is_inference_mode_enabled() == self.is_inference
+        assert not torch.is_grad_enabled()
+        super().validation_step(batch, batch_idx)
+        return {"count": torch.tensor(len(batch[1])), "mean": float(batch[0].mean())}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["count"] == len(batch[1])
+        assert outputs["mean"] == pytest.approx(float(batch[0].mean()), rel=1e-6)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0][:, 0], [str(float(value)) for value in batch[0][:, 0]]
+
+
+def test_outputs_of_evaluation_are_in_the_order_of_the_samples() -> None:
+    expected, found = (
+        make_trainer(Case(), strategy, devices).predict(_Evaluated(), eval_loader(21, 8))
+        for strategy, devices in (("auto", 1), (DataParallelStrategy(), 3))
+    )
+    assert found is not None
+    assert expected is not None
+    for (numbers, texts), (expected_numbers, expected_texts) in zip(found, expected, strict=True):
+        assert numbers.tolist() == expected_numbers.tolist()
+        assert texts == expected_texts
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_threads_are_in_the_modes_of_evaluation(inference_mode: bool) -> None:
+    trainer = make_trainer(Case(), DataParallelStrategy(), 3, inference_mode=inference_mode)
+    module = _Evaluated()
+    module.is_inference = inference_mode
+    trainer.validate(module, eval_loader(21, 8), verbose=False)
+
+
+class _Mixed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self(batch[0]).dtype == torch.bfloat16, threading.current_thread().name
+        return super().training_step(batch, batch_idx)
+
+
+def test_threads_are_in_autocast() -> None:
+    train(_Mixed(), 3, precision="bf16-mixed")
+
+
+class _Normalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=None)  # the mean over all batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_batch_norm_keeps_the_statistics_of_the_first_replicas_part() -> None:
+    module = _Normalised()
+    train(module, 2, max_epochs=1)
+    x = dataset(18).tensors[0].double()
+    expected = torch.stack([x[0:4].mean(0), x[7:11].mean(0), x[14:16].mean(0)]).mean(0)
+    torch.testing.assert_close(module.norm.running_mean, expected)
+    assert module.norm.num_batches_tracked == 3
+
+
+class _Keeping(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last = batch[0][0]
+        return super().training_step(batch, batch_idx)
+
+
+def test_attributes_that_a_step_sets_are_the_first_replicas_and_a_warning_names_them() -> None:
+    module = _Keeping()
+    with pytest.warns(UserWarning, match=r"training_step sets self\.last: under dp only the first replica's value"):
+        train(module, 2)
+    assert torch.equal(module.last, dataset(18).tensors[0][14].double())
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_is_skipped_as_a_whole_or_not_at_all() -> None:
+    class Skipping(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+    class SkippingParts(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if len(batch[1]) == 2 else super().training_step(batch, batch_idx)
+
+    trained, skipping = Skipping(), Skipping()
+    trained.on_train_batch_end = skipping.on_train_batch_end = lambda *args: None  # type: ignore[method-assign]
+    train(trained, 1)
+    train(skipping, 3)
+    assert_same_weights({"weights": state(skipping)}, {"weights": state(trained)})
+    with pytest.raises(
+        ValueError, match="training_step returns no loss on replica 1, 2 of 3, and a loss on the others"
+    ):
+        train(SkippingParts(), 3)
+
+
+class _UserError(Exception):
+    pass
+
+
+class _Failing(Classifier):
+    """Fails in the forward, or in the backward, of the part with the sample of a value."""
+
+    def __init__(self, in_backward: bool, sample: int) -> None:
+        super().__init__()
+        self.in_backward, self.value = in_backward, float(dataset(18).tensors[0][sample, 0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if (batch[0][:, 0] == self.value).any():
+            if not self.in_backward:
+                self.fails()
+            loss.register_hook(self.fails)
+        return loss
+
+    def fails(self, *args: Any) -> None:
+        raise _UserError("of the user")
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("sample", "replica"), [(7, 0), (13, 2)])
+def test_a_failure_of_a_replica_is_raised_as_it_is(in_backward: bool, sample: int, replica: int) -> None:
+    with pytest.raises(_UserError, match=r"^of the user") as caught:
+        train(_Failing(in_backward, sample), 3)
+    what = "backward" if in_backward else "training_step"
+    assert caught.value.__notes__ == [f"in {what} of replica {replica} of 3, on cpu"]
+    assert "self.fails" in "".join(traceback.format_tb(caught.value.__traceback__)) or in_backward
+    assert "in fails" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+@pytest.mark.parametrize("sample", [7, 13], ids=["in the main thread", "while it waits"])
+def test_ctrl_c(sample: int) -> None:
+    class Interrupting(_Failing):
+        def fails(self, *args: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit):
+        train(Interrupting(False, sample), 3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+class _Listed(torch.utils.data.Dataset[Any]):
+    """Samples that no collate function stacks."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.zeros(index + 1), "name": "n"}
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (list, r"the batch is a list of 4 samples \(dict each\).*parts for the devices of dp.*or use devices=1"),
+        (lambda samples: [each["name"] for each in samples], "the batch is a list without a tensor: dp cannot tell"),
+        (
+            lambda samples: {"x": torch.zeros(4), "z": torch.zeros(3, 4)},
+            r"batch\['z'\] has the shape \(3, 4\), and the batch has 4 samples: .*as a buffer, or use devices=1",
+        ),
+        (lambda samples: (torch.zeros(4), object()), r"batch\[1\] is a object, which cannot be cut into parts for the"),
+    ],
+)
+def test_batches_that_cannot_be_cut(collate: Any, message: str) -> None:
+    loader = DataLoader(_Listed(), batch_size=4, collate_fn=collate)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(Case(), DataParallelStrategy(), 2).fit(Classifier(), loader)
+
+
+class _Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Lazy(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+
+class _Started(LightningEnvironment):
+    creates_processes_externally = True
+
+    def world_size(self) -> int:
+        return 2
+
+
+def _compiled() -> L.LightningModule:
+    return torch.compile(Classifier(), backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Classifier, {"num_nodes": 2}, r"num_nodes=2: dp is one process.*pass num_nodes=1, or strategy='ring_ddp'"),
+        (Classifier, {"sync_batchnorm": True}, r"sync_batchnorm=True: under dp .*pass sync_batchnorm=False, or"),
+        (Classifier, {"plugins": [_Started()]}, "_Started has started 2 processes, and dp is one process"),
+        (_Manual, {}, r"automatic_optimization=False: under dp each replica .*, or strategy='ring_ddp'"),
+        (_compiled, {}, "the module is compiled, for the tensors of one device; pass the module without torch.compile"),
+        (_Lazy, {}, r"head cannot be copied to the devices: it is lazy; run one batch through it in configure_model"),
+    ],
+)
+def test_refused(module: Any, options: dict[str, Any], message: str) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match=message):
+        train(module(), 2, **options)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.filterwarnings("ignore:You passed `Trainer")
+def test_float16_on_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"precision='16-mixed' on CPU: .*; pass precision='bf16-mixed'"):
+        train(Classifier(), 2, precision="16-mixed")
+
+
+def test_options_of_ranks_are_none_of_dp() -> None:
+    with pytest.raises(TypeError, match="start_method"):
+        DataParallelStrategy(start_method="spawn")  # type: ignore[call-arg]
+
+
+def test_one_device() -> None:
+    one = train(Classifier(), 1, strategy=DataParallelStrategy())
+    assert one.world_size == 1
+    assert_same_weights(
+        {"weights": state(one.lightning_module)}, {"weights": state(train(Classifier(), 1).lightning_module)}
+    )
+
+
+def test_stochastic_weight_averaging() -> None:
+    averaged = []
+    for devices in (1, 3):
+        module = Classifier()
+        train(module, devices, max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
+        averaged.append({"weights": state(module)})
+    assert_same_weights(averaged[1], averaged[0])
+
+
+def test_the_order_of_the_loader_is_kept_and_the_threads_intra_op_threads_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    class Asking(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        trainer = train(Asking(), 2)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {2}
+    assert isinstance(trainer.train_dataloader.sampler, torch.utils.data.SequentialSampler)
+
+
+def test_what_travels_is_measured_and_the_savings_of_ring_ddp_are_told(
+    caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    module = _Normalised()
+    report = RunReport(print_table=False)
+    trainer = train(module, 2, callbacks=[CommunicationMonitor(log=False), report], default_root_dir=str(tmp_path))
+    output = caplog.text
+    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in output
+    assert "dp on 2 devices: of " in output
+    assert "strategy='ring_ddp' would have saved the first two" in output
+    meter = trainer.strategy.meter  # type: ignore[attr-defined]
+    buffers = 6 * 8 + 6 * 8 + 8  # of BatchNorm: mean, variance, number of batches
+    gradients = 8 * sum(parameter.numel() for parameter in module.parameters())
+    for step in meter.steps:
+        for operation, size in (("broadcast", buffers), ("reduce", gradients)):
+            [totals] = step.of(operation, "devices")
+            assert (totals.size_bytes, totals.group_size, totals.exposed_s) == (size, 2, totals.total_s)
+    assert report.report is not None
+    assert {"model to the devices", "batches to the devices", "sum of gradients"} == set(
+        report.report["communication_ms"]
+    )
