@@ -39,9 +39,6 @@ class ReplicaMetrics:
             with torch.inference_mode(mode=False):
                 self._copies[key] = part, _copied(part, self._devices[number])
         own = self._copies[key][1]
-        for metric in _metrics_in(own):
-            if metric.update_called:
-                metric.reset()
         own.train(part.training)
         return own
 
