@@ -1,10 +1,12 @@
 """Step time of layers that are split over two ranks, against DTensor, FairScale, no communication, and one process.
 
-    python -m benchmarks.tensor_split [--sizes 128x64 512x256 1024x512] [--turns 9]
+    python -m benchmarks.tensor_split [--sizes 128x64 512x256 1024x512] [--gpt 256x4x64 768x4x128] [--turns 9]
 
-The model is 4 x Linear(d, 4 d) - GELU - Linear(4 d, d); a size is d and the rows of a batch. A step is forward,
-backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes. The ways take
-turns; the one process computes while the other rank waits.
+Two models: 4 x Linear(d, 4 d) - GELU - Linear(4 d, d), where a size is d and the rows of a batch; and 4 blocks of GPT-2
+(norm, attention with 8 heads, norm, feed-forward of 4 d), where a size is d, samples and tokens of a sample. A step is
+forward, backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes.
+"sequence" splits activations between blocks as sequence_split=True does, and "sequence, gathered again" as
+"gather_again". The ways take turns; the one process computes while the other rank waits.
 """
 
 from __future__ import annotations
@@ -12,22 +14,28 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import fairscale.nn.model_parallel as fairscale
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 
 from benchmarks.heading import heading
+from lightning_multigpu.engine.tensor_split.blocks import find_blocks, order_of_calls
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import Trials
 
 _RANKS = 2
 _BLOCKS = 4
+_HEADS = 8
 _TURN_S = 0.5
 
 
@@ -37,8 +45,92 @@ def chain(first: Callable[[], nn.Module], second: Callable[[], nn.Module]) -> nn
     return nn.Sequential(*(layer for _ in range(_BLOCKS) for layer in (first(), nn.GELU(), second())))
 
 
+class GPTBlock(nn.Module):
+    """A block of GPT-2, with queries, keys and values apart so that DTensor's styles can split them.
+
+    Args:
+        width: of the activations, (samples, tokens, width).
+        parts: the block has this part of the heads and of the hidden features.
+    """
+
+    def __init__(self, width: int, parts: int = 1) -> None:
+        super().__init__()
+        self.n_head, self.head_width = _HEADS // parts, width // _HEADS
+        inner, hidden = width // parts, 4 * width // parts
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries, self.keys, self.values = (nn.Linear(width, inner) for _ in range(3))
+        self.output = nn.Linear(inner, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        heads = [layer(y) for layer in (self.queries, self.keys, self.values)]
+        q, k, v = (each.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for each in heads)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.output(attended)
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """Blocks of GPT-2, with the size of each as of :class:`GPTBlock`."""
+
+    def __init__(self, width: int, parts: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(GPTBlock(width, parts) for _ in range(_BLOCKS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
+
+
+def split_gpt(
+    width: int, group: TensorGroup, x: Tensor, sequence_split: Literal["keep", "gather_again"] | None = None
+) -> nn.Module:
+    """Blocks that are found, tried and split as the strategy does it."""
+    model = GPT(width)
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * _RANKS
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def traceless() -> Iterator[None]:
+        yield
+        model.train()
+
+    trials = Trials(
+        model,
+        group,
+        lambda: model(x).square().mean(),
+        traceless=traceless,
+        gather=gather,
+        rtol=1e-4,
+        wrap_logits=lambda output, layer: output,
+        sequence_split=sequence_split,
+    )
+    split, _ = trials.run(order_of_calls, lambda called: find_blocks(model, called))
+    if len(split) != 2 * _BLOCKS or len(trials.regions) != bool(sequence_split):
+        raise RuntimeError(f"{len(split)} of {2 * _BLOCKS} blocks are split; {'; '.join(trials.notes)}")
+    return model
+
+
+def gpt_models(width: int, group: TensorGroup, x: Tensor) -> dict[str, nn.Module]:
+    """The same blocks of GPT-2 in each way."""
+    column, row = ("queries", "keys", "values", "up"), ("output", "down")
+    plan = {f"blocks.*.{layer}": ColwiseParallel() if layer in column else RowwiseParallel() for layer in column + row}
+    return {
+        "split": split_gpt(width, group, x),
+        "sequence": split_gpt(width, group, x, "keep"),
+        "sequence, gathered again": split_gpt(width, group, x, "gather_again"),
+        "DTensor": parallelize_module(GPT(width), init_device_mesh("cpu", (_RANKS,)), plan),
+        "without communication": GPT(width, _RANKS),
+        "one process": GPT(width),
+    }
+
+
 def models(width: int, group: TensorGroup) -> dict[str, nn.Module]:
-    """The same blocks in each way."""
+    """The same pairs of layers in each way."""
     hidden, part = 4 * width, 4 * width // _RANKS
 
     def whole() -> nn.Sequential:
@@ -67,57 +159,65 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.step()
 
 
-def work(rank: int, port: int, sizes: Sequence[tuple[int, int]], turns: int) -> None:
+def measured(ways: dict[str, nn.Module], x: Tensor, turns: int) -> dict[str, list[float]]:
+    """Seconds of a step in each way and turn; all ranks call it."""
+    rank = dist.get_rank()
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-4) for name, model in ways.items()}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    steps = 1
+    for turn in range(turns + 1):
+        for name, seconds in found.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            if name != "one process" or rank == 0:
+                for _ in range(steps):
+                    step(ways[name], optimizers[name], x)
+            dist.barrier()
+            if turn:  # the first one warms up
+                seconds.append((time.perf_counter() - start_s) / steps)
+            elif name == "split":
+                counted = torch.tensor([max(1.0, _TURN_S / (time.perf_counter() - start_s))])
+                dist.broadcast(counted, 0)
+                steps = min(50, int(counted))
+    return found
+
+
+def work(rank: int, port: int, sizes: Sequence[tuple[int, ...]], gpt: Sequence[tuple[int, ...]], turns: int) -> None:
     """Times all ways on one rank; the first one prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=_RANKS)
     fairscale.initialize_model_parallel(_RANKS)
     group = TensorGroup(dist.group.WORLD)
-    for width, rows in sizes:
-        ways = models(width, group)
-        optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-4) for name, model in ways.items()}
-        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
-
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        steps = 1
-        for turn in range(turns + 1):
-            for name, seconds in found.items():
-                dist.barrier()
-                start_s = time.perf_counter()
-                if name != "one process" or rank == 0:
-                    for _ in range(steps):
-                        step(ways[name], optimizers[name], x)
-                dist.barrier()
-                if turn:  # the first one warms up
-                    seconds.append((time.perf_counter() - start_s) / steps)
-                elif name == "split":
-                    counted = torch.tensor([max(1.0, _TURN_S / (time.perf_counter() - start_s))])
-                    dist.broadcast(counted, 0)
-                    steps = min(50, int(counted))
+    for width, *shape in (*sizes, *gpt):
+        x = torch.randn(*shape, width, generator=torch.Generator().manual_seed(1))
+        ways = models(width, group) if len(shape) == 1 else gpt_models(width, group, x)
+        found = measured(ways, x, turns)
         if rank == 0:
-            _print(width, rows, found, ways)
+            kind = f"{shape[0]} rows" if len(shape) == 1 else f"GPT-2 blocks, {shape[0]} x {shape[1]} tokens"
+            _print(f"d={width}, {kind}", found, ways)
     group.close()
     dist.destroy_process_group()
 
 
-def _print(width: int, rows: int, found: dict[str, list[float]], ways: dict[str, nn.Module]) -> None:
+def _print(title: str, found: dict[str, list[float]], ways: dict[str, nn.Module]) -> None:
     numels = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in ways.items()}
-    print(f"d={width}, {rows} rows; {numels['split'] / numels['one process']:.3f} of the parameters on each rank")
+    print(f"{title}; {numels['split'] / numels['one process']:.3f} of the parameters on each rank")
     for name, seconds in found.items():
         ratio = statistics.median(ours / other for ours, other in zip(found["split"], seconds, strict=True))
         low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
-        print(f"  {name:22} {middle:9.2f} ms  ({low:.2f} - {high:.2f})   split / this {ratio:.2f}", flush=True)
+        print(f"  {name:24} {middle:9.2f} ms  ({low:.2f} - {high:.2f})   split / this {ratio:.2f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["128x64", "512x256", "1024x512"], help="d x rows")
+    parser.add_argument("--sizes", nargs="*", default=["128x64", "512x256", "1024x512"], help="d x rows")
+    parser.add_argument("--gpt", nargs="*", default=["256x4x64", "768x4x128"], help="d x samples x tokens")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--port", type=int, default=29555)
     options = parser.parse_args()
-    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
+    sizes, gpt = ([tuple(map(int, size.split("x"))) for size in given] for given in (options.sizes, options.gpt))
     print(heading(), flush=True)
-    mp.spawn(work, (options.port, sizes, options.turns), _RANKS)
+    mp.spawn(work, (options.port, sizes, gpt, options.turns), _RANKS)
 
 
 if __name__ == "__main__":
