@@ -1,12 +1,12 @@
 """``lightning-multigpu pipeline plan``: split, predicted step time, memory and picture of a pipeline, without training.
 
 It takes the configuration and the options of ``fit``, runs in one process on one device, and needs none of the other
-devices to be idle. ``--json PATH`` writes one object. Its keys are stable: a change of their meaning raises
-``schema_version``; new keys do not. Times are in seconds. ::
+devices to be idle. Where layers are split, it starts the ranks of one tensor group. ``--json PATH`` writes one object.
+Its keys are stable: a change of their meaning raises ``schema_version``; new keys do not. Times are in seconds. ::
 
     {
       "schema_version": 2,
-      "num_ranks": 2, "num_pipelines": 1, "balance": "time", "link_gbit": null,
+      "num_ranks": 2, "tensor_parallel_size": 1, "num_pipelines": 1, "balance": "time", "link_gbit": null,
       "batch_samples": 32,             of the first batch, those of one pipeline
       "one_device_s": 0.4,             the same samples on one device, forward and backward; the median of the rounds
       "waiting": 0.01,                 the share of the measurement in which other processes had the core
@@ -16,13 +16,13 @@ devices to be idle. ``--json PATH`` writes one object. Its keys are stable: a ch
           "schedule": "1f1b", "num_micro_batches": 4, "module": "blocks",
           "step_s": 0.25,              forward and backward of the batch
           "bubble": 0.2,               1 - busy / wall, over all ranks
-          "relative_throughput": 1.6,  one device's time / step_s, at most num_ranks: one device takes the whole batch
+          "relative_throughput": 1.6,  one device's time / step_s, one device takes the whole batch
                                        at once, or its micro-batches one after the other, whichever is faster
           "relative_throughput_range": [1.57, 1.63],   over the rounds of measurements
           "step_s_of_rounds": [0.25, 0.25, 0.26, 0.25, 0.24],
           "may_be_fastest": true,      no other plan was faster in every round
           "stages": [                  in order; for one micro-batch
-            {"rank": 1, "layers": [0, 4], "parameters_bytes": 1024,
+            {"rank": 1, "layers": [0, 4], "parameters_bytes": 1024,    with split layers: of its tensor group's first
              "forward_s": 0.01, "backward_s": 0.02, "transfer_s": 0.0}
           ],
           "memory": [                  of each rank
@@ -60,7 +60,8 @@ Predict what a pipeline takes, without training:
   {PROGRAM} pipeline plan --config configs/gpipe.yaml --num-micro-batches 1 2 4 8
 
 All other options are those of "{PROGRAM} fit". One process takes the first training batch, measures the
-layers on one device (the first of the Trainer's) in several rounds, and trains nothing. What is predicted is forward
+layers on one device (the first of the Trainer's) in several rounds, and trains nothing. With tensor_parallel_size=2,
+two processes split the layers as fit does, and measure them together on two devices. What is predicted is forward
 and backward of a batch: not the optimizer, not the averaging of gradients between pipelines, and not what Lightning and
 torch's schedules take themselves.
 """
@@ -86,7 +87,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
         except ValueError as error:
             raise UsageError(str(error)) from error
     first_look("fit", rest, also=[option.replace("_", "-") for option in vars(options)])
-    plans: PipelinePlans = import_module("lightning_multigpu.commands.planning_cli").planned(rest, options)
+    plans: PipelinePlans | None = import_module("lightning_multigpu.commands.planning_cli").planned(rest, options)
+    if plans is None:  # another rank of a tensor group, whose first one prints
+        return 0
     print_plans(Console(file=sys.stdout), plans, options.link_gbit)
     if options.json is not None:
         document = {"schema_version": SCHEMA_VERSION, **as_json(plans, options.link_gbit)}

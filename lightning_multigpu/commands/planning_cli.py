@@ -17,9 +17,13 @@ from lightning_multigpu.planning.stage_costs import LinkCost
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 
 
-def planned(arguments: Sequence[str], wanted: argparse.Namespace) -> PipelinePlans:
-    """The plans that ``wanted``, the options of the plan, asks for; ``arguments`` are those of ``fit``."""
-    return PlanningCLI(arguments, wanted).plans
+def planned(arguments: Sequence[str], wanted: argparse.Namespace) -> PipelinePlans | None:
+    """The plans that ``wanted``, the options of the plan, asks for; ``arguments`` are those of ``fit``.
+
+    None on the ranks of a tensor group but the first.
+    """
+    cli = PlanningCLI(arguments, wanted)
+    return cli.plans if cli.trainer.is_global_zero else None
 
 
 class PlanningCLI(TrainingCLI):
@@ -46,7 +50,10 @@ class PlanningCLI(TrainingCLI):
         """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
         wanted = self._wanted
         link = LinkCost(0.0, 8e-9 / wanted.link_gbit if wanted.link_gbit else 0.0)
-        print("Measures the layers on one device, in several rounds; nothing is trained", file=sys.stderr, flush=True)
+        if self.trainer.is_global_zero:
+            size = getattr(self.trainer.strategy, "tensor_parallel_size", 1)
+            where = "one device" if size == 1 else f"{size} devices that split them"
+            print(f"Measures the layers on {where}, in several rounds; nothing is trained", file=sys.stderr, flush=True)
         try:
             planner = PipelinePlanner(
                 self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link

@@ -26,7 +26,7 @@ class PlannedStage:
     """A stage and its predicted costs for one micro-batch.
 
     Attributes:
-        rank: of the pipeline; its last rank has the first stage.
+        rank: of the pipeline; its last rank has the first stage. Of several that split its layers, the first.
         layers: the layers ``[start, stop)``.
         parameters_bytes: of these layers.
         forward_s, backward_s: seconds of computing.
@@ -71,7 +71,8 @@ class Plan:
         stages: in order.
         timelines: of each rank, by position: the last rank's first.
         memory: of each rank, by position.
-        one_device_s: seconds of the same batch, as a whole, on one device.
+        one_device_s: seconds of the same batch on one device.
+        tensor_parallel_size: ranks that split each layer of a stage.
         rounds: the same plan by the figures of each round of measurements; its own are their medians.
     """
 
@@ -83,6 +84,7 @@ class Plan:
     timelines: tuple[Timeline, ...]
     memory: tuple[PlannedMemory, ...]
     one_device_s: float
+    tensor_parallel_size: int = 1
     rounds: tuple[Plan, ...] = ()
 
     @property
@@ -98,11 +100,13 @@ class Plan:
 
     @property
     def relative_throughput(self) -> float:
-        """Samples per second, relative to one device; at most the number of ranks.
+        """Samples per second, relative to one device; at most the number of ranks where layers are whole.
 
         One device may run the whole batch at once, or its micro-batches one after the other: the faster one counts.
         """
         busy_s = sum(work.seconds for line in self.timelines for work in line if work.kind in BUSY)
+        if self.tensor_parallel_size > 1:  # what the stages take says nothing of one device
+            return self.one_device_s / self.step_s
         return min(self.one_device_s, busy_s) / self.step_s
 
     @property
@@ -133,6 +137,8 @@ class PipelinePlans:
 
     Attributes:
         num_ranks: P.
+        tensor_parallel_size: ranks of each stage, which split its layers.
+        split: what they split, as text; empty where layers are whole.
         num_pipelines: side by side; each takes a batch of its own.
         balance: of the strategy.
         link: between neighbouring ranks.
@@ -148,6 +154,8 @@ class PipelinePlans:
     balance: Any
     link: LinkCost
     num_samples: int | None = None
+    tensor_parallel_size: int = 1
+    split: str = ""
     one_device_s: float = 0.0
     waiting: float = 0.0
     plans: list[Plan] = field(default_factory=list)
@@ -178,6 +186,7 @@ def plan(
     parameter_bytes: Sequence[int],
     held: Sequence[HeldBytes],
     one_device_s: float,
+    tensor_parallel_size: int = 1,
     rounds: Sequence[Plan] = (),
 ) -> Plan:
     """Predicts a step.
@@ -190,6 +199,7 @@ def plan(
         parameter_bytes: of each layer.
         held: by each rank, by position.
         one_device_s: seconds of the same batch on one device.
+        tensor_parallel_size: ranks that split each layer; those of a stage are neighbours.
         rounds: as in :class:`Plan`.
     """
     forward_s, backward_s, cuts_s = costs.pass_times(bounds)
@@ -200,7 +210,7 @@ def plan(
         num_micro_batches=costs.num_micro_batches,
         stages=tuple(
             PlannedStage(
-                _rank(stage, costs.num_ranks),
+                _rank(stage, costs.num_ranks) * tensor_parallel_size,
                 (start, stop),
                 sum(parameter_bytes[start:stop]),
                 forward_s[stage],
@@ -215,12 +225,13 @@ def plan(
                 own.parameters_bytes,
                 own.gradients_bytes,
                 own.optimizer_bytes,
-                _rank(position, costs.num_ranks),
+                _rank(position, costs.num_ranks) * tensor_parallel_size,
                 *activations,
             )
             for position, (own, activations) in enumerate(zip(held, costs.rank_activations_bytes(bounds), strict=True))
         ),
         one_device_s=one_device_s,
+        tensor_parallel_size=tensor_parallel_size,
         rounds=tuple(rounds),
     )
 

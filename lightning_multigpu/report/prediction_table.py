@@ -36,6 +36,7 @@ def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
     may_be_fastest = [plans.fastest, *plans.alike]
     return {
         "num_ranks": plans.num_ranks,
+        "tensor_parallel_size": plans.tensor_parallel_size,
         "num_pipelines": plans.num_pipelines,
         "balance": plans.balance,
         "link_gbit": link_gbit,
@@ -74,11 +75,15 @@ def _head(plans: PipelinePlans, link_gbit: float | None) -> str:
     samples = "the first batch" if plans.num_samples is None else f"the first {plans.num_samples} samples"
     side_by_side = f" in each of {plans.num_pipelines} pipelines" if plans.num_pipelines > 1 else ""
     link = f"at {link_gbit:g} Gbit/s" if link_gbit else "take no time (--link-gbit sets a bandwidth)"
+    ranks, between = f"{plans.num_ranks} ranks", "ranks"
+    if plans.tensor_parallel_size > 1:
+        ranks, between = f"{plans.num_ranks} x {plans.tensor_parallel_size} ranks", "stages"
     return "\n".join(
         [
-            f"Pipeline over {'; '.join(names)}, on {plans.num_ranks} ranks{side_by_side} by balance={plans.balance!r}",
+            f"Pipeline over {'; '.join(names)}, on {ranks}{side_by_side} by balance={plans.balance!r}",
             f"measured on {samples}; as a whole on one device they take {number(1e3 * plans.one_device_s)} ms",
-            f"predicted are forward and backward of a batch, without the optimizer; messages between ranks {link}",
+            f"predicted are forward and backward of a batch, without the optimizer; messages between {between} {link}",
+            *([plans.split] if plans.split else []),
         ]
     )
 

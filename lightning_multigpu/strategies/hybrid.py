@@ -123,6 +123,15 @@ class HybridStrategy(StagedStrategy):
             "shared_memory": self._transport.shared_memory,
         }
 
+    @property
+    def tensor_options(self) -> dict[str, Any]:
+        """The options of :class:`TensorSplitStrategy` that say how layers are split."""
+        return {
+            "plan": self._plan,
+            "sequence_split": self._sequence_split,
+            "shared_memory": self._transport.shared_memory,
+        }
+
     # The mesh
 
     @property

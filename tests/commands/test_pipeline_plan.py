@@ -100,15 +100,16 @@ def test_batch_is_the_one_that_would_be_trained_on(project: Path) -> None:
 
 def test_keys_of_the_document() -> None:
     found = planned("--num-micro-batches=2")
-    assert {key: found[key] for key in list(found)[:6]} == {
+    assert {key: found[key] for key in list(found)[:7]} == {
         "schema_version": 2,
         "num_ranks": 2,
+        "tensor_parallel_size": 1,
         "num_pipelines": 1,
         "balance": "parameters",
         "link_gbit": None,
         "batch_samples": SAMPLES,
     }
-    assert list(found)[6:] == ["one_device_s", "waiting", "too_noisy", "plans"]
+    assert list(found)[7:] == ["one_device_s", "waiting", "too_noisy", "plans"]
     [plan] = found["plans"]
     assert list(plan) == [
         "module", "schedule", "num_micro_batches", "step_s", "bubble", "relative_throughput",
@@ -267,7 +268,7 @@ def test_nothing_is_trained() -> None:
         ("--trainer.devices=5", "module='layers' has 4 layers for 5 stages; use 4 or fewer devices"),
         ("--trainer.strategy.module=blocks", "module='blocks' is no part of the module; it must be an nn.Sequential"),
         ("--trainer.strategy=ring_ddp", "strategy=RingDDPStrategy is no pipeline; pass strategy='pipeline_1f1b'"),
-        ("--trainer.strategy=hybrid", "tensor_parallel_size=2: the plan is for 2 stages or more of whole layers; pass"),
+        ("--trainer.strategy=hybrid", "tensor_parallel_size=2: the plan is for 2 stages or more; pass pipeline_parall"),
         ("--trainer.strategy=auto --trainer.devices=1", "strategy=SingleDeviceStrategy is no pipeline; pass"),
         ("--trainer.callbacks=EMAWeightAveraging",
          "callbacks=[EMAWeightAveraging()] averages a copy of the whole model"),

@@ -81,3 +81,38 @@ def test_another_strategy_is_refused(
         "strategy=RingDDPStrategy splits no layers here; pass --trainer.strategy=tensor_split"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.launch
+def test_the_time_of_stages_is_that_of_split_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes measure what four would train: half of each layer, and messages of half of the tokens."""
+    monkeypatch.chdir(tmp_path)
+    plans = {}
+    for name, of_strategy in {
+        "whole": ("--trainer.strategy=pipeline_1f1b",),
+        "split": (
+            "--trainer.devices=4",
+            "--trainer.strategy=lightning_multigpu.HybridStrategy",
+            "--trainer.strategy.tensor={sequence_split: true}",
+        ),
+    }.items():
+        options = (*MODEL, *of_strategy, "--num-micro-batches=2", "--link-gbit=0.001", f"--json={name}.json")
+        finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "pipeline", "plan", *options, PYTHONPATH=ROOT)
+        assert finished.returncode == 0, finished.stderr
+        plans[name] = json.loads(Path(f"{name}.json").read_text())
+        assert finished.stdout.count("Pipeline over ") == 1, "the first rank prints"
+        assert "Traceback" not in finished.stderr
+    assert "on 2 x 2 ranks" in finished.stdout
+    assert "Measures the layers on 2 devices that split them" in finished.stderr
+    assert "activations between the blocks of blocks are split along dimension 1" in finished.stdout
+    whole, split = (plans[name]["plans"][0] for name in ("whole", "split"))
+    assert plans["split"]["tensor_parallel_size"] == 2
+    assert [stage["rank"] for stage in split["stages"]] == [memory["rank"] for memory in split["memory"]] == [2, 0]
+    message_s = 2 * 8 * 16 * 4 * 8 / 1e6
+    for before, after in zip(whole["stages"], split["stages"], strict=True):
+        assert 0.5 * before["parameters_bytes"] < after["parameters_bytes"] < 0.6 * before["parameters_bytes"]
+        assert (before["transfer_s"], after["transfer_s"]) == pytest.approx((message_s, message_s / 2))
+    for before, after in zip(whole["memory"], split["memory"], strict=True):
+        for key in ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes"):
+            assert after[key] < 0.7 * before[key], key
+    assert 0 < split["relative_throughput"] <= plans["split"]["one_device_s"] / split["step_s"] * (1 + 1e-9)

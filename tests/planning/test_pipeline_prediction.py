@@ -33,6 +33,7 @@ def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] 
         parameter_bytes=[10 * (1 + layer) for layer in range(len(parts) - 2)],
         held=[HeldBytes(100, 0, 0), HeldBytes(40, 40, 0)],
         one_device_s=30.0,
+        tensor_parallel_size=given.get("tensor_parallel_size", 1),
         rounds=given.get("rounds", ()),
     )
 
@@ -64,6 +65,13 @@ def test_a_step_whose_messages_take_time() -> None:
     assert [(i.kind, i.start_s, i.end_s) for i in first[-2:]] == [("backward", 10.5, 12.5), ("backward", 13, 15)]
     assert [(i.kind, i.start_s, i.end_s) for i in second[:2]] == [("forward", 1.5, 2.5), ("forward", 3, 4)]
     assert [(i.kind, i.start_s, i.end_s) for i in second[-2:]] == [("backward", 10.5, 12.5), ("send", 12.5, 13)]
+
+
+def test_stages_of_several_ranks_each() -> None:
+    """What a part of each layer takes says nothing of one device, which takes 30."""
+    found = planned("gpipe", layers((1, 2), (1, 2)), tensor_parallel_size=4)
+    assert found.relative_throughput == pytest.approx(30 / 12)
+    assert [stage.rank for stage in found.stages] == [memory.rank for memory in found.memory] == [4, 0]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

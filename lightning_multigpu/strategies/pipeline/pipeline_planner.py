@@ -28,10 +28,14 @@ from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
+from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
+from lightning_multigpu.strategies.pipeline.tensor_axis import layers_within
+from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -64,6 +68,52 @@ class FirstBatchStrategy(SingleDeviceStrategy):
         self._visit(self, batch, others)
         raise EndOfRun
 
+    def begin_step(self) -> None:
+        """A step of the module begins."""
+
+
+class FirstSplitBatchStrategy(TensorSplitStrategy):
+    """One tensor group, on which module, optimizers and precision are set up as for training; as the class above.
+
+    Args:
+        visit: called on every rank in place of the first ``training_step``.
+        options: of :class:`.TensorSplitStrategy`.
+    """
+
+    def __init__(self, visit: Callable[[FirstSplitBatchStrategy, Any, Sequence[Any]], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._visit = visit
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *others = (*args, *kwargs.values())
+        self._visit(self, batch, others)
+        raise EndOfRun
+
+    def split(self, chain: Chain, micro_batch: Any, others: Sequence[Any]) -> str:
+        """Splits the layers as a rank of a pipeline does, and says how; a collective of the group."""
+        assert self.lightning_module is not None
+        assert self._tensor is not None
+        self._layers = layers_within(chain, self.lightning_module, self._tensor, self._plan, self._sequence_split)
+        self._decide(micro_batch, *others)
+        self._layers.close()  # a pipeline sums the gradients of whole parameters once a batch
+        assert self._split_plan is not None
+        return summary(self._split_plan)
+
+    def begin_step(self) -> None:
+        """A step of the module begins."""
+        assert self._layers is not None
+        self._layers.begin_step()
+
+    def agreed(self, is_enough: bool) -> bool:
+        """Whether it is enough for any rank; a collective of the group."""
+        assert self._tensor is not None
+        votes = torch.tensor([float(is_enough)], device=self.root_device)
+        return bool(self._tensor.all_reduce(votes, "agreement") > 0)
+
+
+Visited = FirstBatchStrategy | FirstSplitBatchStrategy
+
 
 class PipelinePlanner:
     """Predicts time and memory of a pipeline under several schedules and with several numbers of micro-batches.
@@ -94,17 +144,21 @@ class PipelinePlanner:
                 "'lightning-multigpu strategies' lists as a PipelineStrategy"
             )
         tensor, size = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
-        if tensor > 1 or size == 1:
+        if size == 1:
             raise PlanError(
-                f"pipeline_parallel_size={size}, tensor_parallel_size={tensor}: the plan is for 2 stages or more of "
-                "whole layers; pass pipeline_parallel_size=2 and tensor_parallel_size=1"
+                f"pipeline_parallel_size=1, tensor_parallel_size={tensor}: the plan is for 2 stages or more; pass "
+                "pipeline_parallel_size=2, or use 'lightning-multigpu tensor plan'"
             )
+        self._split_options = strategy.tensor_options if isinstance(strategy, HybridStrategy) else {}
+        self._is_over = False
         assert strategy.parallel_devices is not None
         self._device = strategy.parallel_devices[0]
         self._num_micro_batches = num_micro_batches
         options = strategy.pipeline_options
         self._own_num_micro_batches = options.num_parts(size)
-        self._found = PipelinePlans(size, strategy.data_parallel_size, options.balance, link)
+        self._found = PipelinePlans(
+            size, strategy.data_parallel_size, options.balance, link, tensor_parallel_size=tensor
+        )
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
         try:
@@ -117,6 +171,8 @@ class PipelinePlanner:
         self, module: pl.LightningModule, datamodule: pl.LightningDataModule | None, trainer_settings: Mapping[str, Any]
     ) -> PipelinePlans:
         """Takes the first training batch, measures the layers on it and predicts; weights do not change.
+
+        With a tensor axis, the ranks of one tensor group do so together; the first of them has the plans.
 
         ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
         checkpoints and callbacks, but for those that set the size of batches.
@@ -133,20 +189,25 @@ class PipelinePlanner:
             check_module(module)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        strategy = FirstBatchStrategy(self._device, self._visit)
+        size = self._found.tensor_parallel_size
+        strategy: Visited
+        if size == 1:
+            strategy = FirstBatchStrategy(self._device, self._visit)
+        else:
+            strategy = FirstSplitBatchStrategy(self._visit, hang_report_s=None, **self._split_options)
         with _warnings_only():
-            one_device = {"devices": 1, "num_nodes": 1, "strategy": strategy}
-            settings = {**trainer_settings, **QUIET_SETTINGS, **one_device, "callbacks": self._of_batches}
+            devices = {"devices": size, "num_nodes": 1, "strategy": strategy}
+            settings = {**trainer_settings, **QUIET_SETTINGS, **devices, "callbacks": self._of_batches}
             Trainer(**settings).fit(module, datamodule=datamodule)
-        if not self._found.plans:
+        if not self._is_over:
             raise PlanError(
                 "the training loader has given no batch to measure; see to it that fit would train on one (data, "
                 "limit_train_batches, max_epochs, max_steps)"
             )
         return self._found
 
-    def _visit(self, one: FirstBatchStrategy, batch: Any, others: Sequence[Any]) -> None:
-        """Makes the plans, from the first batch of a whole module on one device."""
+    def _visit(self, one: Visited, batch: Any, others: Sequence[Any]) -> None:
+        """Makes the plans, from the first batch of a whole module on one device or, split, on one tensor group."""
         assert one.lightning_module is not None
         module, found = one.lightning_module, self._found
         try:
@@ -162,27 +223,41 @@ class PipelinePlanner:
             again = {name: layers_of(c, self._options[0].activation_checkpointing) for name, c in chains.items()}
         except ValueError as error:
             raise PlanError(str(error)) from error
+        self._is_over = True
         alone = next(iter(chains))  # what it takes on one device, which recomputes no layer
-        measurements = {(alone, 1, False): Measurement(one, chains[alone], parts[1], others)}
+        on_one = {
+            (alone, number, False): Measurement(one, chains[alone], parts[number], others)
+            for number in ((1, *numbers) if found.tensor_parallel_size > 1 else (1,))
+        }
+        measurements = dict(on_one) if found.tensor_parallel_size == 1 else {}
         for name, chain in chains.items():
             for number in numbers:
                 key = (name, number, bool(again[name]))
                 if key not in measurements:
-                    measurements[key] = Measurement(one, chain, parts[number], others, again[name])
+                    agreed = one.agreed if isinstance(one, FirstSplitBatchStrategy) else bool
+                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], agreed)
         for chain in chains.values():
             measurements[chain.name, numbers[0], bool(again[chain.name])].watch()
         with CoreWait() as core_wait:
             begin_s, waited_s = time.perf_counter(), core_wait.seconds()
-            for _ in range(NUM_ROUNDS):
-                for measurement in measurements.values():
-                    measurement.run()
+            if isinstance(one, FirstSplitBatchStrategy):
+                if one.is_global_zero:  # while the others wait
+                    _run(on_one)
+                one.barrier()
+                micro_batch = moved(first_part(batch, self._own_num_micro_batches), 0, dim)
+                found.split = one.split(chains[alone], micro_batch, others)
+            _run(measurements)
             found.waiting = (core_wait.seconds() - waited_s) / (time.perf_counter() - begin_s)
-        wholes = measurements[alone, 1, False].rounds
-        whole_s = [one_device_s(parts) for parts in wholes]
-        found.one_device_s = one_device_s(median_costs(wholes))
+        if not one.is_global_zero:
+            return
+        wholes = {number: [*each.rounds, median_costs(each.rounds)] for (_, number, _), each in on_one.items()}
+        found.one_device_s = one_device_s(wholes[1][-1])
         for options, chain in wanted:
             for number in numbers:
                 rounds = measurements[chain.name, number, bool(again[chain.name])].rounds
+                whole_s = [one_device_s(parts) for parts in wholes[1]]
+                if number in wholes:  # or its micro-batches one after the other
+                    whole_s = [min(s, number * one_device_s(p)) for s, p in zip(whole_s, wholes[number], strict=True)]
                 found.plans.append(self._plan(one, chains[chain.name], options, number, rounds, whole_s))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
@@ -211,14 +286,17 @@ class PipelinePlanner:
 
     def _plan(
         self,
-        one: FirstBatchStrategy,
+        one: Visited,
         chain: Chain,
         options: PipelineOptions,
         num_micro_batches: int,
         rounds: Sequence[Sequence[PartCost]],
         whole_s: Sequence[float],
     ) -> Plan:
-        """The plan by the medians of the rounds, and by each of them, with the split of the former."""
+        """The plan by the medians of the rounds, and by each of them, with the split of the former.
+
+        ``whole_s`` has the seconds of one device, in each round and then by the medians.
+        """
         assert one.lightning_module is not None
         num_ranks, sizes = self._found.num_ranks, layer_bytes(chain, one.optimizers)
         even = options.bounds(chain, num_ranks)
@@ -252,21 +330,23 @@ class PipelinePlanner:
             description=chain.describe(),
             parameter_bytes=chain.parameter_bytes(),
             held=[held_bytes(parameters, one.optimizers) for parameters in holds],
+            tensor_parallel_size=self._found.tensor_parallel_size,
         )
-        of_rounds = [planned(costs_of(parts), one_device_s=s) for parts, s in zip(rounds, whole_s, strict=True)]
-        return planned(costs, one_device_s=self._found.one_device_s, rounds=of_rounds)
+        of_rounds = [planned(costs_of(parts), one_device_s=s) for parts, s in zip(rounds, whole_s[:-1], strict=True)]
+        return planned(costs, one_device_s=whole_s[-1], rounds=of_rounds)
 
 
 class Measurement:
-    """Measures the parts of ``training_step`` on one device that has all layers, round by round.
+    """Measures the parts of ``training_step`` on one device that has all layers, or its part of each, round by round.
 
     Random states, gradients, and the module's buffers and attributes are restored after each round.
 
     Args:
-        one: the device.
+        one: the device; or the tensor group, whose ranks measure together.
         chain: all layers.
         micro_batch, others: arguments of ``training_step``.
         recompute: layers that run again in backward.
+        agreed: as of :class:`.CostProbe`.
 
     Attributes:
         rounds: the costs of the parts in each round; see :mod:`~lightning_multigpu.planning.stage_costs`.
@@ -274,13 +354,15 @@ class Measurement:
 
     def __init__(
         self,
-        one: FirstBatchStrategy,
+        one: Visited,
         chain: Chain,
         micro_batch: Any,
         others: Sequence[Any],
         recompute: Collection[int] = (),
+        agreed: Callable[[bool], bool] = bool,
     ) -> None:
         assert one.lightning_module is not None
+        self._begin_step = one.begin_step
         self._module, self._plugin = one.lightning_module, one.precision_plugin
         self._args = (micro_batch, *others)
         self._chain = chain
@@ -288,7 +370,16 @@ class Measurement:
         ownership = Ownership(self._module, chain, bounds, 0, 1)
         self._use_probe = UseProbe(chain, bounds, ownership, None, one.root_device, 0)
         self._probe = CostProbe(
-            chain, bounds, ownership, None, one.root_device, 0, recompute, fewest_runs=1, enough_s=_ROUND_S
+            chain,
+            bounds,
+            ownership,
+            None,
+            one.root_device,
+            0,
+            recompute,
+            fewest_runs=1,
+            enough_s=_ROUND_S,
+            agreed=agreed,
         )
         self.rounds: list[list[PartCost]] = []
 
@@ -305,6 +396,7 @@ class Measurement:
         self.rounds.append([found.get(part, PartCost()) for part in range(len(self._chain) + 2)])
 
     def _step(self) -> Any:
+        self._begin_step()
         return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
 
     @contextmanager
@@ -313,6 +405,12 @@ class Measurement:
             undo.callback(ModelsInStages(self._module).end)
             undo.enter_context(without_trace(self._module))
             yield
+
+
+def _run(measurements: Mapping[Any, Measurement]) -> None:
+    for _ in range(NUM_ROUNDS):
+        for measurement in measurements.values():
+            measurement.run()
 
 
 @contextmanager

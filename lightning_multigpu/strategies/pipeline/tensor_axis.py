@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.pipeline.measuring.training_memory import held_bytes
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
@@ -59,14 +60,7 @@ class TensorAxis:
         self.peers = peers
         self._model = model
         self._on_split = on_split
-        self._layers = SplitLayers(
-            model.module,
-            group,
-            plan,
-            gathers=self._is_within,
-            keeps_whole=self._keeps_whole,
-            sequence_split=sequence_split,
-        )
+        self._layers = layers_within(model.chain, model.module, group, plan, sequence_split)
         self._inside: frozenset[int] = frozenset()
         self._summed: list[str] = []
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -202,26 +196,9 @@ class TensorAxis:
 
     # Layers of the pipeline
 
-    def _is_within(self, name: str) -> bool:
-        """Whether a split layer is in a layer of the pipeline that another one follows."""
-        index = self._indices().get(self._model.module.get_submodule(name))
-        return index is not None and index < len(self._model.chain) - 1
-
-    def _keeps_whole(self, name: str) -> str | None:
-        """Why a list that has the pipeline's layers within its own does not split activations along the sequence."""
-        chain = self._model.chain
-        if not chain.layers or not chain.name.startswith(f"{name}."):
-            return None
-        return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
-
-    def _indices(self) -> dict[Module, int]:
-        """Of each module within the pipeline's layers, the index of its layer."""
-        layers = [*enumerate(self._model.chain.layers)]
-        return {part: index for index, layer in reversed(layers) for part in layer.modules()}
-
     def _parts_inside(self) -> set[int]:
         """The parts of a step that begin between a layer that splits activations and the one that joins them."""
-        indices, module = self._indices(), self._model.module
+        indices, module = _indices(self._model.chain), self._model.module
         num_parts, inside = len(self._model.chain) + 2, set[int]()
         begun, is_open = 0, False  # the newest part that has begun; whether activations are split in it
         for name, role in self._layers.roles():
@@ -233,3 +210,35 @@ class TensorAxis:
         if is_open:
             inside.update(range(begun + 1, num_parts))
         return inside
+
+
+def layers_within(
+    chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: SequenceSplit
+) -> SplitLayers:
+    """The layers of a module that are split although a pipeline has parts of them in different stages.
+
+    Args:
+        chain: the layers of the pipeline.
+        module: the whole module.
+        group: the ranks among which layers are split.
+        plan, sequence_split: as of :class:`.TensorSplitStrategy`.
+    """
+
+    def is_followed(name: str) -> bool:
+        """Whether a split layer is in a layer of the pipeline that another one follows."""
+        index = _indices(chain).get(module.get_submodule(name))
+        return index is not None and index < len(chain) - 1
+
+    def keeps_whole(name: str) -> str | None:
+        """Why a list that has the pipeline's layers within its own does not split activations along the sequence."""
+        if not chain.layers or not chain.name.startswith(f"{name}."):
+            return None
+        return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
+
+    return SplitLayers(module, group, plan, gathers=is_followed, keeps_whole=keeps_whole, sequence_split=sequence_split)
+
+
+def _indices(chain: Chain) -> dict[Module, int]:
+    """Of each module within the pipeline's layers, the index of its layer."""
+    layers = [*enumerate(chain.layers)]
+    return {part: index for index, layer in reversed(layers) for part in layer.modules()}
