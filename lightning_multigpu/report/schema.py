@@ -47,7 +47,8 @@ CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; load
 says why there is no figure.
 
 ``memory`` has what each rank held at the end of training, by the keys of MEMORY below but ``activations_bytes``.
-Buffers in which gradients travel count as gradients. It is absent where servers, or the host, have optimizer states.
+Buffers in which gradients travel count as gradients. Optimizer states that are
+offloaded to the host do not count. It is absent where servers have the states.
 
 ``parameter_servers`` counts from the start of the servers to the end of training: the bytes of each server from and to
 all ranks, and ``queue_ms``, the time that what a rank sends in a step waited at the server, which was busy with other

@@ -96,8 +96,8 @@ class ObservedStrategy:
     def held_bytes(self) -> HeldBytes | None:
         """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
 
-        Buffers in which gradients travel count as gradients. None where optimizer states are elsewhere, on the host or
-        on parameter servers.
+        Buffers in which gradients travel count as gradients; optimizer states that are offloaded to the host do not
+        count. None where servers make the updates.
         """
         return None
 

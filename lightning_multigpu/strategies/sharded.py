@@ -67,6 +67,8 @@ class ShardedStrategy(StreamedSaves):
         reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
         broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their own rank keeps them exact; the others train
             with rounded ones, and get the exact ones before validation, for a checkpoint, and at the end.
+        offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
+            parameters: gradients and new values of S/N cross the bus in each step.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -84,6 +86,7 @@ class ShardedStrategy(StreamedSaves):
         broadcast_buffers: bool = True,
         reduce_dtype: ShortDtype | None = None,
         broadcast_dtype: ShortDtype | None = None,
+        offload_optimizer: bool = False,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -108,6 +111,7 @@ class ShardedStrategy(StreamedSaves):
         self._broadcast_buffers = broadcast_buffers
         self._reduce_dtype = reduce_dtype
         self._broadcast_dtype = broadcast_dtype
+        self._offload = offload_optimizer
         # During a run:
         self._group: MeteredGroup | None = None
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
@@ -129,6 +133,7 @@ class ShardedStrategy(StreamedSaves):
             "broadcast_buffers": self._broadcast_buffers,
             "reduce_dtype": self._reduce_dtype,
             "broadcast_dtype": self._broadcast_dtype,
+            "offload_optimizer": self._offload,
         }
 
     # Setting up
@@ -138,6 +143,18 @@ class ShardedStrategy(StreamedSaves):
         # Before the ranks join: a default argument of FairScale keeps the world that it finds at its import for ever.
         import_module("lightning_multigpu.engine.sharded.sharded_gradients")
         super().setup_environment()
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._check_offload(self.run_context.device_type)
+
+    def _check_offload(self, device_type: str) -> None:
+        if self._offload and device_type == "cpu":
+            raise ValueError(
+                "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
+                "accelerator='gpu'"
+            )
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
@@ -179,7 +196,7 @@ class ShardedStrategy(StreamedSaves):
         self._check_optimizers()
         dtype = _DTYPES.get(self._broadcast_dtype or "")
         for optimizer in self.optimizers:
-            sharded = ShardedOptimizer(optimizer, self._group, self.meter, broadcast_dtype=dtype)
+            sharded = ShardedOptimizer(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._offload)
             self._sharded[optimizer] = sharded
             self._undo.callback(sharded.close)
         self._wrap()
@@ -388,8 +405,11 @@ class ShardedStrategy(StreamedSaves):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as the optimizer of one device has it, on rank 0; elsewhere this rank's part. A collective."""
         plain = _plain(optimizer)
-        state: dict[str, Any] = super().optimizer_state(plain)
-        if plain not in self._sharded or self.world_size == 1 or self.state_is_lost:
+        if plain not in self._sharded:
+            found: dict[str, Any] = super().optimizer_state(plain)
+            return found
+        state = self._sharded[plain].state_dict()
+        if self.world_size == 1 or self.state_is_lost:
             return state
         if self._remote is None:
             group = self.new_group("data", descending=True)  # its last is rank 0

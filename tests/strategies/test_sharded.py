@@ -583,3 +583,44 @@ def test_without_fairscale_the_pack_is_as_it_was() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ran.stdout == "True\n", ran.stderr
+
+
+class Offloading(ShardedStrategy):
+    """Offloads on a CPU too, where copies take the way that they would take from a GPU."""
+
+    def _check_offload(self, device_type: str) -> None:
+        pass
+
+
+def offloaded(make: Any, ranks: int, path: str) -> dict[str, Any]:
+    strategy = Offloading(offload_optimizer=True) if ranks > 1 else "auto"
+    looks, module = Looks(), make()
+    case = Case(max_epochs=2)
+    saver = ModelCheckpoint(path, filename=f"of_{ranks}", every_n_train_steps=9)
+    trainer = make_trainer(case, strategy, ranks, callbacks=[looks, saver, ScalesWeights()], enable_checkpointing=True)
+    trainer.fit(module, train_loader(case, trainer))
+    weights = state(module)
+    strategy = Offloading(offload_optimizer=True) if ranks > 1 else "auto"
+    again, module = make_trainer(case, strategy, ranks, callbacks=[ScalesWeights()]), make()
+    again.fit(module, train_loader(case, again), ckpt_path=f"{path}/of_1.ckpt")
+    return {"weights": weights, "held": looks.held, "resumed": state(module)}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Classifier("adamw"), lambda: OtherOptimizer(adagrad)], ids=["AdamW", "Adagrad"]
+)
+def test_states_in_the_hosts_memory(make: Any, world2: World, tmp_path: Path) -> None:
+    expected = offloaded(make, 1, str(tmp_path))
+    for result in world2.run(offloaded, make, 2, str(tmp_path)):
+        assert result["held"] == set(), "the device has no states"
+        assert_same_weights(result, expected)
+        assert_same_weights({"weights": result["resumed"]}, expected)
+    states, of_one = (
+        torch.load(tmp_path / name, weights_only=True)["optimizer_states"] for name in ("of_2.ckpt", "of_1.ckpt")
+    )
+    torch.testing.assert_close(states[0]["state"], of_one[0]["state"], rtol=1e-9, atol=1e-11)
+
+
+def test_offloading_from_a_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload_optimizer=True on CPU: states are in the host's memory anyway"):
+        make_trainer(CASE, ShardedStrategy(offload_optimizer=True), 2)

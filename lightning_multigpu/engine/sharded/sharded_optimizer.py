@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from fairscale.nn.misc import ParamBucket
 from fairscale.optim import OSS
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -68,6 +70,7 @@ class ShardedOptimizer(RedirectedOptimizer):
         group: the ranks.
         meter: told of every broadcast.
         broadcast_dtype: in which new values travel; None for that of the parameters.
+        offload: keep states in the host's memory, and update there a copy of this rank's parameters.
 
     Attributes:
         shards: FairScale's OSS.
@@ -77,9 +80,18 @@ class ShardedOptimizer(RedirectedOptimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, group: MeteredGroup, meter: Meter, *, broadcast_dtype: torch.dtype | None = None
+        self,
+        optimizer: Optimizer,
+        group: MeteredGroup,
+        meter: Meter,
+        *,
+        broadcast_dtype: torch.dtype | None = None,
+        offload: bool = False,
     ) -> None:
         super().__init__(optimizer, "tensors")
+        self._offload = offload
+        self._copies: dict[Tensor, Parameter] = {}
+        self._state_of_copies: Any = defaultdict(dict)
         self._group = group
         self._rank = group.rank
         self.shards = _Shards(optimizer, self._update_own, group, meter, broadcast_dtype)
@@ -114,15 +126,37 @@ class ShardedOptimizer(RedirectedOptimizer):
     def _step(self, **options: Any) -> None:
         self.shards.step(**options)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dictionary, with the states of this rank's parameters."""
+        with self._holding(lambda parameter: self._copies.get(parameter, parameter)):
+            return self.optimizer.state_dict()
+
     def _update_own(self, **options: Any) -> None:
-        groups = self.optimizer.param_groups
-        held = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [parameter for parameter in group["params"] if self.owns(parameter)]
-        try:
+        for parameter, copy in self._copies.items():
+            copy.copy_(parameter)  # a hook may have changed it
+            copy.grad = None if parameter.grad is None else parameter.grad.to("cpu")
+        with self._holding(lambda p: self._copies.get(p, p) if self.owns(p) else None):
             self._update(**options)
+        for parameter, copy in self._copies.items():
+            parameter.copy_(copy)
+            copy.grad = None
+
+    @contextmanager
+    def _holding(self, held: Callable[[Parameter], Parameter | None]) -> Iterator[None]:
+        """Within the block the optimizer's groups hold something else for each parameter, or nothing."""
+        optimizer = self.optimizer
+        before = [group["params"] for group in optimizer.param_groups]
+        state = optimizer.state
+        if self._offload:
+            optimizer.state = self._state_of_copies
+        for group in optimizer.param_groups:
+            group["params"] = [found for parameter in group["params"] if (found := held(parameter)) is not None]
+        try:
+            yield
         finally:
-            for group, parameters in zip(groups, held, strict=True):
+            if self._offload:
+                self._state_of_copies, optimizer.state = optimizer.state, state
+            for group, parameters in zip(optimizer.param_groups, before, strict=True):  # loading makes new groups
                 group["params"] = parameters
 
     def _place_new(self) -> None:
@@ -130,6 +164,12 @@ class ShardedOptimizer(RedirectedOptimizer):
         for parameter in self._parameters():  # some optimizers begin with a state of each
             if not self.owns(parameter):
                 self.optimizer.state.pop(parameter, None)
+            elif self._offload and parameter not in self._copies:
+                copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+                self._copies[parameter] = Parameter(copy, requires_grad=False)
+                state = self.optimizer.state.pop(parameter, {})
+                state = tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), state)
+                self._state_of_copies[self._copies[parameter]] = state
 
     def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
         saved = [number for group in saved_groups for number in group["params"]]
@@ -137,7 +177,8 @@ class ShardedOptimizer(RedirectedOptimizer):
         own = {number: values for number, values in saved_state.items() if number in owned}
         # An optimizer keeps the tensors that it is given, and with them the file that they may be mapped from.
         own = tree_map_only(Tensor, torch.clone, own)
-        self.optimizer.load_state_dict({"state": own, "param_groups": saved_groups})
+        with self._holding(lambda parameter: self._copies.get(parameter, parameter)):
+            self.optimizer.load_state_dict({"state": own, "param_groups": saved_groups})
         self._place_new()
 
 
