@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-# Some tests wait while others compute, so that there is one process of tests more than cores; each takes about 3 GB.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
+# Tests often wait, so that there are two processes of tests more than cores; each takes about 3 GB.
+WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 2)) '/^MemAvailable/ { gb = int($$2 / 3e6); n = n > 8 ? 8 : n; print n < gb ? n : gb }' /proc/meminfo)
 DEMO_ARGS ?=
 
 VENV := .venv

@@ -32,7 +32,7 @@ if _ENVIRONMENT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_ROOMS_THAT_WAIT = ("launch", "guardian")
+_ROOMS_THAT_WAIT = ("launch", "tests", "guardian")
 _LONGEST_ROOM = "strategies"
 
 
@@ -59,8 +59,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which pytest-xdist deals out the groups.
 
-    Tests of jobs and guardians mostly wait: their files come in turn with those of tests that compute, long ones first,
-    so that a core has work while a job is waited for.
+    Tests of jobs and guardians mostly wait, and so do those of the examples and of the package beside this file: their
+    files come in turn with those of tests that compute, long ones first, so that a core has work while a job is waited
+    for, and no long file is left for the end.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
