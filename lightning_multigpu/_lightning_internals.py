@@ -42,7 +42,8 @@ from lightning.fabric.utilities.seed import (
 from lightning.fabric.utilities.seed import (
     _set_rng_states as set_rng_states,
 )
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
@@ -84,6 +85,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "argument_of",
     "asked_precision",
+    "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
     "collect_rng_states",
@@ -175,6 +177,16 @@ def draws_graph(logger: Any) -> bool:
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
     """The arguments of Lightning's ``DDPStrategy`` that it passes on to torch's ``DistributedDataParallel``."""
     return dict(getattr(strategy, "_ddp_kwargs", {}))
+
+
+def averaged_copy(callback: Callback) -> Module | None:
+    """The copy of the module in which a callback of Lightning averages weights; None where it has none.
+
+    Both callbacks that do so keep it under a private name.
+    """
+    if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+        return callback._average_model.module
+    return callback._average_model if isinstance(callback, StochasticWeightAveraging) else None
 
 
 @contextmanager

@@ -93,6 +93,7 @@ class SplitLayers:
         self._keeps_whole = keeps_whole
         self._sequence_split = sequence_split
         self._regions: list[SequenceRegion] = []
+        self._copies: list[tuple[Module, RemovableHandle]] = []
         self._gathered: dict[str, str] = {}
         self._summed: dict[str, RemovableHandle] = {}
 
@@ -240,6 +241,12 @@ class SplitLayers:
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Gives every rank the whole of the layers whose values it has; a collective of the tensor group."""
         assert self.split is not None
+        own = dict(self._module.named_parameters())
+        for copy, hook in self._copies:
+            hook.remove()
+            for name, parameter in copy.named_parameters():
+                parameter.data = self._whole(own[name], parameter.data, name)
+        self._copies = []
         for optimizer in optimizers:
             states = _plain(optimizer).state
             for parameter, state in states.items():
@@ -300,6 +307,25 @@ class SplitLayers:
             for name, value in state.items():
                 if isinstance(value, Tensor) and list(value.shape) == whole_shape:
                     state[name] = split.part(value, self._group.rank)
+
+    def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
+        """Makes a whole copy of the module this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
+
+        Args:
+            copy: with the module's parameters, by their names.
+            gathers: whether ``state_dict()`` is asked for on all ranks of the group, which then gather it.
+        """
+        own = dict(self._module.named_parameters(remove_duplicate=False))
+
+        def gather(_: Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            for name, parameter in own.items() if gathers() else ():
+                state[prefix + name] = self._whole(parameter, state[prefix + name], name)
+
+        for name, parameter in copy.named_parameters():
+            split = split_of(own[name])
+            if split is not None:
+                parameter.data = split.part(parameter.data, self._group.rank)
+        self._copies.append((copy, copy.register_state_dict_post_hook(gather)))  # type: ignore[no-untyped-call]
 
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import BasePredictionWriter, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, cloned
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
@@ -157,12 +157,6 @@ class TensorSplitStrategy(RingDDPStrategy):
                 f"{type(trainer.lightning_module).__name__} optimizes manually: the strategy tries the split on "
                 "training_step, which has to return its loss; use strategy='ring_ddp'"
             )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                raise ValueError(
-                    f"{type(callback).__name__} copies the whole module before its layers are split; leave it out, or "
-                    "use strategy='ring_ddp'"
-                )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -248,6 +242,10 @@ class TensorSplitStrategy(RingDDPStrategy):
                 rtol=gradient_rtol(module, self.root_device),
             )
         self._split_plan = plan
+        for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
+            assert self._world is not None
+            self._world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
+            self._layers.cut_copy(copy, lambda: self._gathers)
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)

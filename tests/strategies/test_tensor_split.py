@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from lightning_multigpu import TensorSplitStrategy
+from lightning_multigpu._lightning_internals import averaged_copy
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.planning.split_plan import SplitPlan
 from tests.report.shape import assert_follows_schema
@@ -512,6 +513,59 @@ def test_a_checkpoint_is_that_of_one_device(world2: World, saved_by: int, tmp_pa
             assert {name: value.shape for name, value in values.items()} == {
                 name: value.shape for name, value in result["adam"][number].items()
             }
+
+
+class Normed(FeedForward):
+    """With statistics of activations, which averaged weights have to get anew."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GELU())
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+AVERAGING: dict[str, Callable[[], Callback]] = {
+    "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
+    "ema": lambda: EMAWeightAveraging(decay=0.8),
+}
+
+
+def averaged(ranks: int, kind: str, path: str, resume: str | None = None) -> dict[str, Any]:
+    task, averaging = Task("fused"), AVERAGING[kind]()
+    torch.manual_seed(3)
+    task.model = Language(Normed(), Normed())
+    strategy = "auto" if ranks == 1 else make_strategy("tensor_split")
+    callbacks, options = [averaging, Saving(path)], {"use_distributed_sampler": False}
+    trainer = make_trainer(Case(max_epochs=3), strategy, ranks, callbacks=callbacks, **options)
+    trainer.fit(task, text(), text(6), ckpt_path=resume)
+    copy: Any = averaged_copy(averaging)
+    return {"weights": state(task), "validated": task.validated[-2:], "average": copy.state_dict()}
+
+
+@pytest.mark.parametrize("kind", AVERAGING)
+def test_averages_of_weights(world2: World, kind: str, tmp_path: Any) -> None:
+    """Each rank averages its parts; checkpoints have whole averages, and go on anywhere."""
+    one, own, later = (str(tmp_path / name) for name in ("one.ckpt", "own.ckpt", "later.ckpt"))
+    reference = averaged(1, kind, one)
+    for result in world2.run(averaged, 2, kind, own):
+        assert_same_weights(result, reference)
+        assert result["validated"] == pytest.approx(reference["validated"], rel=1e-9)
+        torch.testing.assert_close(result["average"], reference["average"], rtol=1e-9, atol=1e-11)
+    mine, theirs = (torch.load(path, weights_only=False) for path in (own, one))
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        assert (key in mine) == (key in theirs)
+        torch.testing.assert_close(mine.get(key, {}), theirs.get(key, {}), rtol=1e-9, atol=1e-11)
+    if kind == "swa":
+        (first,), (second,) = (
+            [each["average_model_state"] for each in found["callbacks"].values() if "average_model_state" in each]
+            for found in (mine, theirs)
+        )
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-11)
+    gone_on = averaged(1, kind, later, resume=one)
+    for result in world2.run(averaged, 2, kind, later, resume=own):
+        torch.testing.assert_close(result["weights"], gone_on["weights"], rtol=1e-6, atol=1e-7)
 
 
 class Dropping(Task):
