@@ -110,6 +110,7 @@ class OperatorTrace:
                 "args": {"correlation": event.id},
             }
             for event in recorded.events()  # type: ignore[no-untyped-call]
+            if not (event.device_type.name == "CUDA" and event.is_user_annotation)  # it covers kernels
         ]
         steps = sum(event["name"].startswith(_STEP) and event["cat"] == "cpu_op" for event in events)
         if not steps or not any(event["name"].endswith("training_step") for event in events):
