@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_multigpu.callbacks.action_recorder import ActionRecorder
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.probes import host_memory, usable_cores
-from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, versions_of
+from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, memory_of, versions_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
@@ -33,9 +33,9 @@ from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations, measured_bytes
+from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.planning.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text, run_curves
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
@@ -263,7 +263,7 @@ class _Window:
         self._counted: list[tuple[float, float, int]] = []
         self._reads: ValueReads | None = None
         self._activations = activations
-        self._memory: StageMemory | None = None
+        self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
         self._records_operators = operators
         self._operators = OperatorTrace(self.now)
@@ -347,7 +347,7 @@ class _Window:
             "operators": self._operators.most,
             "events": self._operators.events,
             "launches": None if self._operators.launches is None else asdict(self._operators.launches),
-            "memory": None if self._memory is None else asdict(self._memory),
+            "memory": self._memory,
             "limit": self._limit,
             "trial": None if self._trial is None else self._trial.told(),
             "stages": None if self._stages is None else asdict(self._stages),
@@ -402,8 +402,7 @@ class _Window:
 
     def _counting(self, trainer: Trainer) -> None:
         self._watching.close()
-        assert self._memory is not None
-        self._memory = replace(self._memory, activations_bytes=self._saved.peak_bytes)
+        self._memory["activations_bytes"] = self._saved.peak_bytes
         self._trace(trainer)
 
     def _trace(self, trainer: Trainer) -> None:
@@ -463,12 +462,8 @@ class _Window:
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
         elif device.type == "cpu":
             self._limit = host_memory()[::2]
-        if self._stages is not None:
-            self._memory = self._stages.memory
-        else:
-            held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
-            peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-            self._memory = StageMemory(**asdict(held), activations_bytes=None, device_peak_bytes=peak_bytes)
+        memory = memory_of(trainer) if self._stages is None else self._stages.memory
+        self._memory = {} if memory is None else asdict(memory)
         if _gathered_together(trainer, 0) is None:
             self._clock = ClockOffset(0.0, 0.0)
         else:

@@ -143,7 +143,7 @@ class RunReport(SilentMonitors):
             counted = trainer.strategy.server_statistics()
             self._servers = None if counted is None else counted.section()
             self._split_plan = trainer.strategy.split_plan()
-        self._memory = _memory(trainer) if self._stages is None else None
+        self._memory = memory_of(trainer) if self._stages is None else None
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,7 +224,7 @@ class RunReport(SilentMonitors):
             print(f"written to {path}" if picture is None else f"written to {path}\nand {picture_path}")
 
 
-def _memory(trainer: Trainer) -> StageMemory | None:
+def memory_of(trainer: Trainer) -> StageMemory | None:
     """The bytes that this rank holds; None where optimizer states are elsewhere."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
     if isinstance(strategy, ObservedStrategy):

@@ -422,7 +422,8 @@ def _launches(ranks: Sequence[RankFigures]) -> list[Finding]:
 
 _SAVES_MEMORY = {
     "parameters": 'Split the model over ranks: Trainer(strategy="pipeline_1f1b"), or strategy="tensor_split".',
-    "optimizer": "Keep the optimizer's states in the host's memory: Trainer(strategy=\"cpu_ps\").",
+    "optimizer": 'Shard the states of the optimizer over ranks, Trainer(strategy="ddp_sharded"), or keep them in the '
+    'memory of the host, strategy="cpu_ps".',
     "activations": "Use smaller batches with accumulate_grad_batches=2, or recompute activations "
     "(torch.utils.checkpoint).",
 }

@@ -17,8 +17,8 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
     RANK = {"rank": int, "node": int, "host": str, "threads": int, "cores": int, "data_workers": int or null,
             "clock": {"offset_s": number, "error_s": number},     its clock minus that of rank 0, and the most by which
                                                                   that can be wrong
-            "step_s": number, "phases_s": {PHASE: number},        medians over its steps; the phases' are scaled to add
-                                                                  up to a step
+            "step_s": number, "phases_s": {PHASE: number},        medians over its steps; where those of phases add up
+                                                                  to less than a step, they are scaled up to it
             "callbacks_s": {hook: number},                        medians, of the hooks that take the most time
             "transfers_s": number,                                time with transfers under way, hidden or not; median
             "operators": [[name, calls, cpu_s, gpu_s]],           of one step: those with the most time of their own
@@ -199,7 +199,7 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
     step_s = median(step["end_s"] - step["start_s"] for step in steps)
     phases_s = _medians(phases)
     # What is long by chance in a step is another phase each time: medians alone add up to less than a step.
-    scale = step_s / sum(phases_s.values()) if any(phases_s.values()) else 1.0
+    scale = max(1.0, step_s / sum(phases_s.values())) if any(phases_s.values()) else 1.0
     return {
         **{key: told[key] for key in _KEPT},
         "step_s": step_s,

@@ -237,14 +237,17 @@ def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> Non
 
 def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_path: Path) -> None:
     def fit() -> dict[str, Any] | None:
-        return profiled(tmp_path, Net(), DataLoader(Samples(0.0, None), batch_size=2), make_strategy("async_ps"))[0]
+        loader = DataLoader(Samples(0.0, None), batch_size=2)
+        strategy = make_strategy("async_ps")
+        return profiled(tmp_path, Net(), loader, strategy, activations=True, max_steps=20)[0]  # of both together
 
     profile, other = world2.run(fit)
     assert profile is not None
     assert other is None
     counts = [dict(worker["histogram"]) for worker in profile["servers"]["workers"]]
-    assert sum(sum(of_worker.values()) for of_worker in counts) == STEPS
+    assert sum(sum(of_worker.values()) for of_worker in counts) == 20
     assert profile["servers"]["servers"][0]["share"] == 1
+    assert [of_rank["memory"] for of_rank in profile["ranks"]] == [{"activations_bytes": 5 * 2 * 4 * 4}] * 2
     assert "Staleness of updates" in profile_page.page(profile)
 
 

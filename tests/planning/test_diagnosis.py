@@ -126,7 +126,7 @@ def test_a_host_that_is_not_ahead_of_its_gpu(busy_s: float) -> None:
     ("place", "peak_bytes", "largest", "remedy"),
     [
         ("GPU", 9.2e9, "activations", "accumulate_grad_batches=2"),
-        ("GPU", 9.9e9, "optimizer", "cpu_ps"),
+        ("GPU", 9.9e9, "optimizer", "ddp_sharded"),
         ("GPU", 9.9e9, "gradients", "pipeline_1f1b"),
         ("host", 9.2e9, "optimizer", "fewer ranks"),
         ("container", 9.9e9, "parameters", "fewer ranks"),
