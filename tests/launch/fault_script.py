@@ -22,6 +22,7 @@ from lightning_multigpu import (
     ParameterServerStrategy,
     PipelineStrategy,
     RingDDPStrategy,
+    ShardedStrategy,
     TensorSplitStrategy,
     faults,
 )
@@ -91,6 +92,12 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
         hang_report_s=HANG_REPORT_S,
     ),
     "sync_ps": lambda method: ParameterServerStrategy(
+        start_method=method,
+        failure_timeout_s=FAILURE_TIMEOUT_S,
+        join_timeout_s=JOIN_TIMEOUT_S,
+        hang_report_s=HANG_REPORT_S,
+    ),
+    "ddp_sharded": lambda method: ShardedStrategy(
         start_method=method,
         failure_timeout_s=FAILURE_TIMEOUT_S,
         join_timeout_s=JOIN_TIMEOUT_S,

@@ -39,6 +39,12 @@ STAGES = [
 ]
 
 
+SHARDS = [
+    Combination("kill", "backward", 1, "popen"),
+    Combination("kill", "saving", 1, "popen"),  # the rank whose states rank 0 waits for
+]
+
+
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Future[Outcome]]:
     """Of the runs that are asked for, two at a time: most of a job is waiting. All have ended when this returns."""
@@ -63,6 +69,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     [
         *(("ring_ddp", each) for each in ONE_HOST),
         *(("pipeline_1f1b", each) for each in STAGES),
+        *(("ddp_sharded", each) for each in SHARDS),
         ("hybrid", Combination("kill", "backward", 1, "popen")),  # rank 0 waits for it within a layer
         *(pytest.param(("ring_ddp", each), marks=pytest.mark.hosts) for each in SEVERAL_HOSTS),
     ],
