@@ -80,32 +80,26 @@ def train(ranks: int, *, module: dict[str, bool] | None = None, **options: Any) 
     }
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "stages": sizes(1, 2, 2),
-    "data": sizes(2, 1, 2),
-    "interleaved": {"pipeline": {"schedule": "interleaved"}},
-    "zero bubble": {"pipeline": {"schedule": "zero_bubble"}},
-    "by time, computed again": {"pipeline": {"balance": "time", "activation_checkpointing": True}},
+LAYOUTS: dict[str, tuple[bool | str, dict[str, Any]]] = {
+    "stages": (True, {"pipeline": {"balance": [2, 2]}}),
+    "data": ("gather_again", sizes(2, 1, 2)),
+    "zero bubble": ("gather_again", {"pipeline": {"schedule": "zero_bubble"}}),
+    "by time, computed again": (True, {"pipeline": {"balance": "time", "activation_checkpointing": True}}),
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "choice"),
-    [(layout, True) for layout in LAYOUTS] + [("stages", "gather_again"), ("data", "gather_again")],
-)
-def test_trains_as_one_device(world4: World, layout: str, choice: bool | str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_as_one_device(world4: World, layout: str) -> None:
     """Ranks of a stage send their tokens to the ranks of the next stage that have the same ones."""
-    reference = train(1)
-    for result in world4.run(train, 4, tensor={"sequence_split": choice}, **LAYOUTS[layout]):
+    reference, (choice, options) = train(1), LAYOUTS[layout]
+    results = world4.run(train, 4, tensor={"sequence_split": choice}, **options)
+    if layout == "stages":
+        assert [result["lengths"] for result in results[:2]] == [[3] * 4, [2] * 4]
+    for result in results:
         assert "activations between the blocks of model.blocks are split along dimension 1" in result["notes"]
         assert {"all_gather", "reduce_scatter"} <= result["sent"]
         assert_close(result["weights"], reference["weights"], 1e-9)
         assert result["validated"] == pytest.approx(reference["validated"], rel=1e-9)
-
-
-def test_stages_send_parts(world4: World) -> None:
-    results = world4.run(train, 4, tensor={"sequence_split": True}, pipeline={"balance": [2, 2]})
-    assert [result["lengths"] for result in results[:2]] == [[3] * 4, [2] * 4]
 
 
 def test_lists_beside_the_layers_of_the_pipeline(world4: World) -> None:
@@ -117,6 +111,28 @@ def test_lists_beside_the_layers_of_the_pipeline(world4: World) -> None:
         assert "model.blocks stay whole (the layers of the pipeline, model.blocks.0, are inside of one of its" in outer
         assert [note.split()[5] for note in inner] == ["model.blocks.0", "model.blocks.1"]
         assert_close(result["weights"], reference["weights"], 1e-9)
+
+
+def dropped(computed_again: bool) -> dict[str, Any]:
+    """Trains with dropout between blocks; the mask of the last block in the last batch."""
+    task, masks = Sequences(), list[Tensor]()
+    for block in task.model.blocks:
+        block.attention = nn.Sequential(block.attention, nn.Dropout(0.5))  # type: ignore[arg-type]
+    last: Any = task.model.blocks[3].attention
+    last[1].register_forward_hook(lambda layer, _, output: masks.append(output.detach() != 0))
+    pipeline = {"activation_checkpointing": computed_again}
+    strategy = make_strategy("hybrid", tensor={"sequence_split": True}, pipeline=pipeline)
+    make_trainer(Case(max_epochs=1), strategy, 4, limit_val_batches=0).fit(task)
+    return {"weights": state(task), "mask": masks[-1].clone() if strategy.global_rank < 2 else None}
+
+
+def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again(world4: World) -> None:
+    results = world4.run(dropped, False)
+    first, second = results[0]["mask"], results[1]["mask"]
+    assert (first.shape[1], second.shape[1]) == (3, 2)
+    assert not torch.equal(first[:, :2], second)
+    for result, again in zip(results, world4.run(dropped, True), strict=True):
+        assert_close(again["weights"], result["weights"], 1e-9)
 
 
 def kept_whole() -> tuple[dict[str, Any], list[str]]:
