@@ -78,6 +78,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     """
 
     strategy_name = "dp"
+    starts_ranks = False
 
     def __init__(
         self,
@@ -274,7 +275,11 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         told = [None if self._loss_reduction == "mean" else loss.detach() for loss in tensors]
         self._log(hook, records, weights if callable(self._loss_reduction) else sizes, told, weights)
         loss = JointLoss(
-            tensors, weights, parameters_of(replicas), self._threads, partial(self._travelling, "reduce", copies=1)
+            tensors,
+            weights,
+            parameters_of(replicas),
+            self._threads,
+            partial(self._travelling, "reduce", copies=len(parts) - 1),
         ).value()
         if not isinstance(outputs[0], Mapping):
             return loss
@@ -293,7 +298,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             )
         refuse_list_of_samples(batch, _WORDING)
         size_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-        with self._travelling("scatter", size_bytes, copies=0 if self.root_device.type == "cpu" else 1):
+        others = 1 - 1 / len(self.devices)
+        with self._travelling("scatter", size_bytes, copies=0 if self.root_device.type == "cpu" else others):
             parts = split_batch(batch, num_micro_batches_of(batch, len(self.devices)), _WORDING)
             moved = [
                 move_data_to_device(part, device) for part, device in zip(parts[1:], self.devices[1:], strict=False)
@@ -301,7 +307,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         return [parts[0], *moved]
 
     def _gathered(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        with self._travelling("gather", sum(tensor.nbytes for tensor in tensors_in(outputs)), copies=1):
+        size_bytes = sum(tensor.nbytes for tensor in tensors_in(outputs))
+        with self._travelling("gather", size_bytes, copies=1 - 1 / len(outputs)):
             return gathered(outputs, sizes, self.root_device)
 
     def _log(
@@ -317,9 +324,9 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
         StageLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
 
-    def _travelling(self, operation: str, size_bytes: int, *, copies: int) -> AbstractContextManager[None]:
+    def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[None]:
         """Meters what travels between the devices within the block, as many times as there are ``copies``."""
-        sent = size_bytes * copies
+        sent = round(size_bytes * copies)
         on_gpus = self.root_device.type == "cuda"
         return self.meter.blocking(
             operation,

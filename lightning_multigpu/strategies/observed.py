@@ -25,10 +25,12 @@ class ObservedStrategy:
     Attributes:
         meter: the meter of all bytes between ranks.
         devices_per_rank: devices that one rank drives; data travels between them too.
+        starts_ranks: whether there is a rank for each device; False if one process drives all of them.
     """
 
     meter: Meter
     devices_per_rank = 1
+    starts_ranks = True
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started; for subclasses, and for callbacks that have such a method.

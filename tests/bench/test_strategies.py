@@ -65,6 +65,15 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "failed: rank 1: RuntimeError: planted" in capsys.readouterr().out
 
 
+def test_one_process_that_drives_all_devices(tmp_path: Path) -> None:
+    document = bench(tmp_path, "--model=tests.bench.models.Tiny", "--strategies", "dp")
+    [silent, row] = document["results"]
+    assert (row["status"], len(silent["rank_median_step_ms"])) == ("ok", 2)
+    [step_ms] = row["rank_median_step_ms"]
+    assert row["samples_per_s"] == pytest.approx(2 * 3 / (step_ms / 1e3)), "3 samples on each of 2 devices"
+    assert row["metered"]["total_ms"] > 0
+
+
 @pytest.mark.parametrize("name", ["ring_ddp", "async_ps"])
 def test_a_model_that_brings_its_own_loader(tmp_path: Path, name: str) -> None:
     """Its epochs of 2 batches a rank end within the turns. Under async_ps rank 0 waited there for a sleeping rank."""

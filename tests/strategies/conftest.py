@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from tests.world import World
 
 
@@ -33,7 +32,7 @@ class OneProcess:
 def _of_strategy(request: pytest.FixtureRequest, ranks: World) -> World | OneProcess:
     callspec = getattr(request.node, "callspec", None)
     regime = None if callspec is None else callspec.params.get("regime")
-    is_one_process = regime is not None and not issubclass(regime.strategy, MultiGPUStrategy)
+    is_one_process = regime is not None and not regime.strategy.starts_ranks
     return OneProcess(regime.name, ranks) if is_one_process else ranks
 
 

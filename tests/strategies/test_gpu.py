@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from lightning_multigpu import PipelineStrategy
+from lightning_multigpu import DataParallelStrategy, PipelineStrategy
 from tests.launch.test_hangs import HangingJob
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.world import World
@@ -93,6 +93,17 @@ def test_local_steps_are_those_of_cpus(world2: World) -> None:
     """The flags of who has optimizer state were in the host's memory, where NCCL takes nothing."""
     for weights, reference in zip(world2.run(local_steps, "gpu"), world2.run(local_steps, "cpu"), strict=True):
         assert_close(weights, reference)
+
+
+@two_gpus
+def test_dp_drives_two_gpus() -> None:
+    reference, _ = train("auto", 1)
+    module = Classifier()
+    trainer = make_trainer(CASE, DataParallelStrategy(), 2, accelerator="gpu")
+    trainer.fit(module, train_loader(CASE, 1))
+    assert_close({name: value.cpu() for name, value in state(module).items()}, reference)
+    for operation in ("broadcast", "scatter", "reduce"):
+        assert_timed(figures_of(trainer.strategy, operation, "devices"))
 
 
 def stages_on_two_gpus(schedule: str) -> tuple[dict[str, torch.Tensor], Figures]:

@@ -95,11 +95,19 @@ class Hosts:
                 if (other := theirs.get(name)) != value:
                     raise ValueError(f"{name}={value} here, {other} on host {agent}; run the same command on each host")
 
-    def start(self, name: str, entry: Entry, settings: Any) -> Job:
-        """Starts a job; its ranks call ``entry(settings, seat, requests)``."""
+    def start(self, name: str, entry: Entry, settings: Any, *, one_process: bool = False) -> Job:
+        """Starts a job; its ranks call ``entry(settings, seat, requests)``.
+
+        Args:
+            name: of the job.
+            entry: the main function of a rank.
+            settings: what it is given.
+            one_process: the first rank of each host drives all devices, and is the only one that is started.
+        """
         main_port = self._share(free_port(), _MARGIN)[0]
         job_name = f"{name}-{self._shared}"
-        seats = [self._seat(local_rank, job_name, main_port) for local_rank in self.placement.local_ranks]
+        local_ranks = [*self.placement.local_ranks][: 1 if one_process else None]
+        seats = [self._seat(local_rank, job_name, main_port) for local_rank in local_ranks]
         job = Job(self, LocalRanks(entry, settings, seats))
         self._jobs.add(job)
         return job

@@ -31,6 +31,11 @@ class Contender:
     strategy: type[Strategy] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether one process drives all devices of a host, as under ``dp``."""
+        return not getattr(self.strategy, "starts_ranks", True)
+
     def make(self) -> Strategy:
         """A new strategy."""
         assert self.strategy is not None

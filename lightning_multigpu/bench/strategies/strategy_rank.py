@@ -31,7 +31,8 @@ class Settings:
         model: makes the LightningModule.
         data: makes its LightningDataModule; None where the model brings its data.
         precision: of the Trainer.
-        batch_size: samples of each rank, for models with an example batch.
+        batch_size: samples of each rank, for models with an example batch; where one process drives all devices, those
+            of a device.
         device_type: "cpu" or "cuda".
         num_steps: of all turns together.
     """
@@ -57,13 +58,15 @@ class Turn:
 class Taken:
     """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one.
 
-    ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline.
+    ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline. ``devices_per_rank``
+    devices share its batch, as under ``dp``.
     """
 
     seconds: list[float]
     metered: dict[str, float] | None = None
     parameters: int = 0
     owns_batch: bool = True
+    devices_per_rank: int = 1
 
 
 @dataclass
@@ -96,7 +99,8 @@ class TakesTurns(Callback):
             seconds = [timeline.seconds(start, end) for start, end in pairwise(self._marks)][self._turn.warm_up :]
             parameters = sum(parameter.numel() for parameter in pl_module.parameters())
             owns_batch = getattr(trainer.strategy, "owns_batch", True)
-            self.requests.answer(asdict(Taken(seconds, self._metered(trainer), parameters, owns_batch)))
+            devices = getattr(trainer.strategy, "devices_per_rank", 1)
+            self.requests.answer(asdict(Taken(seconds, self._metered(trainer), parameters, owns_batch, devices)))
         self._turn = self.requests.next()
         if self._turn is None:
             trainer.should_stop = True
@@ -136,9 +140,11 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     if data is None and brings_batch(model):
         # One more: the last turn ends with the start of a batch that belongs to none.
         num_batches = settings.num_steps + 1
-        batch = model.example_batch(settings.batch_size)  # type: ignore[operator]
-        ranks = 1 if alone else seat.world_size
-        loader = repeated(batch, settings.batch_size, num_batches, ranks)
+        one_process = settings.contender.is_one_process
+        batch_size = settings.batch_size * (seat.devices if one_process else 1)
+        batch = model.example_batch(batch_size)  # type: ignore[operator]
+        ranks = 1 if alone or one_process else seat.world_size
+        loader = repeated(batch, batch_size, num_batches, ranks)
     _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader, datamodule=data)
 
 

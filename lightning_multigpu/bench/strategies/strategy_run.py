@@ -124,6 +124,7 @@ class _Runner:
     _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
     _parameters: int = 0
     _owns_batch: Sequence[bool] = ()
+    _devices_per_rank: int = 1
 
     def start(self) -> None:
         """Starts the ranks and has them train a turn that does not count."""
@@ -137,7 +138,7 @@ class _Runner:
             data=plan.data,
             precision=plan.precision,
         )
-        self._job = self.hosts.start("strategy", serve, settings)
+        self._job = self.hosts.start("strategy", serve, settings, one_process=self.contender.is_one_process)
         self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
 
     def turn(self) -> None:
@@ -150,6 +151,7 @@ class _Runner:
             self._metered.append([answer.metered for answer in taken])
             self._parameters = taken[0].parameters
             self._owns_batch = [answer.owns_batch for answer in taken]
+            self._devices_per_rank = taken[0].devices_per_rank
 
     def end(self) -> None:
         """Ends the ranks."""
@@ -168,7 +170,7 @@ class _Runner:
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
             parameters=self._parameters,
-            samples_per_s=self.plan.batch_size * steps_per_s or None,
+            samples_per_s=self.plan.batch_size * self._devices_per_rank * steps_per_s or None,
         )
 
     def _meter_figures(self) -> dict[str, float] | None:

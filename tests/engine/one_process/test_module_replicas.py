@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
+from lightning_multigpu.engine.one_process import module_replicas
+from lightning_multigpu.engine.one_process.joint_loss import JointLoss
+from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
+from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -41,6 +47,48 @@ def test_methods_kept_as_attributes_are_those_of_the_replica() -> None:
     module.scale.fill_(7)
     x = torch.ones(1, 2)
     torch.testing.assert_close(second.call(x), module.linear(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(2, 2, batch_first=True)
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.recurrent(x)[0])).square().mean()  # type: ignore[no-any-return]
+
+
+def test_copies_of_parameters_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs each replica has parameters of its own; here the copies stay in the host's memory."""
+    monkeypatch.setattr(
+        module_replicas.comm,
+        "broadcast_coalesced",
+        lambda tensors, devices: [tensors, *([tensor.clone() for tensor in tensors] for _ in devices[1:])],
+    )
+    torch.manual_seed(1)
+    module, x = Tied().double(), torch.randn(6, 3, 2, dtype=torch.float64)
+    module(x).backward()
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    replicas = ModuleReplicas(module, [torch.device("cuda", index) for index in range(3)]).make(3)
+    assert not {*map(id, replicas[1].parameters())} & {*map(id, module.parameters())}
+    assert replicas[1].second.weight is replicas[1].first.weight
+    assert [each.requires_grad for each in replicas[1].parameters()] == [
+        each.requires_grad for each in module.parameters()
+    ]
+    threads = ReplicaThreads(CPUS)
+    try:
+        losses = threads.run(
+            [partial(replica, part) for replica, part in zip(replicas, x.split(2), strict=True)], "step"
+        )
+        JointLoss(losses, [1 / 3] * 3, parameters_of(replicas), threads, nullcontext).value().backward()
+    finally:
+        threads.close()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
