@@ -1,6 +1,6 @@
-"""Throughput of ``dp`` on CPU replicas, one intra-op thread each, against one replica and one device with all threads.
+"""Throughput of ``dp`` on CPU replicas, one intra-op thread each, against one replica.
 
-    python -m benchmarks.data_parallel [--models gpt mlp] [--devices 2] [--turns 9]
+    python -m benchmarks.data_parallel [--models gpt mlp] [--devices 2] [--turns 9] [--all-threads]
 
 The GPT (batches of 16) is bound by computation. The MLP (batches of 256) has as many parameters and less computation:
 the sum of gradients shows.
@@ -83,8 +83,9 @@ def compare(name: str, given: argparse.Namespace) -> None:
     ways = {
         "one replica of 1 thread": {"devices": 1, "threads": 1},
         replicas: {"devices": given.devices, "threads": given.devices},
-        f"one device, {given.devices} threads": {"devices": 1, "threads": given.devices},
     }
+    if given.all_threads:
+        ways[f"one device, {given.devices} threads"] = {"devices": 1, "threads": given.devices}
     found: dict[str, list[float]] = {way: [] for way in ways}
     names = [*ways]
     for index in range(given.turns):
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=[*BATCH_SIZES], default=[*BATCH_SIZES])
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--all-threads", action="store_true", help="also one device with as many intra-op threads")
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args()
     if "OMP_NUM_THREADS" in os.environ:
