@@ -92,8 +92,8 @@ class ShardedStrategy(StreamedSaves):
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if find_spec("fairscale") is None:
             raise ModuleNotFoundError(
-                "ddp_sharded needs FairScale, which is not installed: pip install 'lightning-multigpu[sharded]' (torch "
-                "must be installed before; FairScale is built from source)"
+                "ddp_sharded needs FairScale, which is not installed: pip install 'lightning-multigpu[sharded]' (a "
+                "source package, for which pip fetches setuptools, wheel and ninja)"
             )
         if bucket_cap_mb:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
@@ -114,6 +114,7 @@ class ShardedStrategy(StreamedSaves):
         self._offload = offload_optimizer
         # During a run:
         self._group: MeteredGroup | None = None
+        self._buffers: MeteredGroup | None = None
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
@@ -175,11 +176,12 @@ class ShardedStrategy(StreamedSaves):
     def _setup_model(self, model: Module) -> Module:
         assert self.lightning_module is not None
         assert self.groups is not None
-        self._group = self.metered(self.groups.mesh.get_group("data"), "data")
+        self._group = self.metered(self.groups.mesh.get_group("data"), "shards")
+        self._buffers = self.metered(self._group.group, "data")
         if self._layer_sync is not None:
             model = self._layer_sync.apply(model)
         values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        self._group.broadcast_tensors([value.detach() for value in values], src=self._group.first_rank)
+        self._buffers.broadcast_tensors([value.detach() for value in values], src=self._buffers.first_rank)
         return model
 
     @override
@@ -267,7 +269,7 @@ class ShardedStrategy(StreamedSaves):
         self._undo.close()
         if self._gradients is not None:
             self._gradients.close()
-        self._group = self._gradients = self._trained = self._remote = None
+        self._group = self._buffers = self._gradients = self._trained = self._remote = None
         self._sharded = {}
         self._missed.clear()
         self._buffers_due, self._rounded = True, False
@@ -384,10 +386,10 @@ class ShardedStrategy(StreamedSaves):
         return replace(held, gradients_bytes=held.gradients_bytes + self._gradients.spare_bytes)
 
     def _synchronise_buffers(self) -> None:
-        if self._group is None or not self._broadcast_buffers or self._group.size == 1:
+        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
             return
         assert self.lightning_module is not None
-        self._group.broadcast_tensors([*self.lightning_module.buffers()], src=self._group.first_rank)
+        self._buffers.broadcast_tensors([*self.lightning_module.buffers()], src=self._buffers.first_rank)
 
     # Checkpoints
 

@@ -355,7 +355,7 @@ def test_a_rank_may_own_nothing(world2: World) -> None:
 def accumulated() -> list[int]:
     case = Case(max_epochs=1, trainer={"accumulate_grad_batches": 3}, strategy={"bucket_cap_mb": 0.0})
     strategy: Any = fit(Classifier(), 2, case).strategy
-    return [sum(t.count for t in step.of("reduce", "data")) for step in strategy.meter.steps]
+    return [sum(t.count for t in step.of("reduce", "shards")) for step in strategy.meter.steps]
 
 
 def test_gradients_travel_once_a_step(world2: World) -> None:
@@ -420,8 +420,8 @@ def traffic(**options: Any) -> dict[str, Any]:
     strategy: Any = trainer.strategy
     steps, names = list(strategy.meter.steps), ("reduce", "broadcast")
     return {
-        "sent": [sum(t.sent_bytes for name in names for t in step.of(name, "data")) for step in steps],
-        "counts": [{name: sum(t.count for t in step.of(name, "data")) for name in names} for step in steps],
+        "sent": [sum(t.sent_bytes for name in names for t in step.of(name, "shards")) for step in steps],
+        "counts": [{name: sum(t.count for t in step.of(name, "shards")) for name in names} for step in steps],
         "weights": state(module),
         "handlers": len(logging.getLogger().handlers),
     }

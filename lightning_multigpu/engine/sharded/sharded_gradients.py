@@ -35,6 +35,7 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import recorded_event
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
 from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer, quiet
@@ -282,10 +283,11 @@ class _Transfers(deque[Workhandle]):
         target, size_bytes = self._next
         transfer = self._meter.begin(
             "reduce",
-            group="data",
+            group="shards",
             group_size=self._group.size,
             size_bytes=size_bytes,
             sent_bytes=0 if target == self._group.rank else size_bytes,
+            ranks=ranks_text(self._group.ranks),
             on_stream=self._on_stream,
         )
         entry.handle.get_future().add_done_callback(lambda _: transfer.finish())

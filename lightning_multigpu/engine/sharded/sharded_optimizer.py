@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer
 
@@ -280,11 +281,12 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
                 values = bucket.buffer.to(dtype) if rounds else bucket.buffer
                 transfer = self._meter.begin(
                     "broadcast",
-                    group="data",
+                    group="shards",
                     group_size=self.world_size,
                     size_bytes=values.nbytes,
                     sent_bytes=values.nbytes if rank == self.rank and self.world_size > 1 else 0,
                     blocking=True,
+                    ranks=ranks_text(self._metered_group.ranks),
                     on_stream=values.is_cuda,
                 )
                 work = dist.broadcast(values, self._local_to_global_rank[rank], group=self.group, async_op=True)
