@@ -69,6 +69,8 @@ class ShardedStrategy(StreamedSaves):
             with rounded ones, and get the exact ones before validation, for a checkpoint, and at the end.
         offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
             parameters: gradients and new values of S/N cross the bus in each step.
+        gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
+            still be saved. False leaves each rank its own; checkpoints can then be saved during the run alone.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -87,6 +89,7 @@ class ShardedStrategy(StreamedSaves):
         reduce_dtype: ShortDtype | None = None,
         broadcast_dtype: ShortDtype | None = None,
         offload_optimizer: bool = False,
+        gather_at_end: bool = True,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -112,6 +115,7 @@ class ShardedStrategy(StreamedSaves):
         self._reduce_dtype = reduce_dtype
         self._broadcast_dtype = broadcast_dtype
         self._offload = offload_optimizer
+        self._gather_at_end = gather_at_end
         # During a run:
         self._group: MeteredGroup | None = None
         self._buffers: MeteredGroup | None = None
@@ -122,6 +126,7 @@ class ShardedStrategy(StreamedSaves):
         self._missed: list[Parameter] = []
         self._buffers_due = True
         self._rounded = False  # parameters of other ranks are
+        self._in_parts: list[Optimizer] = []  # of a former run, with the states of this rank
         self._undo = ExitStack()
 
     @property
@@ -135,6 +140,7 @@ class ShardedStrategy(StreamedSaves):
             "reduce_dtype": self._reduce_dtype,
             "broadcast_dtype": self._broadcast_dtype,
             "offload_optimizer": self._offload,
+            "gather_at_end": self._gather_at_end,
         }
 
     # Setting up
@@ -195,6 +201,7 @@ class ShardedStrategy(StreamedSaves):
 
         super().setup_optimizers(trainer)
         assert self._group is not None
+        self._in_parts.clear()
         self._check_optimizers()
         dtype = _DTYPES.get(self._broadcast_dtype or "")
         for optimizer in self.optimizers:
@@ -265,7 +272,9 @@ class ShardedStrategy(StreamedSaves):
         trainer = None if module is None else module._trainer
         if trainer is not None and not self.failure_watch.failed:
             ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            states = [(o, self.optimizer_state(o)) for o in self._sharded if ends_well]
+            gathers = self._gather_at_end and ends_well
+            states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in self._sharded if gathers]
+            self._in_parts = [] if gathers or self.world_size == 1 else [*self._sharded]
         self._undo.close()
         if self._gradients is not None:
             self._gradients.close()
@@ -407,6 +416,11 @@ class ShardedStrategy(StreamedSaves):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as the optimizer of one device has it, on rank 0; elsewhere this rank's part. A collective."""
         plain = _plain(optimizer)
+        if any(plain is each for each in self._in_parts):
+            raise RuntimeError(
+                "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
+                "during the run, by ModelCheckpoint or in on_train_end, or let the run end with gather_at_end=True"
+            )
         if plain not in self._sharded:
             found: dict[str, Any] = super().optimizer_state(plain)
             return found

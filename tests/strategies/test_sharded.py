@@ -401,6 +401,8 @@ def test_memory_of_gradients_and_states_is_that_of_the_parameters_that_a_rank_ow
     whole = world.run(report_of, "ring_ddp", ranks, str(tmp_path))[0]["memory"]
     report = world.run(report_of, "ddp_sharded", ranks, str(tmp_path), bucket_cap_mb=0.001)[0]
     assert_follows_schema(report)
+    purposes = {"gradients to their owners", "new parameters from their owners"}
+    assert report["communication_ms"].keys() >= purposes
     parameters = list(Layers().parameters())
     size_bytes = 4 * sum(parameter.numel() for parameter in parameters)
     for each in whole:
@@ -583,6 +585,20 @@ def test_without_fairscale_the_pack_is_as_it_was() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ran.stdout == "True\n", ran.stderr
+
+
+def saved_after_the_run(path: str, **options: Any) -> None:
+    case = Case(optimizer="adamw", max_epochs=1, strategy=options)
+    trainer = fit(Classifier("adamw"), 2, case)
+    trainer.save_checkpoint(path)
+
+
+def test_a_checkpoint_that_is_saved_after_the_run(world2: World, tmp_path: Path) -> None:
+    world2.run(saved_after_the_run, str(tmp_path / "after.ckpt"))
+    states = torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    assert list(states) == [0, 1, 2, 3]
+    words = "saved after the run, and each rank has its part of the optimizer's states"
+    world2.run_raising(RuntimeError, words, saved_after_the_run, str(tmp_path / "parts.ckpt"), gather_at_end=False)
 
 
 class Offloading(ShardedStrategy):
