@@ -424,8 +424,8 @@ _SAVES_MEMORY = {
     "parameters": 'Split the model over ranks: Trainer(strategy="pipeline_1f1b"), or strategy="tensor_split".',
     "optimizer": 'Shard the states of the optimizer over ranks, Trainer(strategy="ddp_sharded"), or keep them in the '
     'memory of the host, strategy="cpu_ps".',
-    "activations": "Use smaller batches with accumulate_grad_batches=2, or recompute activations "
-    "(torch.utils.checkpoint).",
+    "activations": "Use smaller batches with accumulate_grad_batches=2, or compute layers again in backward: "
+    "activation_checkpointing=True of the strategy.",
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,16 +14,19 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision, is_compiled
 from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
@@ -85,6 +89,10 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. None checks at the
             end of a fit only, 0 never. A check reads all parameters once.
+        activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
+            the layers of each ``nn.Sequential`` and ``nn.ModuleList``, of which the outermost count (in a pipeline, for
+            its layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
+            :class:`HybridStrategy` takes it as an option of its ``pipeline``.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
@@ -110,6 +118,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         hang_report_s: float | None = 60.0,
         join_timeout_s: float = 600.0,
         check_replicas_every_n_steps: int | None = None,
+        activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
         option_checks.check_start_method(start_method)
@@ -123,6 +132,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         option_checks.check_timeout(timeout)
         if check_replicas_every_n_steps not in (None, 0):
             option_checks.check_positive("check_replicas_every_n_steps", check_replicas_every_n_steps, whole=True)
+        check_choice(activation_checkpointing)
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
@@ -146,6 +156,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         self._start_method: StartMethod = start_method
         self._check_replicas_every = check_replicas_every_n_steps
         self._steps_unchecked = 0
+        self._activation_checkpointing: Choice = activation_checkpointing
+        self._recomputation: Recomputation | None = None
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -162,6 +174,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "check_replicas_every_n_steps": self._check_replicas_every,
+            "activation_checkpointing": self._activation_checkpointing,
         }
 
     @property
@@ -215,6 +228,27 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
 
     @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
+        if not is_overridden("configure_model", trainer.lightning_module):  # else the layers are yet to be made
+            self._set_recomputation(trainer)
+
+    def _set_recomputation(self, trainer: pl.Trainer) -> None:
+        self._recomputation = None
+        if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
+            module = trainer.lightning_module
+            if is_compiled(module):
+                raise ValueError(
+                    f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
+                    "themselves: compile each layer with layer.compile(), or leave one of the two out"
+                )
+            self._recomputation = Recomputation(module, self._activation_checkpointing, self._kept_states())
+
+    def _kept_states(self) -> Sequence[Kept]:
+        """States, beside random states, that the random numbers of a layer depend on; for subclasses."""
+        return ()
+
+    @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
@@ -245,6 +279,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         if client is not None and "://" not in directory:  # a file about a failure can only be left on a local disk
             client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
         super().setup(trainer)
+        self._set_recomputation(trainer)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -417,6 +452,28 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             ) from error
         if found is not None:
             raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Within the block the layers under ``activation_checkpointing`` run so that backward computes them again."""
+        recomputation = self._recomputation
+        if recomputation is None:
+            yield
+            return
+        assert self.lightning_module is not None
+        with recomputation.installed(self.lightning_module):
+            yield
+        if not recomputation.has_run:
+            recomputation.has_run = True
+            rank_zero_warn(
+                f"activation_checkpointing={self._activation_checkpointing!r} has no effect: the first training step "
+                f"calls none of {', '.join(recomputation.names[:3])} with gradients; name modules that it calls"
+            )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.recomputing():
+            return super().training_step(*args, **kwargs)
 
     @override
     def held_bytes(self) -> HeldBytes | None:

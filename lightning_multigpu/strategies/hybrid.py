@@ -81,6 +81,11 @@ class HybridStrategy(StagedStrategy):
         shared_memory: bool = True,
         **options: Any,
     ) -> None:
+        if "activation_checkpointing" in options:
+            given = f"activation_checkpointing={options['activation_checkpointing']!r}"
+            raise ValueError(
+                f"{given}: it is an option of the pipeline; pass pipeline={{'activation_checkpointing': ...}}"
+            )
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
         for name, size in zip(_SIZES, self._asked, strict=True):
@@ -106,6 +111,11 @@ class HybridStrategy(StagedStrategy):
         # During a run:
         self._axis: TensorAxis | None = None
         self._compressed: HierarchicalAllReduce | None = None
+
+    @classmethod
+    @override
+    def option_names(cls) -> list[str]:
+        return [name for name in super().option_names() if name != "activation_checkpointing"]
 
     @property
     @override

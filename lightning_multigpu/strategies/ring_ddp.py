@@ -366,7 +366,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             loss_reduction=self.feed.loss_reduction,
             rtol=gradient_rtol(module, self.root_device),
         )
-        with self.meter.unrecorded():
+        with self.meter.unrecorded(), self.recomputing():
             finding = check.find(batch, 2)
         if finding is None or finding.verdict == Verdict.UNCLEAR:
             reason = "gradients are not finite" if finding else "a rank's first batch cannot be cut into two halves"

@@ -315,8 +315,9 @@ class ShardedStrategy(StreamedSaves):
         if self._gradients is None:
             return super().training_step(*args, **kwargs)
         self._buffers_due = not self._gradients.accumulates
-        with self.precision_plugin.train_step_context():
-            return self._forward_redirection(self._gradients, self.lightning_module, "training_step", *args, **kwargs)
+        module = self.lightning_module
+        with self.recomputing(), self.precision_plugin.train_step_context():
+            return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

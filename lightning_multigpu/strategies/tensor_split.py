@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, cloned
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
@@ -200,6 +201,10 @@ class TensorSplitStrategy(RingDDPStrategy):
             return model
         return super()._wrap(model, bucket_cap_mb, **options)
 
+    @override
+    def _kept_states(self) -> Sequence[Kept]:
+        return () if self._tensor is None else (self._tensor.random.kept, self._tensor.sequence_random.kept)
+
     def _share_random_states(self) -> None:
         """Gives every rank of a tensor group the random states of its first one."""
         assert self._peers is not None
@@ -233,7 +238,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         def step() -> Any:
             return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
 
-        with self.meter.unrecorded():
+        with self.meter.unrecorded(), self.recomputing():
             plan = self._layers.decide(
                 step,
                 self.optimizers,

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer
+from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer, state
 from tests.world import World
 
 VOCABULARY, LENGTH = 24, 5
@@ -276,3 +276,20 @@ def test_models_that_compute_their_blocks_again_by_themselves(
     kind, reference = one_device
     for losses in world2.run(train_checkpointing, kind, "pipeline_zero_bubble"):
         assert losses == pytest.approx(reference["losses"], rel=1e-6)
+
+
+def train_whole(cls: type[Decoder], **options: Any) -> dict[str, Any]:
+    """Every rank has the same batches."""
+    module = cls("gpt2")
+    strategy = make_strategy("ring_ddp", find_unused_parameters=True, **options)  # it has heads without a use
+    make_trainer(CASE, strategy, 2).fit(module, DataLoader(Text(32), batch_size=4))
+    return {"weights": state(module), "hooks": len(module.model._forward_pre_hooks)}
+
+
+def test_blocks_that_run_again_on_whole_models(world2: World) -> None:
+    """With a cache they would find their own keys in it; a model that computes its blocks again by itself may."""
+    plain, *_ = world2.run(train_whole, Decoder)
+    for cls in (Decoder, Checkpointing):
+        for result in world2.run(train_whole, cls, activation_checkpointing=True):
+            assert_same_weights(result, plain)
+            assert result["hooks"] == 0

@@ -267,6 +267,24 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
             assert [each.names for each in result["plan"].whole] == ["model.blocks.2.(first, second)"]
 
 
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt2", {}),
+        ("fused", {"sequence_split": "gather_again"}),
+        ("multihead", {"sequence_split": True}),
+        ("equal layers", {"activation_checkpointing": [nn.Linear]}),
+    ],
+)
+def test_split_layers_are_computed_again(world2: World, model: str, options: dict[str, Any]) -> None:
+    reference = train(model, 1)
+    for result in world2.run(train, model, 2, **{"activation_checkpointing": True, **options}):
+        assert result["split"] == FOUND[model]
+        rtol = RTOL.get(model, 1e-9)
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=rtol, atol=rtol / 100)
+
+
 # The list of layers, the dimension along which activations are split, and the column layers of each kind of block.
 SEQUENCES: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "gpt2": ("model.transformer.h", 1, (1, 1)),
@@ -359,7 +377,8 @@ def stacked(checkpointed: str) -> dict[str, Any]:
         part.register_forward_hook(lambda *args, name=name: masks[name].append(args[-1].detach() != 0))  # type: ignore[misc, operator, union-attr]
     generator = torch.Generator().manual_seed(1)
     batches = [[torch.randint(VOCABULARY, (4, length), generator=generator)] for length in (6, 5, 6)]
-    strategy = make_strategy("tensor_split", sequence_split=True)
+    option = {"activation_checkpointing": ["Layer"]} if checkpointed == "by the option" else {}
+    strategy = make_strategy("tensor_split", sequence_split=True, **option)
     trainer = make_trainer(Case(max_epochs=1), strategy, 2, use_distributed_sampler=False)
     trainer.fit(task, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return {"weights": state(task), "masks": {name: kept[-1] for name, kept in masks.items()}}
@@ -372,7 +391,7 @@ def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again_by_chec
         mine, theirs = (result["masks"][name] for result in (first, second))
         assert mine.shape == theirs.shape == shape
         assert 0.3 < (mine & theirs).double().mean() / mine.double().mean() < 0.7, "they are independent"
-    for checkpointed in ("in layers", "layers"):
+    for checkpointed in ("in layers", "layers", "by the option"):
         for result in world2.run(stacked, checkpointed):
             assert_same_weights(result, first)
 

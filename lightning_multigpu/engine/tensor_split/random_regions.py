@@ -7,6 +7,9 @@ follow from those outside of it, so that an activation checkpoint that computes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 from torch import Tensor
 
@@ -58,6 +61,21 @@ class RandomRegions:
         if self._outside_on_gpu is not None:
             torch.cuda.set_rng_state(self._outside_on_gpu, device)
         self._outside = self._outside_on_gpu = None
+
+    def kept(self) -> Callable[[], AbstractContextManager[None]]:
+        """Keeps which region is open, and returns what sets it for the time of a block."""
+        state = self._outside, self._outside_on_gpu
+
+        @contextmanager
+        def restored() -> Iterator[None]:
+            before = self._outside, self._outside_on_gpu
+            self._outside, self._outside_on_gpu = state
+            try:
+                yield
+            finally:
+                self._outside, self._outside_on_gpu = before
+
+        return restored
 
     def forget(self) -> None:
         """Ends a region whose end has not come, without a change of the random states.

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch.nn import Module
 
+from lightning_multigpu.engine.activation_checkpointing import Choice, check_choice
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
@@ -35,7 +36,7 @@ class PipelineOptions:
     split_points: Sequence[str] | None
     pipeline_parallel_size: int | None
     data_parallel_size: int | None
-    activation_checkpointing: bool | Sequence[str | type]
+    activation_checkpointing: Choice
     check_loss: bool
     batch_dim: int
     replicated: bool | Sequence[str] = False
@@ -70,17 +71,8 @@ class PipelineOptions:
         raise ValueError(f"stages_per_rank={self.stages_per_rank} under schedule={self.schedule!r}; {fix}")
 
     def _check_activation_checkpointing(self) -> None:
-        choice: object = self.activation_checkpointing
-        given = f"activation_checkpointing={choice!r}"
-        if not isinstance(choice, bool):
-            if isinstance(choice, str) or not isinstance(choice, Sequence):
-                raise ValueError(
-                    f"{given} is neither a bool nor a list; pass True for all layers, or a list of their classes or "
-                    "names, such as ['Block']"
-                )
-            if not all(isinstance(entry, str | type) for entry in choice):
-                raise ValueError(f"{given}: pass classes, names of classes, or names of layers only")
-        if choice and self.schedule == "zero_bubble":
+        check_choice(self.activation_checkpointing)
+        if self.activation_checkpointing and self.schedule == "zero_bubble":
             raise ValueError(
                 "activation_checkpointing under schedule='zero_bubble', whose backward comes in two parts: layers "
                 "would be computed again for each group of their parameters; use schedule='interleaved', or leave it "

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.clocks import CoreWait
+from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.training_memory import end_bytes, held_bytes, layer_bytes
@@ -24,7 +25,6 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.micro_batches import first_part, moved
-from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.pipeline.errors import PipelineError
@@ -35,7 +36,6 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     split_batch,
     weights_of,
 )
-from lightning_multigpu.engine.pipeline.stages.recompute import layers_of
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts

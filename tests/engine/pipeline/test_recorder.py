@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.pipeline.measuring.recorder import KEPT_STEPS, Recorder
 from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
 from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
 from lightning_multigpu.planning.timeline import Interval
 
 
@@ -181,7 +182,7 @@ def test_layers_that_run_again_keep_their_input() -> None:
 
     def run() -> None:
         hidden = x * 2  # kept as the layer's input only
-        recomputed(layer, layer.forward, (hidden,), {}, lambda: None).sum().backward()
+        recomputed(layer, layer.forward, (hidden,), {}, nullcontext).sum().backward()
 
     assert peak(kept, run) == 160
     assert peak(SavedActivations(list(layer.parameters())), lambda: layer(x * 2).sum().backward()) == 160 + 800

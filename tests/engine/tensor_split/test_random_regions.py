@@ -50,6 +50,23 @@ def test_regions_that_are_off_change_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_region_that_was_open_is_open_again_within_a_block() -> None:
+    """A layer that is computed again may begin within a region, and end it."""
+    regions = RandomRegions(1)
+    torch.manual_seed(1)
+    regions.enter(CPU)
+    kept = regions.kept()
+    regions.leave(CPU)
+    outside = torch.rand(3)
+    with kept():
+        regions.leave(CPU)
+        assert torch.equal(torch.rand(3), outside)
+        regions.enter(CPU)
+    state = torch.get_rng_state()
+    regions.leave(CPU)
+    assert torch.equal(torch.get_rng_state(), state), "no region is open behind the block"
+
+
 class Noting(nn.Module):
     """Dropout of ones; notes its masks."""
 

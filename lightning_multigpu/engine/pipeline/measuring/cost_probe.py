@@ -14,7 +14,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.metering.clocks import CoreWait, synchronise, timed
+from lightning_multigpu.engine.activation_checkpointing import recomputed, safe_inputs
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedTensors
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
@@ -34,7 +35,6 @@ from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     map_only,
     tensors_of,
 )
-from lightning_multigpu.engine.pipeline.stages.recompute import recomputed, safe_inputs
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
@@ -166,7 +166,7 @@ class CostProbe:
         if index in self._recompute:
             layer, begin = self._chain.layers[index], functools.partial(self._begin_part, 1 + index)
             recomputed_bytes = self._inner_bytes(index, forward, args, kwargs)
-            forward = functools.partial(recomputed, layer, forward, args, kwargs, begin)
+            forward = functools.partial(recomputed, layer, forward, args, kwargs, lambda: nullcontext(begin()))
             args, kwargs = (), {}
         self._start_clock()
         output = forward(*args, **kwargs)

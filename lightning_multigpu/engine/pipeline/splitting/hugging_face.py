@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 from torch.nn import Module, ModuleList
@@ -50,10 +51,9 @@ class ModelsInStages:
 
     def __init__(self, module: Module) -> None:
         models = models_in(module).values()
+        hook = partial(without_cache, "each stage of a pipeline would fill the cache for its own blocks only")
         self._handles = [
-            model.register_forward_pre_hook(_without_cache, prepend=True, with_kwargs=True)
-            for model in models
-            if "use_cache" in inspect.signature(model.forward).parameters
+            model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for model in caching_models(module)
         ]
         self._generators = [model for model in models if callable(getattr(model, "generate", None))]
         for model in self._generators:
@@ -67,12 +67,21 @@ class ModelsInStages:
             vars(model).pop("generate", None)
 
 
-def _without_cache(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def caching_models(module: Module) -> list[Module]:
+    """The Hugging Face models in ``module`` that can cache keys and values."""
+    return [m for m in models_in(module).values() if "use_cache" in inspect.signature(m.forward).parameters]
+
+
+def without_cache(
+    problem: str, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A hook before the forward pass of a model, which then caches no keys and values.
+
+    Raises:
+        PipelineError: the model is asked to cache them, which would cause ``problem``.
+    """
     if kwargs.get("use_cache"):
-        raise PipelineError(
-            f"{type(model).__name__} is called with use_cache=True, and each stage of a pipeline would fill the cache "
-            "for its own blocks only; leave it out"
-        )
+        raise PipelineError(f"{type(model).__name__} is called with use_cache=True, and {problem}; leave it out")
     return args, {**kwargs, "use_cache": False}
 
 

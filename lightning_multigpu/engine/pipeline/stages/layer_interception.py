@@ -220,10 +220,7 @@ class LayerInterception:
 
     def _check_checkpoint(self, index: int) -> None:
         """Refuses a layer that a reentrant ``torch.utils.checkpoint`` runs without gradients."""
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is not None:
+        if runs_in_checkpoint():
             raise PipelineError(
                 f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
                 "backward, outside of the step: leave the checkpoint around the layers out, and pass "
@@ -379,6 +376,14 @@ class LayerInterception:
 
     def _name(self, index: int) -> str:
         return self.chain.layer_name(index)
+
+
+def runs_in_checkpoint() -> bool:
+    """Whether the caller runs within ``torch.utils.checkpoint``."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _version(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.pipeline.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception, Region
-from lightning_multigpu.engine.pipeline.stages.recompute import recomputed
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
@@ -246,8 +247,9 @@ class PipelineRunner:
         seed = self._seed_of_part(1 + index)  # as _begin_part has set it
         layer = self._chain.layers[index]
 
-        def begin() -> None:
+        def begin() -> AbstractContextManager[None]:
             set_random_state(seed, self._device)
             self._part_begins(1 + index)
+            return nullcontext()
 
         return recomputed(layer, forward, args, kwargs, begin)

@@ -1,0 +1,245 @@
+"""Layers that are computed again give the gradients of layers that are not, with the same random numbers."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_multigpu.engine.activation_checkpointing import (
+    Recomputation,
+    RecomputationError,
+    layers_of,
+    recomputed,
+    selected_layers,
+)
+from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.stages.step_state import set_random_state
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    """Draws torch's and Python's random numbers, and makes tensors of the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        self.calls += 1
+        y = torch.tanh(self.linear(x * mask)) * (2.0 if random.random() < 0.5 else 0.25)
+        return self.norm(self.dropout(y) @ torch.eye(3)).square()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x) ** 2
+
+
+def train(layer: nn.Module, seed: int, again: bool, **kwargs: Any) -> list[Tensor]:
+    """Output and gradients; between forward and backward other numbers are drawn, in another default dtype."""
+    leaf = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).requires_grad_()
+    x = leaf * 1.0
+    set_random_state(seed, CPU)
+    torch.set_default_dtype(torch.float64)
+    try:
+        if again:
+            output = recomputed(layer, layer.forward, (x,), kwargs, lambda: nullcontext(set_random_state(seed, CPU)))
+        else:
+            output = layer(x, **kwargs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    set_random_state(99, CPU)
+    (output * torch.arange(12.0).reshape(4, 3)).sum().backward()
+    assert leaf.grad is not None
+    return [output.detach(), leaf.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_those_of_one_run(seed: int) -> None:
+    mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    plain, checkpointed = Layer(), Layer()
+    for a, b in zip(train(plain, seed, False, mask=mask), train(checkpointed, seed, True, mask=mask), strict=True):
+        assert torch.equal(a, b)
+    assert (plain.calls, checkpointed.calls) == (1, 2)
+    assert checkpointed.state_dict().keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(checkpointed.state_dict()[name], value), f"{name} counted the batch twice"
+
+
+def test_an_input_that_is_changed_in_place_is_still_there() -> None:
+    for a, b in zip(train(InPlace(), 3, False), train(InPlace(), 3, True), strict=True):
+        assert torch.equal(a, b)
+
+
+class Changing(nn.Module):
+    """Nothing about it tells that it works in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(2 * x[0].add_(1.0).sum() * x)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_an_input_that_is_changed_in_secret_is_refused(hooks: bool) -> None:
+    """Under saved-tensor hooks, which a report counts memory with, its gradients were wrong without a word."""
+    unpacked = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+    with (
+        unpacked if hooks else nullcontext(),
+        pytest.raises(PipelineError, match=r"a Changing changes its input in place.*leave it out of activation_ch"),
+    ):
+        train(Changing(), 1, True)
+
+
+def test_what_is_inside_is_not_kept() -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    mask = torch.ones(3, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        train(Layer(), 1, False, mask=mask)
+        plain, _ = len(kept), kept.clear()
+        train(Layer(), 1, True, mask=mask)
+    outside = 1  # what train() itself multiplies by
+    assert plain > 5
+    inputs = 2  # the layer's own, and the mask
+    assert len(kept) == outside + inputs
+
+
+def test_layers_are_named() -> None:
+    chain = Chain("model.blocks", (nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1), nn.ReLU()))
+    assert layers_of(chain, False) == layers_of(chain, []) == frozenset()
+    assert layers_of(chain, True) == {0, 1, 2, 3}
+    assert layers_of(chain, [nn.Linear, "Tanh"]) == {0, 1, 2}
+    assert layers_of(chain, ["model.blocks.3"]) == {3}
+    with pytest.raises(ValueError, match=r"\['Conv'\] names no layer of 'model.blocks'.*Linear, ReLU, Tanh.*blocks.3"):
+        layers_of(chain, ["Linear", "Conv"])
+    with pytest.raises(ValueError, match=r"activation_checkpointing=\[Conv1d\]"):
+        layers_of(chain, [nn.Conv1d])
+
+
+class Whole(nn.Module):
+    """Blocks in a list, a Sequential within one of them, and parts outside of both."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.inner(x))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList([self.Block(), nn.ModuleList([self.Block()])])
+        self.losses = nn.ModuleList([nn.MSELoss()])
+        self.head = nn.Sequential(nn.Linear(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.head(self.blocks[1][0](self.blocks[0](x)))  # type: ignore[index, no-any-return]
+
+
+LAYERS = ["blocks.0", "blocks.1.0", "head.0"]
+
+
+def test_layers_of_a_whole_module_are_selected() -> None:
+    module = Whole()
+    assert selected_layers(module, True) == LAYERS
+    assert selected_layers(module, ["blocks.1.0", "first"]) == ["first", "blocks.1.0"]
+    assert selected_layers(module, ["Block", nn.Linear]) == ["first", *LAYERS], "of layers inside each other the outer"
+    assert selected_layers(module, []) == []
+    words = r"\['Conv'\] names no module of Whole.*Block, Dropout, Linear.*'blocks.0', 'blocks.1.0', 'head.0'.*or True"
+    with pytest.raises(ValueError, match=words):
+        selected_layers(module, ["Linear", "Conv"])
+    with pytest.raises(ValueError, match=r"=True: no module of Linear is an nn.Sequential or .*such as \[\]"):
+        selected_layers(nn.Linear(1, 1), True)
+
+
+def gradients(module: nn.Module, again: Recomputation | None) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    x = torch.linspace(-1, 1, 6).reshape(2, 3)
+    with nullcontext() if again is None else again.installed(module):
+        loss = module(x).square().sum()
+    drawn = torch.rand(3)
+    loss.backward()
+    assert not torch.equal(torch.rand(3), drawn), "backward has set the random state back"
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def test_a_whole_module_trains_as_without() -> None:
+    """Hooks of a layer run once, random numbers are drawn again, and go on behind backward as if they had not been."""
+    torch.manual_seed(1)
+    module = Whole()
+    calls: list[str] = []
+    module.blocks[0].register_forward_hook(lambda *_: calls.append("layer"))
+    module.blocks[0].inner.register_forward_hook(lambda *_: calls.append("inside"))  # type: ignore[union-attr]
+    expected, numbers = gradients(module, None), torch.rand(3)
+    assert calls == ["inside", "layer"]
+    module.zero_grad()
+    again = Recomputation(module, True)
+    found = gradients(module, again)
+    assert torch.equal(torch.rand(3), numbers)
+    assert calls[2:] == ["inside", "layer", "inside"]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert found.keys() == expected.keys()
+    assert again.has_run
+    assert not any("forward" in vars(part) for part in module.modules()), "the module is as it was"
+    with again.installed(module), torch.no_grad():
+        module(torch.zeros(1, 3))
+
+
+class Counting(Whole.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_layers_that_cannot_be_computed_again_are_refused() -> None:
+    module = nn.Sequential(Counting())
+    with (
+        pytest.raises(RecomputationError, match=r"^0 changes its buffer 'calls' .*leave it out of activation_ch"),
+        Recomputation(module, True).installed(module),
+    ):
+        module(torch.ones(1, 3))
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+    for reentrant in (True, False):
+        with (
+            pytest.raises(RecomputationError, match=r"^0 is called within torch.utils.checkpoint.*leave the"),
+            Recomputation(module, True).installed(module),
+        ):
+            checkpoint(module, torch.ones(1, 3, requires_grad=True), use_reentrant=reentrant)
+    compiled = nn.ModuleDict({"net": torch.compile(module, backend="eager")})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"^net is compiled as a whole.*layer.compile\(\)"):
+        Recomputation(compiled, [nn.Linear])
+
+
+def test_compiled_layers_are_computed_again() -> None:
+    module = nn.Sequential(Whole.Block(), nn.Linear(3, 1))
+    assert selected_layers(module, True) == ["0", "1"]
+    expected = gradients(module, None)
+    module.zero_grad()
+    runs = []
+    module[0]._compiled_call_impl = lambda x: runs.append(1) or module[0]._call_impl(x)  # type: ignore[assignment, func-returns-value]
+    found = gradients(module, Recomputation(module, True))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert len(runs) == 2

@@ -1,0 +1,165 @@
+"""``activation_checkpointing`` of strategies whose ranks run the whole module; pipelines have tests of their own."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_multigpu import HybridStrategy, MultiGPUStrategy, RingDDPStrategy
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    Case,
+    Classifier,
+    assert_same_weights,
+    dataset,
+    make_strategy,
+    make_trainer,
+    regimes_of_each_strategy,
+    regimes_with_a_whole_model,
+    state,
+    train_loader,
+)
+from tests.world import World
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Draws torch's and Python's random numbers, and counts batches in BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 0.5 if self.training and random.random() < 0.5 else 1.0
+        return self.norm(x + scale * self.down(self.dropout(torch.tanh(self.up(x)))))  # type: ignore[no-any-return]
+
+
+class Blocks(L.LightningModule):
+    """Notes the bytes that autograd keeps of each step, and how often hooks of the blocks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(NUM_FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+        self.kept: list[int] = []
+        self.num_calls = 0
+        for block in self.blocks:
+            block.register_forward_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.num_calls += self.training
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        sizes: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.detach()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            x = self.first(batch[0])
+            for block in self.blocks:
+                x = block(x)
+            loss = F.cross_entropy(self.head(x), batch[1])
+        held = {value.untyped_storage().data_ptr() for value in (*self.parameters(), *self.buffers())}
+        self.kept.append(sum(t.untyped_storage().nbytes() for address, t in sizes.items() if address not in held))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(name: str, choice: Any) -> dict[str, Any]:
+    module = Blocks()
+    case = Case(max_epochs=2, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5})
+    trainer = make_trainer(case, make_strategy(name, activation_checkpointing=choice), 2)
+    trainer.fit(module, train_loader(case, trainer))
+    return {"weights": state(module), "kept": module.kept[-1], "calls": module.num_calls / len(module.kept)}
+
+
+WHOLE = [
+    regime
+    for regime in regimes_of_each_strategy()
+    if regime in regimes_with_a_whole_model() and issubclass(regime.strategy, MultiGPUStrategy)
+]
+
+
+@pytest.mark.parametrize("regime", WHOLE, ids=lambda regime: regime.name)
+def test_trains_as_without_and_keeps_less(regime: Regime, world2: World) -> None:
+    """Dropout draws the same numbers again, and goes on behind backward as without."""
+    plain, again = world2.run(train, regime.name, False), world2.run(train, regime.name, True)
+    for result, reference in zip(again, plain, strict=True):
+        assert_same_weights(result, reference)
+        assert result["calls"] == reference["calls"] == 4, "hooks of a layer run once"
+        assert result["kept"] < 0.5 * reference["kept"]
+
+
+def test_layers_are_chosen_by_class_and_name(world2: World) -> None:
+    first, *_ = world2.run(train, "ring_ddp", [Block])
+    assert world2.run(train, "ring_ddp", ["Block", "first"])[0]["kept"] == first["kept"]
+    one, *_ = world2.run(train, "ring_ddp", ["blocks.2"])
+    assert one["kept"] > first["kept"]
+
+
+class GoesPast(Classifier):
+    """Calls parts of its layers only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, self.first.weight)), self.second.weight)
+
+
+def warned() -> list[str]:
+    strategy = make_strategy("ring_ddp", activation_checkpointing=["Linear"], find_unused_parameters=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(Case(max_epochs=1), strategy, 2).fit(GoesPast(), train_loader(Case(), 2))
+    return [str(each.message) for each in caught]
+
+
+def test_an_option_without_effect_warns(world2: World) -> None:
+    words = "activation_checkpointing=['Linear'] has no effect: the first training step calls none of layers.0, layers"
+    assert len([text for text in world2.run(warned)[0] if text.startswith(words)]) == 1
+
+
+class Late(Classifier):
+    def configure_model(self) -> None:
+        pass
+
+
+def test_what_does_not_exist_is_named_before_any_process_starts() -> None:
+    strategy = RingDDPStrategy(activation_checkpointing=["Conv2d"])
+    trainer = make_trainer(Case(), strategy, 2)
+    with pytest.raises(ValueError, match=r"\['Conv2d'\] names no module of Classifier.*Linear.*'layers.0'"):
+        trainer.fit(Classifier(), DataLoader(dataset(8)))
+    for choice, words in (("Block", "'Block' is neither a bool nor a list"), ([1], "pass classes, names of classes")):
+        with pytest.raises(ValueError, match=words):
+            RingDDPStrategy(activation_checkpointing=choice)
+    with pytest.raises(ValueError, match=r"True: it is an option of the pipeline; pass pipeline=\{'activation_ch"):
+        HybridStrategy(activation_checkpointing=True)
+    compiled = torch.compile(Classifier(), backend="eager")
+    with pytest.raises(ValueError, match=r"Classifier is compiled as a whole.*layer.compile\(\)"):
+        make_trainer(Case(), RingDDPStrategy(activation_checkpointing=True), 2).fit(compiled, DataLoader(dataset(8)))
+
+
+def late() -> None:
+    strategy = RingDDPStrategy(activation_checkpointing=["Conv2d"])
+    make_trainer(Case(), strategy, 2).fit(Late(), train_loader(Case(), 2))
+
+
+def test_layers_that_are_made_later_are_named_then(world2: World) -> None:
+    world2.run_raising(ValueError, r"\['Conv2d'\] names no module of Late", late)
