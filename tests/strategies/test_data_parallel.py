@@ -97,7 +97,7 @@ def test_loss_reduction() -> None:
 
 
 class _Unusual(L.LightningModule):
-    """Tied weights, a recurrent layer, a parameter hook, a method as an attribute, and a layer that is unfrozen."""
+    """Tied weights, a recurrent layer, hooks, a method as an attribute, and a layer that is unfrozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +116,16 @@ class _Unusual(L.LightningModule):
         self.accumulated = 0
         self.first.weight.register_hook(self._clip)
         self.first.weight.register_post_accumulate_grad_hook(self._count)
+        self.second.register_forward_hook(self._keep)
         self.end = self._end
         self.factor = 1.0
 
     def _clip(self, gradient: Tensor) -> Tensor:
         self.hooked.append(gradient.clone())
         return gradient.clamp(-0.01, 0.01)
+
+    def _keep(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.of_hook[0] = output
 
     def _count(self, parameter: Tensor) -> None:
         self.accumulated += 1
@@ -135,7 +139,9 @@ class _Unusual(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, _ = self.recurrent(batch[0].unsqueeze(1))
+        self.of_hook = [x]
         logits = self.end(self.second(torch.tanh(self.first(x[:, 0]))))
+        logits = logits + self.of_hook[0].mean(1, keepdim=True)
         # Over the module's own parameters: in a replica they are the replica's.
         penalty = sum((parameter**2).sum() for parameter in self.parameters())
         return nn.functional.cross_entropy(logits, batch[1]) + 0.01 * penalty
@@ -144,6 +150,7 @@ class _Unusual(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:training_step sets self.of_hook")
 def test_unusual_modules() -> None:
     alone, replicated = assert_trains_alike(_Unusual)
     assert replicated.accumulated == alone.accumulated == 6

@@ -76,12 +76,19 @@ class ModuleReplicas:
             for name, buffer in part._buffers.items():
                 copy._buffers[name] = None if buffer is None else tensors[id(buffer)]
 
+        def bound(value: object) -> object:
+            if isinstance(value, MethodType) and id(value.__self__) in copies:
+                return MethodType(value.__func__, copies[id(value.__self__)])
+            return value
+
         whole = copied(self._module)
         for copy in copies.values():
             for name, value in [*vars(copy).items()]:
-                if isinstance(value, MethodType) and id(value.__self__) in copies:
-                    # A method kept as an attribute would go on with the module's own tensors.
-                    object.__setattr__(copy, name, MethodType(value.__func__, copies[id(value.__self__)]))
+                # A method that is kept as an attribute or a hook would go on with the module's own tensors.
+                if isinstance(value, MethodType):
+                    object.__setattr__(copy, name, bound(value))
+                elif isinstance(value, dict) and value and name.endswith("_hooks"):
+                    object.__setattr__(copy, name, type(value)((key, bound(hook)) for key, hook in value.items()))
         return whole
 
 
