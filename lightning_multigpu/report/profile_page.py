@@ -66,7 +66,7 @@ def page(profile: Mapping[str, Any]) -> str:
 
 
 def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
-    """A page of several runs, by name: the step of each run's slowest rank, and what is first in its diagnosis."""
+    """A page of several runs, by name: the step of each run's slowest rank, samples a second, the first finding."""
     slowest = {name: max(profile["ranks"], key=lambda rank: rank["step_s"]) for name, profile in profiles.items()}
     used = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in slowest.values())]
     rows = [
@@ -75,6 +75,7 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
             profile["strategy"]["name"],
             *(_ms(slowest[name]["phases_s"].get(phase, 0.0)) for phase in used),
             _ms(profile["step_s"]),
+            run_curves.samples_a_second(profile),
             profile["findings"][0]["kind"] if profile["findings"] else "nothing found",
         ]
         for name, profile in profiles.items()
@@ -84,10 +85,11 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
         "Profiles compared",
         [
             "<h1>Profiles compared</h1>",
-            "<p>A step of the slowest rank of each run.</p>",
+            "<p>A step of the slowest rank of each run. It has more samples under some strategies than under others: "
+            "samples a second, those of the whole run, tell which is faster.</p>",
             legend({phase: _COLOURS[phase] for phase in used}),
             bars("Phases of a step by run; the table below has the numbers", of_runs, _COLOURS, _ms),
-            table(["run", "strategy", *map(words, used), "step", "diagnosis"], rows),
+            table(["run", "strategy", *map(words, used), "step", "samples a second", "diagnosis"], rows),
         ],
     )
 

@@ -23,14 +23,18 @@ def text(profile: Mapping[str, Any]) -> str:
 
 
 def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each run: the step of its slowest rank, in ms, and what is first in its diagnosis."""
+    """A row for each run: the step of its slowest rank in ms, samples a second, and what is first in its diagnosis.
+
+    Steps have more samples under some strategies than under others: samples a second tell which is faster.
+    """
     slowest = {name: max(profile["ranks"], key=lambda rank: rank["step_s"]) for name, profile in profiles.items()}
     found = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in slowest.values())]
-    rows = [["run", "strategy", *(phase.replace("_", " ") for phase in found), "step, ms", "diagnosis"]]
+    rows = [["run", "strategy", *(phase.replace("_", " ") for phase in found), "step, ms", "samples/s", "diagnosis"]]
     for name, profile in profiles.items():
         cells = [f"{1e3 * slowest[name]['phases_s'].get(phase, 0.0):.3g}" for phase in found]
         first = profile["findings"][0]["kind"] if profile["findings"] else "nothing found"
-        rows.append([name, profile["strategy"]["name"], *cells, f"{1e3 * profile['step_s']:.4g}", first])
+        whole = f"{1e3 * profile['step_s']:.4g}", run_curves.samples_a_second(profile)
+        rows.append([name, profile["strategy"]["name"], *cells, *whole, first])
     return "\n".join(_aligned(rows))
 
 

@@ -36,6 +36,12 @@ def course(curve: Curve) -> tuple[float, float, float]:
     return median(values[:tenth]), median(values), median(values[-tenth:])
 
 
+def samples_a_second(profile: Mapping[str, Any]) -> str:
+    """The median over the whole run, of all ranks together; a dash where it was not measured."""
+    courses = [course(curve) for curve in curves(profile, SAMPLES).values()]
+    return number(sum(middle for _, middle, _ in courses)) if courses else "-"
+
+
 def peak(curve: Curve) -> float:
     """The largest value."""
     return max(largest for _, _, largest in curve)

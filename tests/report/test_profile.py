@@ -141,13 +141,18 @@ def test_the_page_has_a_section_for_all_that_was_measured() -> None:
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, quick = tmp_path / "slow", tmp_path / "quick"
     document.write(profile(), slow / profile_document.FILE_NAME)
-    document.write(profile("sync_ps", data_wait=0.001, communication=0.001), quick / profile_document.FILE_NAME)
+    other = profile("sync_ps", data_wait=0.001, communication=0.001)
+    for rank in other["ranks"]:
+        rank["over_time"] = {
+            "throughput/samples_per_sec": [(0.0, 150.0, 160.0), (1.0, 170.0, 180.0), (2.0, 160.0, 160.0)]
+        }
+    document.write(other, quick / profile_document.FILE_NAME)
     page = tmp_path / "compared.html"
     assert main(["report", str(slow), str(quick), f"--page={page}"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"{slow} +ring_ddp +50 +20 +40 +10 +5 +125 +input$", printed, re.MULTILINE)
-    assert re.search(rf"{quick} +sync_ps +1 +20 +40 +1 +5 +67 +nothing found$", printed, re.MULTILINE)
-    assert {str(slow), str(quick), "nothing found"} <= {*_Page(page.read_text()).texts}
+    assert re.search(rf"{slow} +ring_ddp +50 +20 +40 +10 +5 +125 +- +input$", printed, re.MULTILINE)
+    assert re.search(rf"{quick} +sync_ps +1 +20 +40 +1 +5 +67 +320 +nothing found$", printed, re.MULTILINE)
+    assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
     assert main(["report", str(slow)]) == 0
     assert "Profile of ring_ddp" in capsys.readouterr().out
     assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(profile())
