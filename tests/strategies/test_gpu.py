@@ -95,6 +95,21 @@ def test_local_steps_are_those_of_cpus(world2: World) -> None:
         assert_close(weights, reference)
 
 
+def sharded(**options: Any) -> tuple[dict[str, torch.Tensor], Figures, Figures]:
+    weights, strategy = train(make_strategy("ddp_sharded", **options), 2, gradient_clip_val=0.3)
+    return weights, figures_of(strategy, "reduce", "shards"), figures_of(strategy, "broadcast", "shards")
+
+
+@two_gpus
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0}, {"offload_optimizer": True}], ids=str)
+def test_sharded_states_over_nccl(options: dict[str, Any], world2: World) -> None:
+    reference, _ = train("auto", 1, gradient_clip_val=0.3)
+    for weights, reduces, broadcasts in world2.run(sharded, **options):
+        assert_close(weights, reference)
+        assert_timed(reduces)
+        assert_timed(broadcasts)
+
+
 @two_gpus
 def test_dp_drives_two_gpus() -> None:
     reference, _ = train("auto", 1)

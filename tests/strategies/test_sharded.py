@@ -236,6 +236,31 @@ def test_ranks_may_come_to_parameters_in_another_order(world2: World) -> None:
         assert_same_weights(result, in_turns(1))
 
 
+class TwoTypes(Classifier):
+    """Its first layer computes in float64, the others in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1:](self.first(x.double()).float())  # type: ignore[no-any-return]
+
+
+def two_types(ranks: int) -> dict[str, Tensor]:
+    module = TwoTypes()
+    fit(module, ranks, Case(max_epochs=1, precision="32-true", trainer={"gradient_clip_val": 0.3}))
+    return state(module)
+
+
+def test_parameters_of_two_types(world2: World) -> None:
+    expected = two_types(1)
+    for weights in world2.run(two_types, 2):
+        assert {value.dtype for value in weights.values()} == {torch.float32, torch.float64}
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
+
+
 class Normalised(Classifier):
     """Its first layer keeps statistics of the batches; it notes them in training, and before validation."""
 
