@@ -197,7 +197,8 @@ class ThroughputMonitor(Monitor):
             peak = get_available_flops(trainer.strategy.root_device, dtype)
         if peak is None:
             return None
-        return peak * trainer.world_size / getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+        devices = trainer.world_size * getattr(trainer.strategy, "devices_per_rank", 1)
+        return peak * devices / getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
 
     def _resolve(self, lap: Lap, steps: int, work: _Work) -> None:
         seconds = lap.seconds

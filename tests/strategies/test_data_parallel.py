@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import DataParallelStrategy
-from lightning_multigpu.callbacks import CommunicationMonitor, RunReport
+from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -485,6 +485,13 @@ def test_the_order_of_the_loader_is_kept_and_the_threads_intra_op_threads_are_gi
         torch.set_num_threads(before)
     assert set(seen) == {2}
     assert isinstance(trainer.train_dataloader.sampler, torch.utils.data.SequentialSampler)
+
+
+def test_the_share_of_peak_flops_is_that_of_all_devices() -> None:
+    monitor = ThroughputMonitor(flops_per_sample=10.0, peak_flops=5.0)
+    metrics = train(Classifier(), 3, callbacks=[monitor], log_every_n_steps=1).callback_metrics
+    shares = metrics["throughput/samples_per_sec"] * 10.0 / (3 * 5.0)
+    assert float(metrics["throughput/mfu"]) == pytest.approx(float(shares))
 
 
 def test_what_travels_is_measured_and_the_savings_of_ring_ddp_are_told(
