@@ -333,7 +333,9 @@ class ShardedStrategy(StreamedSaves):
 
     def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def averaged(*args: Any) -> Tensor:
-            if self._gradients is not None and not self._gradients.accumulates:
+            if self._gradients is not None and self._gradients.accumulates:
+                self._gradients.finish_accumulating()
+            elif self._gradients is not None:
                 self._gradients.finish()
                 self._average_missed()
             return post_backward(*args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,31 @@ class Skips(Classifier):
         return super().forward(x)
 
 
+class ThreePasses(Classifier):
+    """Manual optimization with three backward passes a step, of which the second is not averaged at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        blocked = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        self.manual_backward(self.loss_of(batch, detached=False))
+        with blocked():
+            self.manual_backward(self.loss_of(batch, detached=True))
+        self.manual_backward(self.loss_of(batch, detached=True))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loss_of(self, batch: Any, *, detached: bool) -> Tensor:
+        x, y = batch
+        hidden = self.layers[:2](x)
+        return nn.functional.cross_entropy(self.layers[2:](hidden.detach() if detached else hidden), y)
+
+
 KINDS = {
+    "three backward passes a step": ThreePasses,
     "Adagrad, whose states are there from the beginning": lambda: OtherOptimizer(adagrad),
     "a user's optimizer": lambda: OtherOptimizer(counting),
     "named parameters": lambda: OtherOptimizer(named),

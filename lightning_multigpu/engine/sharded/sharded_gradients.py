@@ -126,6 +126,13 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
                 self._aside[parameter] = gradient.clone() if parameter in self._views else gradient
         self._averaged.clear()
 
+    def finish_accumulating(self) -> None:
+        """Ends a backward pass whose gradients stay on their ranks."""
+        unused = [parameter for parameter in self._aside if parameter.grad is None]
+        for parameter in unused:
+            parameter.grad = self._aside.pop(parameter)
+        self._averaged += unused
+
     def finish(self) -> None:
         """Ends a backward pass: waits for its gradients. A collective.
 
