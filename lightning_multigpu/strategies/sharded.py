@@ -23,7 +23,6 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedPa
 from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.planning.timeline import HeldBytes
-from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
 from lightning_multigpu.strategies.hook_detection import has_hook
@@ -444,12 +443,6 @@ class ShardedStrategy(StreamedSaves):
         streams = self._streams and self._remote is not None and not self.state_is_lost
         with self._remote.served() if streams and self._remote is not None else nullcontext():
             super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Maps the file, so that a rank reads only the states that it keeps."""
-        map_files(self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -6,7 +6,9 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+from typing_extensions import override
+
+from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.hook_detection import has_hook
 
@@ -40,3 +42,9 @@ class StreamedSaves(MultiGPUStrategy):
 
         trainer.save_checkpoint = streamed  # type: ignore[method-assign]
         undo.callback(delattr, trainer, "save_checkpoint")
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file, so that a rank reads only the values that it keeps."""
+        map_files(self.checkpoint_io)
+        return super().load_checkpoint(checkpoint_path, weights_only)

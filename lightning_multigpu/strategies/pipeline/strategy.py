@@ -27,7 +27,6 @@ from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.runtime.whole_checkpoint_io import map_files
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
@@ -453,12 +452,6 @@ class StagedStrategy(StreamedSaves):
         model = self._gathering_model() if self._streams else None
         with nullcontext() if model is None else model.saving():
             super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Maps the file, so that a stage reads only the values that it holds."""
-        map_files(self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
