@@ -83,15 +83,27 @@ def _session_world(num_ranks: int) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def world2() -> Iterator[World]:
-    """Two ranks."""
+def ranks2() -> Iterator[World]:
+    """Two ranks; for fixtures of a module. Tests take ``world2``."""
     yield from _session_world(2)
 
 
 @pytest.fixture(scope="session")
-def world4() -> Iterator[World]:
-    """Four ranks."""
+def ranks4() -> Iterator[World]:
+    """Four ranks; for fixtures of a module. Tests take ``world4``."""
     yield from _session_world(4)
+
+
+@pytest.fixture
+def world2(ranks2: World) -> World:
+    """Two ranks."""
+    return ranks2
+
+
+@pytest.fixture
+def world4(ranks4: World) -> World:
+    """Four ranks."""
+    return ranks4
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])

@@ -37,12 +37,12 @@ def _of_strategy(request: pytest.FixtureRequest, ranks: World) -> World | OnePro
 
 
 @pytest.fixture
-def world2(request: pytest.FixtureRequest, world2: World) -> World | OneProcess:
+def world2(request: pytest.FixtureRequest, ranks2: World) -> World | OneProcess:
     """Two ranks, or one process with two devices."""
-    return _of_strategy(request, world2)
+    return _of_strategy(request, ranks2)
 
 
 @pytest.fixture
-def world4(request: pytest.FixtureRequest, world4: World) -> World | OneProcess:
+def world4(request: pytest.FixtureRequest, ranks4: World) -> World | OneProcess:
     """Four ranks, or one process with four devices."""
-    return _of_strategy(request, world4)
+    return _of_strategy(request, ranks4)

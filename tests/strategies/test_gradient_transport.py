@@ -121,9 +121,9 @@ def test_each_byte_leaves_its_host_once(world4: World, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain_loss(world4: World, tmp_path_factory: pytest.TempPathFactory) -> float:
+def plain_loss(ranks4: World, tmp_path_factory: pytest.TempPathFactory) -> float:
     """What the same training reaches without compression."""
-    return loss(world4.run(train, str(tmp_path_factory.mktemp("plain")))[0]["weights"])
+    return loss(ranks4.run(train, str(tmp_path_factory.mktemp("plain")))[0]["weights"])
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)

@@ -99,8 +99,8 @@ def by_hand() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_parameters(world2: World) -> list[dict[str, Any]]:
-    return world2.run(pipeline, 2, schedule="gpipe")
+def by_parameters(ranks2: World) -> list[dict[str, Any]]:
+    return ranks2.run(pipeline, 2, schedule="gpipe")
 
 
 @pytest.mark.parametrize(
