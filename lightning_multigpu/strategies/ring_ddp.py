@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_multigpu.communication.compression import Compressor
+from lightning_multigpu.communication.compression.compressors import TopK
+from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat
@@ -29,16 +31,14 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
-
-CHECKPOINT_KEY = "lightning_multigpu"
-"""The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
+from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
+from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
 
 _NCCL_ALGORITHM = "NCCL_ALGO"
 
 
-class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
+class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     """Data parallel training: each rank computes the gradients of its share of the batch, and a ring averages them.
 
     The all-reduce of the gradients runs while backward still computes. On CPU tensors the ring is this pack's own
@@ -72,6 +72,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         check_loss: before the first step, check that the gradients of two halves of each rank's first batch add up to
             those of the whole, as they do unless the loss couples the samples of a batch; see
             :class:`.GradientCheck`. Has no effect in manual optimization; excludes ``static_graph``.
+        adascale: multiply the learning rate of each step by AdaScale's gain, which says how many steps of one rank's
+            batch the step is worth: for batches that grow with the ranks, under the schedule of one rank's batch. True,
+            or ``{"smoothing": 0.9}``; see :class:`.AdaScale`.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -98,6 +101,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory: bool = True,
         nccl_algorithm: Literal["ring", "tree"] | None = None,
         check_loss: bool = False,
+        adascale: bool | Mapping[str, Any] = False,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -134,6 +138,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
+            adascale=adascale,
             **options,
         )
         self._transport = GradientTransport(
@@ -142,6 +147,18 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             compress_inside_hosts=compress_inside_hosts,
             shared_memory=shared_memory,
         )
+        if adascale is not False:
+            alone = {"average_every": average_every, "model_averaging_period": model_averaging_period}
+            reasons = {
+                f"{n}={k}": "ranks step with gradients of their own" for n, k in alone.items() if k not in (1, None)
+            }
+            if isinstance(self._transport.compressor, TopK | PowerSGD):
+                reasons[f"compression={compression!r}"] = "a part of each gradient is left for later steps"
+            for other, reason in reasons.items():
+                raise ValueError(
+                    f"adascale={adascale!r} and {other}: {reason}, and the gain comes from the norms of averaged "
+                    "gradients; leave one of the two out"
+                )
         self._ddp_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -383,6 +400,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
         if self._compressed is not None:
             self._compressed.end_step(self._loss_scaler_scale())
         if self._averager is not None and self._averager.stepped():
@@ -429,10 +447,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         buckets = sum(parameter.nbytes for parameter in self._trained.averaged)
         return replace(held, gradients_bytes=held.gradients_bytes + buckets)
 
-    def _loss_scaler_scale(self) -> float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
     def _average_model(self) -> None:
         if self._averager is None or self.failure_watch.failed:
             return  # what a failed run saves in its last moments is this rank's own
@@ -453,6 +467,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         super().post_backward(closure_loss)
         if self._reducer is not None:
             self._check_averaged(self._reducer.finish())
+        wrapped = self.model
+        accumulates = isinstance(wrapped, DistributedDataParallel) and not wrapped.require_backward_grad_sync
+        self._measure_gain(accumulates=accumulates)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -26,6 +26,7 @@ from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
 from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_g
 ShortDtype = Literal["fp16", "bf16"]
 
 
-class ShardedStrategy(StreamedSaves):
+class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     """Data parallel training whose gradients and optimizer states are sharded over the ranks, by FairScale.
 
     Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank: gradients travel to
@@ -70,6 +71,7 @@ class ShardedStrategy(StreamedSaves):
             parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
             still be saved. False leaves each rank its own; checkpoints can then be saved during the run alone.
+        adascale: multiply the learning rate of each step by AdaScale's gain, as of :class:`RingDDPStrategy`.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -89,6 +91,7 @@ class ShardedStrategy(StreamedSaves):
         broadcast_dtype: ShortDtype | None = None,
         offload_optimizer: bool = False,
         gather_at_end: bool = True,
+        adascale: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -107,7 +110,7 @@ class ShardedStrategy(StreamedSaves):
                 f"reduce_dtype={reduce_dtype!r} and bucket_cap_mb={bucket_cap_mb:g}: buckets hold gradients in the "
                 "dtype of their parameters; leave one of the two out"
             )
-        super().__init__(**options)
+        super().__init__(adascale=adascale, **options)
         self._bucket_cap_mb = bucket_cap_mb
         self._find_unused = find_unused_parameters
         self._broadcast_buffers = broadcast_buffers
@@ -341,6 +344,15 @@ class ShardedStrategy(StreamedSaves):
 
         return averaged
 
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._measure_gain(accumulates=self._gradients is not None and self._gradients.accumulates)
+
+    @override
+    def _counts_gradient(self, parameter: Tensor) -> bool:
+        return any(sharded.owns(parameter) for sharded in self._sharded.values())
+
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen since they accumulated."""
         assert self._trained is not None
@@ -361,6 +373,7 @@ class ShardedStrategy(StreamedSaves):
 
     @override
     def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
         self._rounded = self._broadcast_dtype is not None
         for sharded in self._sharded.values():
             sharded.share_values_of(filter(sharded.has, self._missed))
@@ -448,6 +461,7 @@ class ShardedStrategy(StreamedSaves):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._sharded[optimizer].load_state_dict(state)
+        self._load_gain(checkpoint)
 
 
 def _plain(optimizer: Any) -> Optimizer:

@@ -12,6 +12,9 @@ from typing_extensions import override
 
 from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
 
+CHECKPOINT_KEY = "lightning_multigpu"
+"""The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
+
 
 class WholeCheckpoints(Strategy):
     """The part of a strategy that writes and reads checkpoint files."""

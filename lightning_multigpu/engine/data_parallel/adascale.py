@@ -1,0 +1,210 @@
+"""AdaScale: the learning rate of a step grows with what its large batch gains over the batch of one rank.
+
+A step averages the gradients of S batches: one for each rank and accumulated batch. If they are all alike, the step is
+worth one step of one batch; if they are nothing but noise, it is worth S steps. The squared norms of the S gradients
+and of their average give the variance of a batch's gradient and the squared norm of the true one. These give the gain,
+between 1 and S, by which the learning rate is multiplied for this step::
+
+    backward     hooks: |g|^2 of this rank's gradients of each batch        \\  one all-reduce of 2 numbers
+    reduced      |G|^2 of the average, on the ranks that count a parameter  /  a parameter group
+    step         lr x gain ........ update ........ lr
+
+After T. Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020, Algorithm 1 and
+appendix B.3; averages over steps are weighted as in ``fairscale.optim.AdaScale`` (0.4.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+_SMALLEST_VARIANCE = 1e-6  # as in FairScale
+
+
+class AdaScale:
+    """Multiplies the learning rates of an optimizer by the gain of each step.
+
+    Call :meth:`begin_backward` and :meth:`end_backward` around each backward pass, and :meth:`measure` once the
+    gradients of a step are averaged. Ranks get the same gain, bit for bit.
+
+    Args:
+        optimizer: steps once after each :meth:`measure`.
+        all_reduce: sums a tensor of 2 x parameter groups over the ranks; a collective.
+        num_ranks: that average their gradients.
+        counts: whether this rank adds a parameter's averaged gradient to the norm; one rank does for each.
+        smoothing: weight of earlier steps in the averages of norms, from 0 to below 1; by default 1 - S / 1000, at
+            least 0.
+
+    Attributes:
+        gain: of the last step, over all parameter groups.
+        steps: the sum of all gains: the number of steps with the batch of one rank that training is worth so far.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        all_reduce: Callable[[Tensor], Tensor],
+        *,
+        num_ranks: int,
+        counts: Callable[[Tensor], bool],
+        smoothing: float | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._all_reduce = all_reduce
+        self._num_ranks = num_ranks
+        self._counts = counts
+        self._smoothing = smoothing
+        self.gain = 1.0
+        self.steps = 0.0
+        self._gains: list[float] = []
+        # For each parameter group: averages of the variance and of the squared norm, and the sum of their weights.
+        self._averages = torch.zeros(0, 3, dtype=torch.float64)
+        self._own: dict[tuple[int, torch.device], Tensor] = {}
+        self._num_batches = 0
+        self._is_listening = False
+        self._rates: list[Any] | None = None
+        self._hooked: list[tuple[int, int]] = []
+        self._on_parameters: list[Any] = []
+        self._on_steps = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Leaves the optimizer and its parameters as they were."""
+        self._restore()
+        for handle in (*self._on_parameters, *self._on_steps):
+            handle.remove()
+        self._on_parameters, self._on_steps, self._hooked = [], [], []
+
+    def begin_backward(self) -> None:
+        """From here on gradients are those of one batch of this rank."""
+        self._listen_to_new()
+        self._is_listening = True
+
+    def end_backward(self) -> None:
+        """The gradients of a batch are complete on this rank."""
+        self._is_listening = False
+        self._num_batches += 1
+
+    @torch.no_grad()
+    def measure(self, *, accumulate: int, loss_scale: float) -> None:
+        """Finds the gain of the step whose averaged gradients the parameters have now; a collective.
+
+        Gradients that are inf or NaN change no average: a gradient scaler leaves such a step out.
+
+        Args:
+            accumulate: by which each loss was divided; the last step of an epoch may have fewer batches.
+            loss_scale: by which each loss was multiplied.
+        """
+        num_batches, self._num_batches = self._num_batches, 0
+        num_groups = len(self._optimizer.param_groups)
+        sums = torch.zeros(2, num_groups, dtype=torch.float64)
+        for (index, _), value in self._own.items():
+            sums[0, index] += value.cpu()
+        self._own.clear()
+        for index, parameter in self._parameters():
+            if parameter.grad is not None and self._counts(parameter):
+                sums[1, index] += _squared_norm(parameter.grad).cpu()
+        sums = self._all_reduce(sums) / loss_scale**2
+        size = self._num_ranks * num_batches  # S of the paper
+        new = self._averages.new_zeros(num_groups - len(self._averages), 3)
+        self._averages = torch.cat([self._averages, new])
+        if size > 1 and bool(sums.isfinite().all()):
+            # Of losses that were not divided.
+            own, mean = sums[0] * accumulate**2, sums[1] * (accumulate / num_batches) ** 2
+            variance = (own - size * mean) / (size - 1)
+            true = (mean - variance / size).clamp(min=0.0)
+            found = torch.stack([variance.clamp(min=_SMALLEST_VARIANCE), true, torch.ones_like(true)], dim=1)
+            theta = max(0.0, 1 - size / 1000) if self._smoothing is None else self._smoothing
+            self._averages = theta * self._averages + (1 - theta) * found
+        variance, true, weight = self._averages.T
+        weight = weight.where(weight > 0, 1.0)
+        self._gains = [self._gain(v, t, size) for v, t in zip(variance / weight, true / weight, strict=True)]
+        self.gain = self._gain((variance / weight).sum(), (true / weight).sum(), size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, one row a parameter group, and the sum of gains."""
+        return {"averages": self._averages, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`."""
+        self._averages, self.steps = state["averages"].clone(), float(state["steps"])
+
+    def _gain(self, variance: Tensor, true: Tensor, size: int) -> float:
+        whole = float(variance + true)
+        return whole / float(variance / size + true) if whole > 0 else 1.0
+
+    # Gradients of this rank
+
+    def _parameters(self) -> Iterator[tuple[int, Parameter]]:
+        for index, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                yield index, parameter
+
+    def _listen_to_new(self) -> None:
+        trained = [(index, parameter) for index, parameter in self._parameters() if parameter.requires_grad]
+        known = [(index, id(parameter)) for index, parameter in trained]
+        if known == self._hooked:
+            return
+        self._hooked = known
+        for handle in self._on_parameters:
+            handle.remove()
+        self._on_parameters = [
+            parameter.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
+            for index, parameter in trained
+        ]
+
+    @torch.no_grad()
+    def _hear(self, index: int, gradient: Tensor) -> None:
+        """Notes the norm of a gradient; torch calls it before the gradient is added, and before it is averaged."""
+        if self._is_listening:
+            place = (index, gradient.device)
+            self._own[place] = self._own.get(place, 0.0) + _squared_norm(gradient)
+
+    # Steps
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Has the rates multiplied once the closure has run, in which Lightning runs backward."""
+        self._restore()
+        optimizer, *given = args
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is None:
+            self._multiply()
+            return None
+
+        def then_multiplied() -> Any:
+            loss = closure()
+            self._multiply()
+            return loss
+
+        return (optimizer, then_multiplied), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _multiply(self) -> None:
+        groups = self._optimizer.param_groups
+        self._rates = [group["lr"] for group in groups]
+        for group, gain in zip(groups, self._gains, strict=False):
+            group["lr"] = group["lr"] * gain
+        self.steps += self.gain
+
+    def _after_step(self, *_: Any) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._rates is not None:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+                group["lr"] = rate
+            self._rates = None
+
+
+def _squared_norm(gradient: Tensor) -> Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=wide)
+    return norm.double().square()

@@ -1,0 +1,154 @@
+"""Learning rates that follow AdaScale's gain, as an option of data parallel strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import LBFGS
+from typing_extensions import override
+
+from lightning_multigpu.engine.data_parallel.adascale import AdaScale
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class ScaledRateStrategy(MultiGPUStrategy):
+    """Base class of strategies whose ranks average gradients, and whose learning rates can follow AdaScale's gain.
+
+    Subclasses call :meth:`_measure_gain` once the gradients of a batch are averaged.
+
+    Args:
+        adascale: True, or a mapping with ``smoothing``; see :class:`.AdaScale`.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Attributes:
+        scale_invariant_steps: the sum of all gains, in steps of one rank's batch.
+
+    Raises:
+        ValueError: an option is out of its range; before any process starts, AdaScale cannot be used in the run.
+    """
+
+    def __init__(self, *, adascale: bool | Mapping[str, Any] = False, **options: Any) -> None:
+        if not isinstance(adascale, bool | Mapping):
+            raise ValueError(
+                f"adascale={adascale!r} is neither a bool nor a mapping; pass True, or {{'smoothing': 0.9}}"
+            )
+        given = {} if isinstance(adascale, bool) else dict(adascale)
+        smoothing = given.pop("smoothing", None)
+        option_checks.check_options("adascale=", given, ["smoothing"])
+        if smoothing is not None and not (isinstance(smoothing, int | float) and 0 <= smoothing < 1):
+            raise ValueError(f"smoothing={smoothing!r} of adascale is out of range; pass a number from 0 to below 1")
+        super().__init__(**options)
+        self._adascale = adascale
+        self._smoothing = smoothing
+        self._scaled_rate: AdaScale | None = None
+        self.scale_invariant_steps = 0.0
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "adascale": self._adascale}
+
+    def _counts_gradient(self, parameter: Tensor) -> bool:
+        """Whether this rank adds the averaged gradient to the norm; one rank does for each parameter."""
+        return self.data_parallel_rank == 0
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
+        if self._adascale is False or trainer.state.fn != TrainerFn.FITTING:
+            return
+        given = f"adascale={self._adascale!r}"
+        module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{given}: {type(module).__name__} optimizes manually, and only its step knows which gradients belong "
+                "to which update; use automatic optimization, or leave adascale out"
+            )
+        grows = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        if self.data_parallel_size * trainer.accumulate_grad_batches == 1 and not grows:
+            raise ValueError(
+                f"{given} on one rank without accumulation: the variance of gradients takes two batches a step; pass "
+                "devices=2 or accumulate_grad_batches=2, or leave adascale out"
+            )
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._scaled_rate = None
+        if self._adascale is False or not self.optimizers:
+            return
+        assert self.groups is not None
+        (optimizer,) = self.optimizers  # automatic optimization has no more
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(f"adascale={self._adascale!r}: LBFGS evaluates the loss several times a step; use SGD")
+        group = self.metered(self.groups.mesh.get_group("data"), "adascale")
+        self._scaled_rate = AdaScale(
+            optimizer,
+            lambda sums: group.all_reduce(sums, "sum"),
+            num_ranks=group.size,
+            counts=self._counts_gradient,
+            smoothing=self._smoothing,
+        )
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._scaled_rate is not None:
+            self._scaled_rate.begin_backward()
+
+    def _measure_gain(self, *, accumulates: bool) -> None:
+        """Finds the gain of the step that follows, unless further batches are accumulated first; a collective."""
+        if self._scaled_rate is None:
+            return
+        self._scaled_rate.end_backward()
+        if not accumulates:
+            assert self.lightning_module is not None
+            accumulate = self.lightning_module.trainer.accumulate_grad_batches
+            self._scaled_rate.measure(accumulate=accumulate, loss_scale=self._loss_scaler_scale())
+
+    def _loss_scaler_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    @override
+    def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
+        if self._scaled_rate is None:
+            return
+        assert self.lightning_module is not None
+        self.scale_invariant_steps = self._scaled_rate.steps
+        if not self.lightning_module.trainer.barebones:
+            self.lightning_module.log("adascale/gain", self._scaled_rate.gain, batch_size=1)
+            self.lightning_module.log("adascale/steps", self._scaled_rate.steps, batch_size=1)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._scaled_rate is not None and "optimizer_states" in checkpoint:
+            checkpoint.setdefault(CHECKPOINT_KEY, {})["adascale"] = self._scaled_rate.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._load_gain(checkpoint)
+
+    def _load_gain(self, checkpoint: Mapping[str, Any]) -> None:
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get("adascale")
+        if self._scaled_rate is not None and state is not None:
+            self._scaled_rate.load_state_dict(state)
+            self.scale_invariant_steps = self._scaled_rate.steps
+
+    @override
+    def teardown(self) -> None:
+        if self._scaled_rate is not None:
+            self._scaled_rate.close()  # a checkpoint may be saved after the fit
+        super().teardown()
