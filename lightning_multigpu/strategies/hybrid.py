@@ -81,10 +81,10 @@ class HybridStrategy(StagedStrategy):
         shared_memory: bool = True,
         **options: Any,
     ) -> None:
-        if "activation_checkpointing" in options:
-            given = f"activation_checkpointing={options['activation_checkpointing']!r}"
+        if choice := options.pop("activation_checkpointing", False):  # False is what the command line passes
             raise ValueError(
-                f"{given}: it is an option of the pipeline; pass pipeline={{'activation_checkpointing': ...}}"
+                f"activation_checkpointing={choice!r}: it is an option of the pipeline; pass "
+                "pipeline={'activation_checkpointing': ...}"
             )
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
