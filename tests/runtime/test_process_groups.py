@@ -118,6 +118,7 @@ def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
     found = {axis: tuple(dist.get_process_group_ranks(groups.mesh.get_group(axis))) for axis in process_groups.AXES}
     meshes = [group for group in {*groups.own, groups.world} if dist.get_world_size(group) > 1]
     lines = {axis: tuple(map(tuple, groups.lines(axis))) for axis in process_groups.AXES}
+    dist.barrier(groups.control())  # else a rank that leaves closes connections while others still make theirs
     groups.leave(failed=False)
     return {**found, "groups": (len(meshes),), "lines": lines["pipeline"]}  # type: ignore[dict-item]
 
