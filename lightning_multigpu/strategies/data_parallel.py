@@ -88,7 +88,9 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         loss_reduction: LossReduction = "mean",
+        **options: Any,
     ) -> None:
+        option_checks.check_options(type(self).__name__, options, ["loss_reduction"])
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)

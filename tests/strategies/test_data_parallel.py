@@ -515,3 +515,8 @@ def test_what_travels_is_measured_and_the_savings_of_ring_ddp_are_told(
     assert {"model to the devices", "batches to the devices", "sum of gradients"} == set(
         report.report["communication_ms"]
     )
+
+
+def test_an_option_of_other_strategies_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"has no option 'start_method'. It takes loss_reduction."):
+        DataParallelStrategy(start_method="spawn")

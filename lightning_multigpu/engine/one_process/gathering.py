@@ -1,4 +1,4 @@
-"""What a step returns for the parts of a batch, as what it returns for the whole batch."""
+"""Outputs of a step for the parts of a batch, put together as for the whole batch."""
 
 from __future__ import annotations
 
