@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -153,6 +155,20 @@ class MainStore:
                 return None
         except OSError as error:
             return str(error) or type(error).__name__
+
+
+def hold_port(port: int) -> socket.socket:
+    """A socket that keeps a free port until it is closed: no connection gets the port, and rank 0 can listen there.
+
+    Before rank 0 listens, its ranks have to start: seconds, in which any outgoing connection could take the port. A
+    port that cannot be held is as it was.
+    """
+    holder = socket.socket()
+    if sys.platform == "linux":  # elsewhere rank 0 itself could not listen then
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: so both may have the port
+        with contextlib.suppress(OSError):
+            holder.bind(("", port))
+    return holder
 
 
 def kept_by_torchrun(variables: Mapping[str, str]) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_multigpu.communication.main_store import hold_port
 from lightning_multigpu.runtime.library_messages import silence_deprecations
 
 
@@ -70,6 +74,15 @@ class RunContext:
     @property
     def main_port(self) -> int:
         return self.environment.main_port
+
+    @contextmanager
+    def chosen_port_held(self) -> Iterator[None]:
+        """Holds :attr:`main_port` until the end of the context, unless the user has named it."""
+        if self.node_rank == 0 and "MASTER_PORT" not in os.environ:
+            with hold_port(self.main_port):
+                yield
+        else:
+            yield
 
     def tell_ranks(self) -> None:
         """Tells the cluster environment, Lightning's rank-zero helpers and the warnings' filters which rank this is."""

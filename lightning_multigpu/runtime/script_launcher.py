@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _STARTED: dict[int, subprocess.Popen[bytes]] = {}  # by this process, by rank; they run its script to its end
+_HELD = contextlib.ExitStack()  # the port that was chosen for the first run; later runs of this process use it too
 _PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
@@ -56,6 +57,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         watch = self._joining.watch
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
+            _HELD.enter_context(self._run.chosen_port_held())
             guardian = start_guardian(self._run)
             self._start_ranks(guardian)
             first_rank = self._run.node_rank * self.num_processes

@@ -92,13 +92,14 @@ class SpawnLauncher(MultiProcessingLauncher):
         """A free port is chosen once and told through the environment. A later run in this process chooses again:
         by then somebody else may have this one."""
         before = os.environ.get("MASTER_PORT")
-        os.environ["MASTER_PORT"] = str(self.run.main_port)
-        try:
-            yield
-        finally:
-            os.environ.pop("MASTER_PORT", None)
-            if before is not None:
-                os.environ["MASTER_PORT"] = before
+        with self.run.chosen_port_held():
+            os.environ["MASTER_PORT"] = str(self.run.main_port)
+            try:
+                yield
+            finally:
+                os.environ.pop("MASTER_PORT", None)
+                if before is not None:
+                    os.environ["MASTER_PORT"] = before
 
     def _launch(
         self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
+from lightning_multigpu.communication.main_store import MainStore, hold_port, kept_by_torchrun
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict
 
 LONG_S = 60.0  # nobody waits so long unless something is broken
@@ -233,6 +233,13 @@ class TestMainStore:
     def test_a_taken_port_is_named_at_once(self, listener: socket.socket) -> None:
         with pytest.raises(RendezvousError, match=rf"port {port_of(listener)} .*MASTER_PORT to a free port"):
             main_store(0, port_of(listener)).open()
+
+    def test_a_held_port_is_rank_0s_alone(self) -> None:
+        with hold_port(port := free_port()):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("", port))
+            store = main_store(0, port).open()
+            assert main_store(1, port).open().num_keys() == store.num_keys()
 
     def test_nobody_there(self) -> None:
         port = free_port()

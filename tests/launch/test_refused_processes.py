@@ -37,7 +37,7 @@ ERRORS = {
 
 # The second of the further ranks cannot be started; the program catches that and goes on, as a notebook does.
 SCRIPT = """
-import errno, multiprocessing.util, os, subprocess, sys
+import errno, multiprocessing.util, os, subprocess, sys, time
 from lightning_multigpu import RingDDPStrategy
 from tests.launch.job import marked
 from tests.launch.without_memory import without_memory
@@ -69,11 +69,17 @@ if __name__ == "__main__":
         trainer.fit(Classifier(), train_loader(Case(), trainer))
     except OSError as error:
         print(f"raised {error}: {error.__notes__}")
-    print("left", [p.pid for p in marked(os.environ["JOB_MARK"]) if p.pid != os.getpid() and not is_tracker(p)])
+    until = time.monotonic() + 5  # the guardian is no child: nobody can wait until SIGKILL has ended it
+    while (left := others()) and time.monotonic() < until:
+        time.sleep(0.02)
+    print("left", left)
 """.replace(
     'if __name__ == "__main__":',
     """def is_tracker(process):  # multiprocessing's own: it ends with the program
     return "resource_tracker" in " ".join(process.cmdline())
+
+def others():
+    return [p.pid for p in marked(os.environ["JOB_MARK"]) if p.pid != os.getpid() and not is_tracker(p)]
 
 if __name__ == "__main__":""",
 )

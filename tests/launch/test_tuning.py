@@ -30,7 +30,7 @@ def test_all_ranks_train_with_what_was_found(tmp_path: Path) -> None:
     finished = run("ring_ddp", tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     found = dict(re.findall(r"rank (\d): 21 steps at (\S+)", finished.stdout))
-    assert set(found) == {"0", "1"}
+    assert set(found) == {"0", "1"}, finished.stdout + finished.stderr
     assert float(found["0"]) != 0.01, "the rate that the module began with"
     assert not list(tmp_path.iterdir()), "no checkpoint, no word of a failure"
 
