@@ -18,7 +18,8 @@ def main() -> None:
     trainer = make_trainer(CASE, sys.argv[1], 2)
     Tuner(trainer).lr_find(module, train_loader(CASE, 2), num_training=20, early_stop_threshold=None)
     trainer.fit(module, train_loader(CASE, 2))
-    print(f"rank {trainer.global_rank}: {trainer.global_step} steps at {module.lr:.3g}")
+    # In one piece: the ranks share the output.
+    sys.stdout.write(f"rank {trainer.global_rank}: {trainer.global_step} steps at {module.lr:.3g}\n")
 
 
 if __name__ == "__main__":
