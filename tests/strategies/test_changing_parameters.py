@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -77,9 +78,10 @@ def freeze_while_accumulating(module: Frozen) -> None:
     module.first.requires_grad_(True)
 
 
-def add_layer(module: Frozen) -> None:
+def add_layer(module: Frozen, *, is_alike: bool = False) -> None:
     if module.current_epoch == 1:
-        torch.manual_seed(4 + rank() if torch.distributed.is_initialized() else 4)  # each rank draws its own
+        # Unless they are alike, each rank draws its own.
+        torch.manual_seed(4 + rank() if torch.distributed.is_initialized() and not is_alike else 4)
         module.extra = nn.Linear(6, 6, dtype=torch.float64)
         module.trainer.optimizers[0].add_param_group({"params": module.extra.parameters()})
 
@@ -101,6 +103,7 @@ STORIES = {
     "in the training step": Story(hook="training_step"),
     "frozen and unfrozen in turns": Story(swap),
     "a new layer": Story(add_layer, trainer={"gradient_clip_val": 0.1}),
+    "a new layer, the same on all ranks": Story(partial(add_layer, is_alike=True)),
     "unfrozen while batches are accumulated": Story(
         unfreeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING
     ),
@@ -153,9 +156,22 @@ def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> 
     assert not problems, "\n".join(problems)
 
 
-def test_stages_of_a_pipeline_follow_the_changes(world2: World) -> None:
-    stories = {name: STORIES[name] for name in ("at the start of a batch", "frozen and unfrozen in turns")}
-    results = world2.run(attempt, stories, "pipeline_1f1b")
+IN_TURNS = ("at the start of a batch", "frozen and unfrozen in turns")
+WHILE_ACCUMULATING = ("unfrozen while batches are accumulated", "frozen while batches are accumulated")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "names"),
+    [
+        ("pipeline_1f1b", IN_TURNS),
+        ("cpu_ps", (*IN_TURNS, *WHILE_ACCUMULATING, "in the training step", "a new layer, the same on all ranks")),
+        ("sync_ps", (*IN_TURNS, *WHILE_ACCUMULATING, "in the training step", "a new layer, the same on all ranks")),
+    ],
+)
+def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, ...], world2: World) -> None:
+    """Parameter servers failed at the first parameter that was frozen when training began."""
+    stories = {name: STORIES[name] for name in names}
+    results = world2.run(attempt, stories, strategy)
     problems = []
     for name, story in stories.items():
         both = [result[name] for result in results]

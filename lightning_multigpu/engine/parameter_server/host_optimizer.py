@@ -34,7 +34,11 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, clip_norm, kind_of, sum_of_squares
-from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
+from lightning_multigpu.engine.parameter_server.redirected_optimizer import (
+    RedirectedOptimizer,
+    call_on_gradient,
+    part_of,
+)
 from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, Split
 
 
@@ -395,7 +399,7 @@ class EarlyCopies:
             gradient.record_stream(self._stream)
             self._done[parameter] = gradient, gradient._version
 
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
+        self._hooks.append(call_on_gradient(parameter, copy))
 
     def has(self, parameter: Parameter) -> bool:
         """Whether the parameter's gradient, as it is now, was copied; that is told once."""

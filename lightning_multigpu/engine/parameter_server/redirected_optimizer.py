@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.parameter_server.sharding import Split, split_of
 
@@ -105,6 +106,16 @@ class RedirectedOptimizer(ABC):
                 f"{own}: was it saved with another model?"
             )
         self._load(groups, state_dict["state"])
+
+
+def call_on_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
+    """Has the hook called when backward has the parameter's gradient; a frozen parameter may be unfrozen later."""
+    is_trained = parameter.requires_grad
+    try:
+        handle: RemovableHandle = parameter.requires_grad_().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        parameter.requires_grad_(is_trained)
+    return handle
 
 
 def part_of(value: Any, parameter: Tensor, start: int, stop: int) -> Any:

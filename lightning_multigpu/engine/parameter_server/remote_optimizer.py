@@ -31,7 +31,11 @@ from lightning_multigpu.communication.compression.compressors import Elementwise
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
 from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
-from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer, part_of
+from lightning_multigpu.engine.parameter_server.redirected_optimizer import (
+    RedirectedOptimizer,
+    call_on_gradient,
+    part_of,
+)
 from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts, imbalance_of
 from lightning_multigpu.engine.parameter_server.wire import (
@@ -315,7 +319,8 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     def _place_new(self) -> None:
         """Tells the servers of parameters that have come to the optimizer since; a collective."""
-        new = [parameter for parameter in self._parameters() if parameter not in self._pieces]
+        can_be_trained = (p for p in self._parameters() if p.is_floating_point() or p.is_complex())
+        new = [parameter for parameter in can_be_trained if parameter not in self._pieces]
         if not new and self._plans:
             return
         first = len(self._buckets)
@@ -351,8 +356,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             bucket.parameters += dict.fromkeys(piece.parameter for part in parts for piece in part.pieces)
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
-                hook = functools.partial(self._gradient_is_ready, bucket)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.append(call_on_gradient(parameter, functools.partial(self._gradient_is_ready, bucket)))
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
 
@@ -472,7 +476,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         if not self.pushes_early or parameter.grad is None:
             return
         bucket.ready.add(parameter)
-        if len(bucket.ready) == len(bucket.parameters) and bucket.pushed is None:
+        awaited = (each for each in bucket.parameters if each.requires_grad and each not in bucket.ready)
+        if bucket.pushed is None and next(awaited, None) is None:
             self._push(bucket)
 
     def _push_rest(self) -> bool:
