@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 
@@ -101,6 +102,16 @@ def test_flush_leaves_out_what_nobody_waits_for(meter: Meter) -> None:
     meter.flush()
     assert len(meter.steps) == 1
     assert meter.steps[0].operations == ()
+
+
+def test_flush_waits_for_a_thread_that_reports_the_end_late(meter: Meter) -> None:
+    transfer = meter.begin("reduce", group="shards", group_size=2, size_bytes=4)
+    meter.end_step()
+    thread = threading.Timer(0.02, transfer.finish)
+    thread.start()
+    meter.flush()
+    thread.join()
+    assert [totals.operation for totals in meter.steps[0].operations] == ["reduce"]
 
 
 def test_discarded_traffic_belongs_to_no_step(meter: Meter, clock: Clock) -> None:

@@ -405,6 +405,7 @@ def test_a_rank_may_own_nothing(world2: World) -> None:
 def accumulated() -> list[int]:
     case = Case(max_epochs=1, trainer={"accumulate_grad_batches": 3}, strategy={"bucket_cap_mb": 0.0})
     strategy: Any = fit(Classifier(), 2, case).strategy
+    strategy.meter.flush()
     return [sum(t.count for t in step.of("reduce", "shards")) for step in strategy.meter.steps]
 
 
@@ -470,6 +471,7 @@ def traffic(**options: Any) -> dict[str, Any]:
     module = Classifier("adamw")
     trainer = fit(module, 2, Case(optimizer="adamw", max_epochs=2, precision="32-true", strategy=options))
     strategy: Any = trainer.strategy
+    strategy.meter.flush()
     steps, names = list(strategy.meter.steps), ("reduce", "broadcast")
     return {
         "sent": [sum(t.sent_bytes for name in names for t in step.of(name, "shards")) for step in steps],

@@ -26,6 +26,8 @@ from lightning_multigpu.communication.metering.traffic import (
 )
 
 _EPOCH_S = 60.0
+_LATE_S = 0.2
+"""Gloo's threads report the end of a transfer a moment after whoever waits for it goes on."""
 
 
 class Meter:
@@ -194,6 +196,9 @@ class Meter:
         """
         if self._stream_origin is not None:
             torch.cuda.synchronize()
+        deadline_s = time.monotonic() + _LATE_S
+        while not all(step.done() for step in self._pending) and time.monotonic() < deadline_s:
+            time.sleep(_LATE_S / 100)
         with self._lock:
             for step in self._pending:
                 step.transfers = [transfer for transfer in step.transfers if transfer.done()]
