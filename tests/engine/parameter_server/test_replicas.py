@@ -510,6 +510,7 @@ def test_a_worker_joins_after_a_replica_has_taken_over(monkeypatch: pytest.Monke
         before.open(timeout_s=10.0)
         Killed(found.servers[0]).kill()
         found.servers[0].end("")
+        found.threads[0].join(20)  # a machine that has failed refuses connections
         first.wait_until(lambda: bool(first.ended))
         after = joined(addresses, 1)
         after.open(timeout_s=10.0)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pytest
@@ -89,6 +89,7 @@ class Job:
     num_replicas: int = 0
     in_memory: Collection[int] = ALL
     silence_s: float | None = None
+    threads: list[threading.Thread] = field(default_factory=list)
 
     @contextlib.contextmanager
     def connections(
@@ -131,13 +132,13 @@ def job(
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
 
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(len(servers))]
-    for thread in threads:
+    found.threads += [threading.Thread(target=serve, args=(number,)) for number in range(len(servers))]
+    for thread in found.threads:
         thread.start()
     try:
         yield found
     finally:
-        for server, thread in zip(servers, threads, strict=True):
+        for server, thread in zip(servers, found.threads, strict=True):
             thread.join(5)
             server.end("the test is over")
             thread.join(5)
