@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.heading import heading
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 
 _ROOT = Path(__file__).parents[1]
 _UNCOUNTED = 3

@@ -36,7 +36,7 @@ from benchmarks.heading import heading
 from benchmarks.plain_gpt import batch_of, gpt, loss_of
 from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.bench.strategies.models import repeated
-from lightning_multigpu.engine.pipeline.measuring.training_memory import measured_bytes
+from lightning_multigpu.engine.training_memory import measured_bytes
 from tests.world import free_port
 
 Batch = tuple[Tensor, Tensor]

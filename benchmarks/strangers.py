@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.strange_modules import NUM_SAMPLES, STRANGERS, Stranger
 from lightning_multigpu.bench.jobs.host_agents import free_port
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.registry import REGIMES
 
 NUM_RANKS = 2

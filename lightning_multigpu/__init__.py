@@ -16,7 +16,7 @@ from lightning_multigpu._registration import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
-    from lightning_multigpu.engine.pipeline.errors import PipelineError
+    from lightning_multigpu.engine.errors import PipelineError
     from lightning_multigpu.guardian import RankFailedError
     from lightning_multigpu.registry import REGIMES, Regime, register_all
     from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint
@@ -61,7 +61,7 @@ _MODULES = {
     "Meter": "lightning_multigpu.communication.metering.meter",
     "MultiGPUStrategy": "lightning_multigpu.strategies",
     "ParameterServerStrategy": "lightning_multigpu.strategies",
-    "PipelineError": "lightning_multigpu.engine.pipeline.errors",
+    "PipelineError": "lightning_multigpu.engine.errors",
     "PipelineStrategy": "lightning_multigpu.strategies",
     "RankFailedError": "lightning_multigpu.guardian",
     "Regime": "lightning_multigpu.registry",

@@ -33,7 +33,7 @@ from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
+from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text, run_curves

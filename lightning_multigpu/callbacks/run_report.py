@@ -25,7 +25,7 @@ from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
-from lightning_multigpu.engine.pipeline.measuring.training_memory import measured_bytes
+from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.planning.timeline import StageMemory, StageRecord
 from lightning_multigpu.report import document, run_table, schedule_picture, split_table

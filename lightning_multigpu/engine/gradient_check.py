@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.stages.micro_batches import samples_of, split_batch, weights_of
+from lightning_multigpu.engine.micro_batches import samples_of, split_batch, weights_of
 
 # Relative to a gradient's own norm. In float64 too, models compute norms, softmax and losses in float32.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}

@@ -30,7 +30,7 @@ from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Rec
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
-from lightning_multigpu.engine.pipeline.measuring.training_memory import measured_bytes
+from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.batch_feed import BatchFeed
 from lightning_multigpu.runtime.failure_watch import FailureWatch

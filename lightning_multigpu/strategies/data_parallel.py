@@ -25,18 +25,18 @@ from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
-from lightning_multigpu.engine.one_process.continued_loader import ContinuedLoader
-from lightning_multigpu.engine.one_process.gathering import gathered
-from lightning_multigpu.engine.one_process.joint_loss import JointLoss
-from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
-from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
-from lightning_multigpu.engine.pipeline.stages.micro_batches import (
+from lightning_multigpu.engine.micro_batches import (
     Wording,
     num_micro_batches_of,
     refuse_list_of_samples,
     split_batch,
     weights_of,
 )
+from lightning_multigpu.engine.one_process.continued_loader import ContinuedLoader
+from lightning_multigpu.engine.one_process.gathering import gathered
+from lightning_multigpu.engine.one_process.joint_loss import JointLoss
+from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
+from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.runtime.batch_feed import batches_trained_on
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_multigpu.engine.gradient_check import gradient_tolerance
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
+from lightning_multigpu.engine.step_state import preserved_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -20,7 +20,7 @@ from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of
+from lightning_multigpu.engine.micro_batches import checksum_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.planning.timeline import StageRecord

@@ -27,8 +27,8 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, Gra
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
 from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
-from lightning_multigpu.engine.pipeline.stages.micro_batches import cloned
-from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
+from lightning_multigpu.engine.micro_batches import cloned
+from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace

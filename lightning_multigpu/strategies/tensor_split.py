@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
-from lightning_multigpu.engine.pipeline.stages.micro_batches import checksum_of, cloned
+from lightning_multigpu.engine.micro_batches import checksum_of, cloned
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup

@@ -18,9 +18,9 @@ from lightning_multigpu.engine.activation_checkpointing import (
     recomputed,
     selected_layers,
 )
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.step_state import set_random_state
+from lightning_multigpu.engine.step_state import set_random_state
 
 CPU = torch.device("cpu")
 

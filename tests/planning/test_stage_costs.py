@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.pipeline.measuring.training_memory import layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.stage_bytes import layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 

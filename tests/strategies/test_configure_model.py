@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.split_model import built_by_stages, share_values
 from tests.strategies.tasks import Case, dataset, eval_loader, make_trainer
 from tests.world import World, rank

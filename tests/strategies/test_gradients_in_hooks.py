@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
 from tests.world import World
 

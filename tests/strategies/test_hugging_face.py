@@ -27,7 +27,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer, state
 from tests.world import World
 

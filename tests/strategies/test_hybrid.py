@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.planning.stage_costs import StageCosts
 from tests.strategies.tasks import (
     Case,

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Region
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState

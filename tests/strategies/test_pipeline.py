@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.micro_batches import split_batch
 from lightning_multigpu.engine.pipeline.splitting.chain import suggested_split_points
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
-from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import base
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
-from lightning_multigpu.engine.pipeline.stages.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, set_random_state
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.micro_batches import split_batch
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World

@@ -17,7 +17,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
 
 _BESIDE_FROM_BYTES = 1 << 20

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import first_placeholder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.placeholder import first_placeholder
 from lightning_multigpu.strategies.hook_detection import has_hook
 
 _DEPTH = 3

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_multigpu._lightning_internals import draws_graph
 from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

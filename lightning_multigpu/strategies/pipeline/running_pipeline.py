@@ -19,13 +19,8 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
-from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.pipeline.measuring.training_memory import end_bytes, held_bytes, layer_bytes
-from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
-from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
-from lightning_multigpu.engine.pipeline.stages.micro_batches import (
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.micro_batches import (
     checksum_of,
     cloned,
     combined_loss,
@@ -36,8 +31,14 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     split_batch,
     weights_of,
 )
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
+from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
+from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
-from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, without_differentiation
+from lightning_multigpu.engine.step_state import seed_of, without_differentiation
+from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, preserved_state
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_multigpu._lightning_internals import logging_as
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,9 +13,9 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.gradient_check import GradientCheck, Run, Verdict
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.stages.micro_batches import disagreement, relative_tolerance, split_batch
+from lightning_multigpu.engine.micro_batches import disagreement, relative_tolerance, split_batch
 from lightning_multigpu.strategies.dry_run import gradient_rtol, precision_dtypes, without_trace
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel

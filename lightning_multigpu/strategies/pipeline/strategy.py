@@ -20,11 +20,11 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
+from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks

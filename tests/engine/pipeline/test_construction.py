@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 
 
 class Drawn(nn.Module):

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradient
+from lightning_multigpu.engine.placeholder import Placeholder
 
 ORDERS = (1.0, 2.0, float("inf"))
 

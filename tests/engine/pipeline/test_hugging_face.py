@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages, block_lists
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
     LayerInterception,
@@ -22,6 +21,7 @@ from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     map_only,
     tensors_of,
 )
+from lightning_multigpu.engine.placeholder import Placeholder
 
 Forward = Callable[["Model", Tensor], Any]
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.pipeline.measuring.recorder import KEPT_STEPS, Recorder
-from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.timeline import Interval
 
 

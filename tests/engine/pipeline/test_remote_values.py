@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteTensor, RemoteValues
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from tests.world import World, init_group

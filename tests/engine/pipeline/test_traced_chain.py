@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
+from lightning_multigpu.engine.placeholder import Placeholder
 
 CPU = torch.device("cpu")
 POINTS = ["net.b", "net.c"]

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metering.clocks import CoreWait, synchronise, timed
 from lightning_multigpu.engine.activation_checkpointing import recomputed, safe_inputs
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedTensors
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
@@ -36,7 +35,8 @@ from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     tensors_of,
 )
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.training_memory import SavedTensors
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
 
 _MOST_RUNS = 10

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metering.clocks import Clock, HostClock, StreamClock
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.pipeline.measuring.training_memory import SavedActivations, measured_bytes
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline
 
 KEPT_STEPS = 9

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 
 Uses = dict[str, set[int]]
 """Parts of a step by the names of the tensors that they use; as of :class:`Chain`."""

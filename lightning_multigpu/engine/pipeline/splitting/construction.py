@@ -28,8 +28,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange, first_placeholder
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.placeholder import Placeholder, exchange, first_placeholder
 
 _Registered = Callable[[Module, str, Tensor | None], None]
 

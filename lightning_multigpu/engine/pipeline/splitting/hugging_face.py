@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 
 
 def models_in(module: Module) -> dict[str, Module]:

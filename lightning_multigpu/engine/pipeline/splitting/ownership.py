@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter, RNNBase
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.placeholder import Placeholder, exchange
 
 
 @dataclass

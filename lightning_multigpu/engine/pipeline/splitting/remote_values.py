@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage
 from torch.utils._pytree import tree_map_only
 
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.placeholder import Placeholder
 
 _SENT_AT_ONCE_BYTES = 4096
 

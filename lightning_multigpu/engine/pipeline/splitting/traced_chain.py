@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, modules_around, smallest_around, uncompiled
 from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
 

@@ -32,7 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import Module
 from torch.utils._pytree import TreeSpec, tree_map_only
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 
 # Operations that write into running statistics, which their schemas do not say.
 _WRITES_STATISTICS: dict[Any, tuple[int, ...]] = {

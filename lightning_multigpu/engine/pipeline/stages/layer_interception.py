@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 
 T = TypeVar("T")
 

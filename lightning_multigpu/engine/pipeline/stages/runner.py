@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_multigpu.engine.activation_checkpointing import recomputed
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception, Region
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.planning.schedule_order import ScheduleName, executed_schedule
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 
 
 def seed_of(*parts: int) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 
 
 def layer() -> nn.Linear:

@@ -25,9 +25,7 @@ from torch.optim import (
 from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.communication.tensors import size_bytes
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.splitting.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.planning.timeline import HeldBytes
 
 UNKNOWN_STATES = 2
@@ -62,20 +60,6 @@ def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) ->
         sum(trained.values()),
         sum(size * states.get(parameter, 0) for parameter, size in trained.items()),
     )
-
-
-def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
-    """Bytes of each layer's parameters, their gradients and the states that the optimizers will keep.
-
-    A parameter of several layers counts for the first of them.
-    """
-    return [held_bytes(own, optimizers).total for own in chain.own_parameters()]
-
-
-def end_bytes(ownership: Ownership, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
-    """As :func:`layer_bytes`, of what only the first and the last stage hold outside of the layers."""
-    first, last = ownership.at_ends()
-    return held_bytes(first, optimizers).total, held_bytes(last, optimizers).total
 
 
 def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:

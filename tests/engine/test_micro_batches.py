@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.engine.batch_size import tensors_in
-from lightning_multigpu.engine.pipeline.stages.micro_batches import (
+from lightning_multigpu.engine.micro_batches import (
     checksum_of,
     combined_loss,
     disagreement,

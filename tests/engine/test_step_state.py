@@ -9,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_multigpu.engine.pipeline.stages.step_state import preserved_state
+from lightning_multigpu.engine.step_state import preserved_state
 
 
 class Tracked(nn.Module):

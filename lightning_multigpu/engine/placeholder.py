@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from lightning_multigpu.engine.pipeline.errors import PipelineError
+from lightning_multigpu.engine.errors import PipelineError
 
 _OURS = ("sources", "fixed", "_is_param")
 
