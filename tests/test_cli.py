@@ -504,8 +504,8 @@ class TestProcesses:
         environment = with_package()
         line = [*command, *arguments]
         if command[0] == sys.executable:
-            return preforked.run(line, env=environment, timeout=120)
-        return subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment, check=False)
+            return preforked.run(line, env=environment, timeout=300)
+        return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
     @pytest.mark.parametrize("program", ["module", "script"])
     def test_two_ranks(self, program: str, project: Path) -> None:

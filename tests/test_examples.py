@@ -23,7 +23,7 @@ from tests import documents, preforked
 ROOT = Path(__file__).parents[1]
 
 
-def run(directory: Path, *arguments: str, forked: bool = True, timeout_s: float = 180.0) -> str:
+def run(directory: Path, *arguments: str, forked: bool = True, timeout_s: float = 400.0) -> str:
     """Standard output of ``python ...`` in ``directory``; all output is shown when it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}

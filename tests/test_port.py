@@ -22,7 +22,7 @@ def run(directory: Path, *arguments: str) -> str:
     """Standard output of ``python ...`` in ``directory``, with a tenth of the training data."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PL_TRAINER_LIMIT_TRAIN_BATCHES": "0.1"}
-    ended = preforked.run([sys.executable, *arguments], cwd=directory, env=environment, timeout=180)
+    ended = preforked.run([sys.executable, *arguments], cwd=directory, env=environment, timeout=300)
     assert ended.returncode == 0, f"{arguments}: exit status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 

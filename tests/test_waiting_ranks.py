@@ -147,7 +147,7 @@ class TestCommandLine:
         command = [sys.executable, "-m", "lightning_multigpu", "fit", "--model=project.Model", *options]
         command += [f"--trainer.{setting}" for setting in settings]
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        return preforked.run(command, env=environment, cwd=directory, timeout=120)
+        return preforked.run(command, env=environment, cwd=directory, timeout=300)
 
     def test_ranks_import_while_the_first_one_does(self, tmp_path: Path) -> None:
         """They were started at the launch, and imported for seconds while the first rank waited for them."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from lightning_multigpu.planning.launch_queue import LaunchQueue
+from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 
 SMALLEST_SHARE = 0.05
@@ -212,7 +213,7 @@ def _input(ranks: Sequence[RankFigures]) -> list[Finding]:
             "input",
             ranks,
             lambda rank: rank.own_s - rank.of("data_wait"),
-            f"rank {slowest.rank} waits {_ms(wait_s)} of a step of {_ms(slowest.step_s)} for its next batch{have}.",
+            f"rank {slowest.rank} waits {ms(wait_s)} of a step of {ms(slowest.step_s)} for its next batch{have}.",
             f"Load batches beside the training: DataLoader(num_workers={min(wanted, _MOST_WORKERS)}, "
             "persistent_workers=True), with pin_memory=True for GPUs; or make a sample cheaper to load.",
         )
@@ -237,8 +238,8 @@ def _straggler(ranks: Sequence[RankFigures], pipeline: PipelineFigures | None) -
             "straggler",
             ranks,
             lambda rank: rank.own_s - max(0.0, work_s(rank) - usual_s),
-            f"rank {slowest.rank} on host {slowest.host} computes for {_ms(work_s(slowest))} of a step, other "
-            f"ranks for {_ms(usual_s)}; it is slowest in its {phase}.",
+            f"rank {slowest.rank} on host {slowest.host} computes for {ms(work_s(slowest))} of a step, other "
+            f"ranks for {ms(usual_s)}; it is slowest in its {phase}.",
             "Look for other work on its host, for a slower or hotter device, or for larger samples in its part of the "
             "data.",
         )
@@ -251,8 +252,8 @@ def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Fin
         return []
     step_s = max(rank.step_s for rank in ranks)
     total_s = min(rank.transfers_s for rank in ranks)
-    evidence = f"every rank waits at least {_ms(exposed_s)} of a step of {_ms(step_s)} for transfers between ranks; "
-    evidence += f"{_ms(max(0.0, total_s - exposed_s))} of their {_ms(total_s)} are hidden behind computation."
+    evidence = f"every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for transfers between ranks; "
+    evidence += f"{ms(max(0.0, total_s - exposed_s))} of their {ms(total_s)} are hidden behind computation."
     if can_compress and len({rank.node for rank in ranks}) > 1:
         # Half of the bytes take half of the time; what was hidden can stay hidden.
         left_s = max(0.0, exposed_s - _BF16 * total_s)
@@ -279,7 +280,7 @@ def _callbacks(ranks: Sequence[RankFigures]) -> list[Finding]:
             "callbacks",
             ranks,
             own_s,
-            f"{name} takes {_ms(seconds)} of a step of {_ms(slowest.step_s)} on rank {slowest.rank}.",
+            f"{name} takes {ms(seconds)} of a step of {ms(slowest.step_s)} on rank {slowest.rank}.",
             "Do its work every n-th batch only.",
         )
     ]
@@ -299,7 +300,7 @@ def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
             "synchronising calls",
             ranks,
             own_s,
-            f"{most.line} reads {most.count} values of tensors in a step of {_ms(rank.step_s)}: {_ms(most.seconds)}. "
+            f"{most.line} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
             "Each call waits until the device has computed its value.",
             "Keep tensors, and read them every n-th step, or all at once with tolist().",
         )
@@ -315,7 +316,7 @@ def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
             "small batches",
             ranks,
             lambda rank: rank.own_s - rank.of("other") / 2,
-            f"Lightning's loop takes {_ms(fixed_s)} of a step of {_ms(slowest.step_s)}, whatever the size of the "
+            f"Lightning's loop takes {ms(fixed_s)} of a step of {ms(slowest.step_s)}, whatever the size of the "
             "batch: logging, learning-rate schedulers, the progress bar.",
             "Use larger batches (the time is per as many samples as now), log_every_n_steps=50 or more, and "
             "enable_progress_bar=False or a larger refresh_rate.",
@@ -336,7 +337,7 @@ def _threads(ranks: Sequence[RankFigures], trial: ThreadTrial | None, step_s: fl
             step_s=step_s - saving_s,
             evidence=f"{len(on_host)} ranks with {trial.threads} threads each are {threads} threads for "
             f"{ranks[0].cores} cores of host {ranks[0].host}; with {trial.fewer} a rank, a step took "
-            f"{_ms(trial.fewer_step_s)} instead of {_ms(trial.step_s)}.",
+            f"{ms(trial.fewer_step_s)} instead of {ms(trial.step_s)}.",
             remedy=f"Set OMP_NUM_THREADS={trial.fewer}, or call torch.set_num_threads({trial.fewer}) in the ranks.",
         )
     ]
@@ -352,8 +353,8 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
             kind="imbalance of stages",
             saving_s=pipeline.wall_s - pipeline.balanced_s,
             step_s=step_s - (pipeline.wall_s - pipeline.balanced_s),
-            evidence=f"the stages of rank {busiest} compute for {_ms(pipeline.busy_s[busiest])} of a step, those of a "
-            f"rank for {_ms(mean_s)} on average.",
+            evidence=f"the stages of rank {busiest} compute for {ms(pipeline.busy_s[busiest])} of a step, those of a "
+            f"rank for {ms(mean_s)} on average.",
             remedy='Let the measured time of the layers decide: PipelineStrategy(balance="time"), or give the number '
             "of layers of each stage.",
         ),
@@ -387,7 +388,7 @@ def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard]) -> list[Findi
             saving_s=saving_s,
             step_s=step_s - saving_s,
             evidence=f"server {fullest} moves {100 * shards[fullest].sent_bytes / total:.0f} % of the bytes, "
-            f"{times:.2f} times its share; every rank waits at least {_ms(exposed_s)} of a step of {_ms(step_s)} for "
+            f"{times:.2f} times its share; every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for "
             "servers and other ranks.",
             remedy="Use an optimizer of torch that updates each element by itself (SGD, Adam, AdamW): its parameters "
             "are cut evenly. With another one, make the largest layer smaller, or take fewer servers (num_servers).",
@@ -411,8 +412,8 @@ def _launches(ranks: Sequence[RankFigures]) -> list[Finding]:
             "launch-bound",
             ranks,
             lambda rank: rank.own_s - idle_s(rank),
-            f"the GPU of rank {waiting.rank} is busy for {_ms(waiting.launches.busy_s)} of a step of "
-            f"{_ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
+            f"the GPU of rank {waiting.rank} is busy for {ms(waiting.launches.busy_s)} of a step of "
+            f"{ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
             f"in whose queue {waiting.launches.queued} kernels wait at a launch (median).",
             "Use larger batches, or launch less: compile the layers in the module's __init__, "
             'self.layers = torch.compile(self.layers), with mode="reduce-overhead" for CUDA graphs.',
@@ -443,18 +444,14 @@ def _memory(ranks: Sequence[RankFigures]) -> list[Finding]:
     whose = (
         f"the GPU of rank {rank.rank}" if use.place == "GPU" else f"the {use.place} of rank {rank.rank}, {rank.host},"
     )
-    held = ", ".join(f"{kind} {size / 1e9:.3g} GB" for kind, size in use.kinds_bytes.items() if size)
+    held = ", ".join(f"{kind} {size(held_bytes)}" for kind, held_bytes in use.kinds_bytes.items() if held_bytes)
     return [
         Finding(
             kind="memory near the limit",
             saving_s=0.0,
             step_s=max(rank.step_s for rank in ranks),
-            evidence=f"{whose} had {use.peak_bytes / 1e9:.3g} GB of {use.limit_bytes / 1e9:.3g} GB in use"
+            evidence=f"{whose} had {size(use.peak_bytes)} of {size(use.limit_bytes)} in use"
             + (f"; the rank holds {held}." if held else "."),
             remedy=remedy,
         )
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

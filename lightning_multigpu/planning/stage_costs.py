@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Literal
 
 from lightning_multigpu.planning.balance import Bounds, cheapest_bounds, layers_text
+from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.schedule_order import Work, in_flight, schedule_orders, step_time
 
 MeasuredBalance = Literal["time", "memory"]
@@ -189,9 +190,9 @@ class StageCosts:
         for stage, (start, stop) in enumerate(bounds):
             lines.append(
                 f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers_text(start, stop)}, "
-                f"forward {1e3 * self.forward_s(start, stop):.3g} ms, "
-                f"backward {1e3 * self.backward_s(start, stop):.3g} ms, "
-                f"transfer {1e3 * (self.cut_s(start) + self.cut_s(stop)):.3g} ms, "
-                f"{self.memory_bytes(stage, start, stop) / 1e6:.3g} MB"
+                f"forward {ms(self.forward_s(start, stop))}, "
+                f"backward {ms(self.backward_s(start, stop))}, "
+                f"transfer {ms(self.cut_s(start) + self.cut_s(stop))}, "
+                f"{size(self.memory_bytes(stage, start, stop))}"
             )
         return "\n".join(lines)

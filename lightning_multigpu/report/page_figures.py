@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from lightning_multigpu.planning.numbers import number
+
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
@@ -86,7 +88,7 @@ def plot(
             f'<polyline points="{at}" fill="none" stroke="{BLUE}" stroke-width="1.5" stroke-opacity=".7">'
             f"<title>{escape(name)}</title></polyline>"
         )
-    shapes += _axis(end_s, _PLOT + 12, lambda seconds: f"{seconds:.3g} s")
+    shapes += _axis(end_s, _PLOT + 12, lambda seconds: f"{number(seconds)} s")
     return _svg(meaning, _PLOT + 12 + _AXIS, shapes)
 
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_multigpu.report.numbers import number, size
+from lightning_multigpu.planning.numbers import number, size
 
 _SECONDS = ("forward", "backward", "weight", "send", "receive", "idle")
 _MEMORY = {

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_multigpu.planning.balance import layers_text
+from lightning_multigpu.planning.numbers import number, size
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan
 from lightning_multigpu.report import schedule_picture
-from lightning_multigpu.report.numbers import number, size
 from lightning_multigpu.report.schedule_picture import Panel
 
 

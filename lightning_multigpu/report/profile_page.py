@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import page_figures, profile_document, run_curves
-from lightning_multigpu.report.numbers import number, size
 from lightning_multigpu.report.page_figures import Rows, bars, legend, plot, table, words
 
 FILE_NAME = "profile.html"
@@ -58,7 +58,7 @@ def page(profile: Mapping[str, Any]) -> str:
     ranks = profile["ranks"]
     title = (
         f"<h1>{escape(name)}</h1>",
-        f"<p>{len(ranks)} ranks, {len(ranks[0]['steps'])} optimizer steps, {_ms(profile['step_s'])} a step (median of "
+        f"<p>{len(ranks)} ranks, {len(ranks[0]['steps'])} optimizer steps, {ms(profile['step_s'])} a step (median of "
         f"the slowest rank). {escape(_versions(profile))}</p>",
     )
     sections = (_diagnosis, _phases, _timeline, _schedule, _transfers, _memory, _over_time, _staleness, _operators)
@@ -73,8 +73,8 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
         [
             name,
             profile["strategy"]["name"],
-            *(_ms(slowest[name]["phases_s"].get(phase, 0.0)) for phase in used),
-            _ms(profile["step_s"]),
+            *(ms(slowest[name]["phases_s"].get(phase, 0.0)) for phase in used),
+            ms(profile["step_s"]),
             run_curves.samples_a_second(profile),
             profile["findings"][0]["kind"] if profile["findings"] else "nothing found",
         ]
@@ -88,7 +88,7 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
             "<p>A step of the slowest rank of each run. It has more samples under some strategies than under others: "
             "samples a second, those of the whole run, tell which is faster.</p>",
             legend({phase: _COLOURS[phase] for phase in used}),
-            bars("Phases of a step by run; the table below has the numbers", of_runs, _COLOURS, _ms),
+            bars("Phases of a step by run; the table below has the numbers", of_runs, _COLOURS, ms),
             table(["run", "strategy", *map(words, used), "step", "samples a second", "diagnosis"], rows),
         ],
     )
@@ -111,7 +111,7 @@ def _diagnosis(profile: Mapping[str, Any]) -> Iterator[str]:
         yield "<ol>"
         for finding in savings:
             share = 100 * finding["saving_s"] / profile["step_s"]
-            yield _finding(finding, f": {_ms(finding['step_s'])} a step predicted, {share:.0f} % less")
+            yield _finding(finding, f": {ms(finding['step_s'])} a step predicted, {share:.0f} % less")
         yield "</ol>"
     if limits:
         yield "<h2>Near a limit</h2><ul>"
@@ -131,12 +131,16 @@ def _phases(profile: Mapping[str, Any]) -> Iterator[str]:
     used = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in ranks)]
     of_ranks = [(f"rank {rank['rank']}", rank["phases_s"]) for rank in ranks]
     rows = [
-        [f"{rank['rank']} ({rank['host']})", *(_ms(rank["phases_s"].get(p, 0.0)) for p in used), _ms(rank["step_s"])]
+        [
+            f"{rank['rank']} ({rank['host']})",
+            *(ms(rank["phases_s"].get(p, 0.0)) for p in used),
+            ms(rank["step_s"]),
+        ]
         for rank in ranks
     ]
     yield "<h2>A step of each rank</h2>"
     yield legend({phase: _COLOURS[phase] for phase in used})
-    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, _ms)
+    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, ms)
     yield table(["rank", *map(words, used), "step"], rows)
 
 
@@ -150,15 +154,15 @@ def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
     steps = [rank["steps"][lengths[(len(lengths) - 1) // 2]] for rank in ranks]
     start_s = min(step["start_s"] for step in steps)
     span_s = max(step["end_s"] for step in steps) - start_s
-    figure = Rows("Timeline of one step, a row for each rank", span_s, _ms)
+    figure = Rows("Timeline of one step, a row for each rank", span_s, ms)
     for rank, step in zip(ranks, steps, strict=True):
         who = f"rank {rank['rank']}"
         figure.row(who)
         for phase, begin_s, end_s in step["parts"]:
-            title = f"{who}: {words(phase)}, {_ms(end_s - begin_s)}"
+            title = f"{who}: {words(phase)}, {ms(end_s - begin_s)}"
             figure.box(begin_s - start_s, end_s - start_s, _COLOURS[phase], title, height=16)
         for operation, group, _, begin_s, end_s, *_ in step["transfers"]:
-            title = f"{who}: {operation} ({group}), {_ms(end_s - begin_s)}"
+            title = f"{who}: {operation} ({group}), {ms(end_s - begin_s)}"
             figure.box(begin_s - start_s, end_s - start_s, "#000", title, top=17, height=5)
     yield "<h2>One step over all ranks</h2>"
     yield "<p>On the clock of rank 0; transfers between ranks below each rank's phases.</p>"
@@ -184,7 +188,7 @@ def _transfers(profile: Mapping[str, Any]) -> Iterator[str]:
             number(operation["count"]),
             size(operation["sent_bytes"]),
             size(operation["memory_bytes"]),
-            _ms(operation["seconds"]),
+            ms(operation["seconds"]),
             size(operation["sent_bytes"] / operation["seconds"]) if operation["seconds"] else "-",
         ]
         for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"])
@@ -250,12 +254,8 @@ def _operators(profile: Mapping[str, Any]) -> Iterator[str]:
     operators = profile["ranks"][0]["operators"]
     if operators:
         yield "<h2>Operators of a step on rank 0, by their own time</h2>"
-        rows = [[name, f"{round(calls, 1):g}", _ms(cpu_s), _ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
+        rows = [[name, f"{round(calls, 1):g}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
         yield table(["operator", "calls", "on the CPU", "on the GPU"], rows)
-
-
-def _ms(seconds: float) -> str:
-    return f"{number(1e3 * seconds)} ms"
 
 
 def _versions(profile: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import profile_document, run_curves
-from lightning_multigpu.report.numbers import size
 from lightning_multigpu.report.page_figures import words
 
 _WIDTH = 100
@@ -31,9 +31,9 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
     found = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in slowest.values())]
     rows = [["run", "strategy", *(phase.replace("_", " ") for phase in found), "step, ms", "samples/s", "diagnosis"]]
     for name, profile in profiles.items():
-        cells = [f"{1e3 * slowest[name]['phases_s'].get(phase, 0.0):.3g}" for phase in found]
+        cells = [number(1e3 * slowest[name]["phases_s"].get(phase, 0.0)) for phase in found]
         first = profile["findings"][0]["kind"] if profile["findings"] else "nothing found"
-        whole = f"{1e3 * profile['step_s']:.4g}", run_curves.samples_a_second(profile)
+        whole = number(1e3 * profile["step_s"]), run_curves.samples_a_second(profile)
         rows.append([name, profile["strategy"]["name"], *cells, *whole, first])
     return "\n".join(_aligned(rows))
 
@@ -48,7 +48,7 @@ def _title(profile: Mapping[str, Any]) -> str:
     steps = len(ranks[0]["steps"])
     return (
         f"Profile of {profile['strategy']['name']}: {len(ranks)} rank{'s' * (len(ranks) > 1)}, {steps} optimizer "
-        f"step{'s' * (steps > 1)}, {1e3 * profile['step_s']:.4g} ms a step (medians)"
+        f"step{'s' * (steps > 1)}, {ms(profile['step_s'])} a step (medians)"
     )
 
 
@@ -58,8 +58,8 @@ def _phases(profile: Mapping[str, Any]) -> list[str]:
     names = [phase.replace("_", " ") for phase in found]
     rows = [["rank", *names, "step, ms"]]
     for rank in ranks:
-        cells = [f"{1e3 * rank['phases_s'].get(phase, 0.0):.3g}" for phase in found]
-        rows.append([str(rank["rank"]), *cells, f"{1e3 * rank['step_s']:.4g}"])
+        cells = [number(1e3 * rank["phases_s"].get(phase, 0.0)) for phase in found]
+        rows.append([str(rank["rank"]), *cells, number(1e3 * rank["step_s"])])
     return _aligned(rows)
 
 
@@ -70,8 +70,8 @@ def _transfers(profile: Mapping[str, Any]) -> list[str]:
     for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"]):
         lines.append(
             f"  {operation['operation']} ({operation['group']}, {operation['group_size']} ranks): "
-            f"{operation['count']:.3g} x, {size(operation['sent_bytes'])} sent, "
-            f"{1e3 * operation['seconds']:.3g} ms"
+            f"{round(operation['count'], 1):g} x, {size(operation['sent_bytes'])} sent, "
+            f"{ms(operation['seconds'])}"
         )
     return lines
 
@@ -82,7 +82,7 @@ def _pipeline(profile: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"\n{section['schedule']}, {pipeline['num_micro_batches']} micro-batches: ranks are not busy for "
-        f"{100 * pipeline['bubble']:.1f} % of {1e3 * pipeline['wall_s']:.4g} ms; in theory for "
+        f"{100 * pipeline['bubble']:.1f} % of {ms(pipeline['wall_s'])}; in theory for "
         f"{100 * pipeline['theoretical_bubble']:.1f} %"
         for pipeline in section["pipelines"]
         if "wall_s" in pipeline
@@ -123,8 +123,8 @@ def _operators(profile: Mapping[str, Any]) -> list[str]:
         return []
     lines = ["", "Operators of a step on rank 0 that take the most time by themselves:"]
     for name, calls, cpu_s, gpu_s in operators[:_OPERATORS]:
-        on_gpu = f", {1e3 * gpu_s:.3g} ms on the GPU" if gpu_s else ""
-        lines.append(f"  {name}: {round(calls, 1):g} x, {1e3 * cpu_s:.3g} ms{on_gpu}")
+        on_gpu = f", {ms(gpu_s)} on the GPU" if gpu_s else ""
+        lines.append(f"  {name}: {round(calls, 1):g} x, {ms(cpu_s)}{on_gpu}")
     return lines
 
 
@@ -133,9 +133,9 @@ def _diagnosis(profile: Mapping[str, Any]) -> list[str]:
     lines = ["What would make a step shorter, the largest saving first:"]
     if not savings:
         lines = ["Nothing was found that would save 5 % of a step."]
-    for number, finding in enumerate(savings, 1):
+    for place, finding in enumerate(savings, 1):
         share = 100 * finding["saving_s"] / profile["step_s"]
-        head = f"{number}. {finding['kind']}: {1e3 * finding['step_s']:.4g} ms a step predicted ({share:.0f} % less)"
+        head = f"{place}. {finding['kind']}: {ms(finding['step_s'])} a step predicted ({share:.0f} % less)"
         lines += [head, *_reasons(finding)]
     for finding in limits:
         lines += ["", f"{finding['kind'].capitalize()}:", *_reasons(finding)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lightning_multigpu.report.numbers import number, size
+from lightning_multigpu.planning.numbers import number, size
 
 Curve = Sequence[tuple[float, float, float]]
 """As of :meth:`.statistics.Series.curve`: moments in seconds from the start of training, medians, largest values."""

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_multigpu.planning.numbers import BYTES, number
 from lightning_multigpu.report import pipeline_table
-from lightning_multigpu.report.numbers import BYTES, number
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan
-from lightning_multigpu.report.numbers import size
 
 
 def summary(plan: SplitPlan) -> str:

@@ -37,6 +37,7 @@ from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.runtime.batch_feed import batches_trained_on
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
@@ -391,16 +392,16 @@ def savings_text(steps: Sequence[StepTraffic], num_devices: int) -> str:
     place of the sum of gradients, and travels while backward computes.
     """
 
-    def mean_ms(*operations: str) -> float:
+    def mean_s(*operations: str) -> float:
         seconds = sum(totals.total_s for step in steps for name in operations for totals in step.of(name, DEVICES))
-        return 1e3 * seconds / len(steps)
+        return seconds / len(steps)
 
-    whole = 1e3 * sum(step.end_s - step.start_s for step in steps) / len(steps)
-    copied, cut, added = mean_ms("broadcast"), mean_ms("scatter", "gather"), mean_ms("reduce")
+    whole = sum(step.end_s - step.start_s for step in steps) / len(steps)
+    copied, cut, added = mean_s("broadcast"), mean_s("scatter", "gather"), mean_s("reduce")
     return (
-        f"dp on {num_devices} devices: of {whole:.3g} ms a step, {copied:.3g} ms went into replicas of the model, "
-        f"{cut:.3g} ms into scattering batches and gathering outputs, {added:.3g} ms into the sum of gradients. "
-        f"strategy='ring_ddp' would have saved the first two, {copied + cut:.3g} ms a step "
+        f"dp on {num_devices} devices: of {ms(whole)} a step, {ms(copied)} went into replicas of the model, "
+        f"{ms(cut)} into scattering batches and gathering outputs, {ms(added)} into the sum of gradients. "
+        f"strategy='ring_ddp' would have saved the first two, {ms(copied + cut)} a step "
         f"({100 * (copied + cut) / whole:.1f} %): it copies the model once, and its processes load their own batches. "
         "Its all-reduce of gradients takes the place of the sum, and runs while backward computes"
     )

@@ -23,7 +23,7 @@ def test_a_row_for_each_strategy_that_trains(
     monkeypatch.chdir(CONFIG.parents[1])
 
     def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        return preforked.run(command, timeout=180)
+        return preforked.run(command, timeout=400)
 
     monkeypatch.setattr(compare.subprocess, "run", run)
     strategies, few = "single_device,no_such_strategy", ("--trainer.max_epochs=1", "--trainer.limit_val_batches=0")

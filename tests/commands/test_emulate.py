@@ -37,7 +37,7 @@ def emulate(*arguments: str, before: list[str] | None = None) -> subprocess.Comp
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
 

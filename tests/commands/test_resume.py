@@ -192,7 +192,7 @@ def test_after_a_fault_the_weights_are_those_of_a_run_without_it(project: Path) 
     def fit(*arguments: str, **variables: str) -> str:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{project}", "OMP_NUM_THREADS": "1", **variables}
         command = [sys.executable, "-m", "lightning_multigpu", "fit", *arguments]
-        ended = preforked.run(command, env=environment, timeout=120)
+        ended = preforked.run(command, env=environment, timeout=400)
         assert ("planted" in ended.stderr) == (ended.returncode != 0) == ("FAILS_AT" in variables), ended.stderr
         return str(ended.stderr)
 

@@ -36,7 +36,7 @@ def _carries(process: psutil.Process, mark: str) -> bool:
 
 
 def run(
-    mark: str, *arguments: str, timeout_s: float = 240.0, forked: bool = True, **variables: str
+    mark: str, *arguments: str, timeout_s: float = 400.0, forked: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
 
@@ -85,13 +85,13 @@ class Job:
         """Standard output and error of a process so far."""
         return self._path(index).read_text(errors="replace")
 
-    def wait(self, timeout_s: float = 120.0) -> None:
+    def wait(self, timeout_s: float = 300.0) -> None:
         """Waits until all have ended well; fails with all outputs if one does not, or not in time."""
         self.wait_until(lambda: all(p.poll() is not None for p in self.processes), "the end of the job", timeout_s)
         codes = [process.returncode for process in self.processes]
         assert codes == [0] * len(codes), f"exit statuses {codes}\n{self._outputs()}"
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
         """Waits for something that the processes do; fails with their outputs when one fails or time is over."""
         deadline = time.monotonic() + timeout_s
         while not condition():

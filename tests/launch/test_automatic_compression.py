@@ -28,4 +28,4 @@ def test_a_slow_link_is_worth_a_compression(tmp_path: Path) -> None:
     assert first["chosen"] == second["chosen"] == "int8"
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
     assert [len(found) for found in lines] == [1, 0]
-    assert lines[0][0].startswith("compression='auto': int8. A step's 4 MB of gradients take: none ")
+    assert lines[0][0].startswith("compression='auto': int8. A step's 4.00 MB of gradients take: none ")

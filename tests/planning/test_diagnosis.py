@@ -15,6 +15,7 @@ from lightning_multigpu.planning.diagnosis import (
     diagnose,
 )
 from lightning_multigpu.planning.launch_queue import LaunchQueue
+from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.schedule_order import schedule_orders
 from lightning_multigpu.planning.timeline import predicted
@@ -41,7 +42,7 @@ def test_a_slow_loader(wait_s: float) -> None:
     assert finding.step_s == pytest.approx(0.097)
     # One worker more than the batch time needs, if it needs all of one.
     assert f"num_workers={1 if wait_s < 0.09 else 4}," in finding.remedy
-    assert f"rank 0 waits {1e3 * wait_s:.3g} ms" in finding.evidence
+    assert f"rank 0 waits {ms(wait_s)}" in finding.evidence
 
 
 def test_workers_that_are_too_few_are_counted_in() -> None:
@@ -69,14 +70,14 @@ def test_communication_is_what_the_slowest_rank_waits() -> None:
     # Half of 120 ms are gone; what is left of the exposed part is 20 ms.
     assert compressed["communication"].saving_s == pytest.approx(0.060)
     assert 'compression="bf16"' in compressed["communication"].remedy
-    assert "40 ms of their 120 ms are hidden" in compressed["communication"].evidence
+    assert "40.0 ms of their 120 ms are hidden" in compressed["communication"].evidence
 
 
 def test_a_slow_callback_is_named() -> None:
     slow = ranks({"callbacks": 0.03}, {"callbacks": 0.03}, callbacks_s={"Slow.on_train_batch_end": 0.028})
     [finding] = diagnose(slow)
     assert (finding.kind, finding.saving_s) == ("callbacks", pytest.approx(0.028))
-    assert "Slow.on_train_batch_end takes 28 ms" in finding.evidence
+    assert "Slow.on_train_batch_end takes 28.0 ms" in finding.evidence
 
 
 def test_a_line_that_reads_values_is_named() -> None:
@@ -117,7 +118,7 @@ def test_a_host_that_is_not_ahead_of_its_gpu(busy_s: float) -> None:
     bound = ranks(launches=LaunchQueue(kernels=900, busy_s=busy_s, queued=0))
     [finding] = diagnose(bound)
     assert (finding.kind, finding.saving_s) == ("launch-bound", pytest.approx(0.095 - busy_s))
-    assert f"busy for {1e3 * busy_s:.3g} ms" in finding.evidence
+    assert f"busy for {ms(busy_s)}" in finding.evidence
     assert "torch.compile" in finding.remedy
     assert diagnose([replace(rank, launches=LaunchQueue(900, busy_s, queued=40)) for rank in bound]) == []
 
@@ -142,8 +143,8 @@ def test_memory_near_the_limit(place: str, peak_bytes: float, largest: str, reme
     assert (finding.saving_s, finding.step_s) == (0.0, pytest.approx(slow.step_s))
     assert remedy in finding.remedy
     assert f"{place} of rank 1" in finding.evidence
-    assert f"{peak_bytes / 1e9:.3g} GB of 10 GB" in finding.evidence
-    assert f"{largest} 4 GB" in finding.evidence
+    assert f"{size(peak_bytes)} of 10.0 GB" in finding.evidence
+    assert f"{largest} 4.00 GB" in finding.evidence
     assert len(diagnose([slow, replace(near, memory=replace(use, peak_bytes=8.9e9))])) == 1
 
 
@@ -202,4 +203,4 @@ def test_unequal_stages() -> None:
     assert found.balanced_s < 0.72 * found.wall_s
     findings = diagnose(ranks({"stage_wait": 0.5}, {}), pipeline=found)
     assert findings[0].kind == "imbalance of stages"
-    assert "rank 1 compute for 1.44e+03 ms" in findings[0].evidence
+    assert "rank 1 compute for 1,440 ms" in findings[0].evidence

@@ -39,7 +39,7 @@ def test_a_save_that_breaks_off_leaves_the_former_file(handler: str, tmp_path: P
     WholeCheckpointIO().save_checkpoint({"step": 1}, path)
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", KILLED.format(handler=handler), str(path)]
-    finished = preforked.run(command, env=environment, timeout=120)
+    finished = preforked.run(command, env=environment, timeout=300)
     assert finished.returncode not in (0, None)
     if handler == "signal.SIG_IGN":
         last = finished.stderr.strip().splitlines()[-1]

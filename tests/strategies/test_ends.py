@@ -248,12 +248,12 @@ def test_each_stage_has_what_it_uses(world4: World) -> None:
     """An embedding and a head were on all ranks, with gradients and optimizer states."""
     results = world4.run(pipelined, list(ON_FOUR), 4)
     wide, tied, *_ = world4.output(0).split("Pipeline over ")[1:]
-    assert "stage 3 on rank 0: layer 3, 0.000336 MB of parameters" in wide
-    assert "parameters in all: 0.00226 MB on rank 3, 0.000336 MB on rank 2, 0.000336 MB on rank 1, 0.00226 MB" in wide
-    assert "outside of the layers, on rank 3: tokens.weight (0.00192 MB)" in wide
-    assert "outside of the layers, on rank 0: head.weight (0.00192 MB)" in wide
-    assert "parameters in all: 0.00226 MB on rank 3, 0.000336 MB on rank 2, 0.000336 MB on rank 1, 0.00226 MB" in tied
-    assert "the same on ranks 3, 0: tokens.weight (0.00192 MB)" in tied
+    assert "stage 3 on rank 0: layer 3, 336 B of parameters" in wide
+    assert "parameters in all: 2.26 kB on rank 3, 336 B on rank 2, 336 B on rank 1, 2.26 kB" in wide
+    assert "outside of the layers, on rank 3: tokens.weight (1.92 kB)" in wide
+    assert "outside of the layers, on rank 0: head.weight (1.92 kB)" in wide
+    assert "parameters in all: 2.26 kB on rank 3, 336 B on rank 2, 336 B on rank 1, 2.26 kB" in tied
+    assert "the same on ranks 3, 0: tokens.weight (1.92 kB)" in tied
     for kind, (cls, expected) in enumerate(ON_FOUR.items()):
         of_ranks = [result[kind] for result in results]
         assert [outside(result)[-1] for result in reversed(of_ranks)] == expected, cls

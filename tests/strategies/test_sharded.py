@@ -635,7 +635,7 @@ def test_without_fairscale_the_pack_is_as_it_was() -> None:
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "print('ddp_sharded' in StrategyRegistry)"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ran.stdout == "True\n", ran.stderr
 
 

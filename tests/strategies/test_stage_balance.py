@@ -312,4 +312,4 @@ def validate(balance: str) -> list[str]:
 def test_validation_alone_measures_nothing(world2: World) -> None:
     usual = world2.run(validate, "parameters")
     assert world2.run(validate, "time") == usual
-    assert "MB of parameters" in world2.output(0)
+    assert " B of parameters" in world2.output(0)

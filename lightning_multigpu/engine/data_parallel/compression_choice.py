@@ -26,6 +26,7 @@ from lightning_multigpu.communication.metering.clocks import timed
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.planning.break_even import break_even_bytes_per_s, measured_cost_s_per_byte
+from lightning_multigpu.planning.numbers import ms, number, size
 
 UNCOMPRESSED = "none"
 CLEARLY = 0.9
@@ -262,12 +263,10 @@ def _ways(
 
 def _report(chosen: str, measured: Measured, step: Sequence[Bucket], sample: Sequence[Bucket]) -> str:
     total_bytes, sampled_bytes = (sum(bucket.num_bytes for bucket in of) for of in (step, sample))
-    times = ", ".join(
-        f"{way} {_ms(seconds * total_bytes / sampled_bytes)}" for way, seconds in measured.seconds.items()
-    )
-    part = "" if sampled_bytes == total_bytes else f" with {sampled_bytes / 1e6:.3g} MB of them, in proportion"
+    times = ", ".join(f"{way} {ms(seconds * total_bytes / sampled_bytes)}" for way, seconds in measured.seconds.items())
+    part = "" if sampled_bytes == total_bytes else f" with {size(sampled_bytes)} of them, in proportion"
     return (
-        f"compression='auto': {chosen}. A step's {total_bytes / 1e6:.3g} MB of gradients take: {times} "
+        f"compression='auto': {chosen}. A step's {size(total_bytes)} of gradients take: {times} "
         f"(medians of {measured.rounds}{part}, on the slowest rank)."
     )
 
@@ -284,10 +283,5 @@ def _break_even_report(measured: Measured, reducers: Mapping[str, GradientReduce
         cost_s = measured_cost_s_per_byte(measured.seconds[UNCOMPRESSED], measured.seconds[name], ratio, num_bytes)
         if cost_s:
             border = break_even_bytes_per_s(cost_s, ratio, world_size=compressed.world_size)
-            found.append(f"{name} below {border * 8e-9:.2g} Gbit/s")
+            found.append(f"{name} below {number(border * 8e-9)} Gbit/s")
     return f" At what that costs here, it pays: {', '.join(found)} between hosts." if found else ""
-
-
-def _ms(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

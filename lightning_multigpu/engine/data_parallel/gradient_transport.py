@@ -21,6 +21,7 @@ from lightning_multigpu.communication.shared_memory.segment import SharedMemoryU
 from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
 from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
+from lightning_multigpu.planning.numbers import ms, size
 
 AUTO: Literal["auto"] = "auto"
 _AXIS = "data"
@@ -123,9 +124,9 @@ class GradientTransport:
         cost = bucket_size.measure(reducer.average, device)
         chosen_mb = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
         info(
-            f"bucket_cap_mb='auto': {chosen_mb:.2f}, buckets of {chosen_mb * 2**20 / 1e6:.2f} MB, for "
-            f"{total_bytes / 1e6:.1f} MB of gradients that take {cost.latency_s * 1e3:.2f} ms a bucket and "
-            f"{cost.s_per_byte * 1e9:.2f} ms a MB"
+            f"bucket_cap_mb='auto': {chosen_mb:.2f}, buckets of {size(chosen_mb * 2**20)}, for "
+            f"{size(total_bytes)} of gradients that take {ms(cost.latency_s)} a bucket and "
+            f"{ms(1e6 * cost.s_per_byte)} a MB"
         )
         return chosen_mb
 

@@ -39,6 +39,7 @@ from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.training_memory import held_bytes
+from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
@@ -346,8 +347,8 @@ class RunningPipeline:
         model.meter.discard()
 
         def predicted(bounds: list[tuple[int, int]]) -> str:
-            most_mb = costs.largest_bytes(bounds) / 1e6
-            return f"{1e3 * costs.step_s(bounds):.3g} ms, at most {most_mb:.3g} MB for the stages of a rank"
+            most = size(costs.largest_bytes(bounds))
+            return f"{ms(costs.step_s(bounds))}, at most {most} for the stages of a rank"
 
         rank_zero_info(
             f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "

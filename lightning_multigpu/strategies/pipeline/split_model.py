@@ -28,6 +28,7 @@ from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChai
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
+from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
@@ -259,13 +260,13 @@ class SplitModel:
         sizes, ranks = self.chain.parameter_bytes(), self.group.ranks
         lines = [f"Pipeline over {self.chain.describe()} in {len(self.bounds)} stages:"]
         for stage, (start, stop) in enumerate(self.bounds):
-            layers, size = self.chain.describe_layers(start, stop), _megabytes(sum(sizes[start:stop]))
-            lines.append(f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, {size} of parameters")
+            layers, held = self.chain.describe_layers(start, stop), size(sum(sizes[start:stop]))
+            lines.append(f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, {held} of parameters")
         return "\n".join([*lines, self.describe_ranks()])
 
     def describe_ranks(self) -> str:
         """The parameters that each rank holds, and where those outside of the layers and shared ones are, as text."""
-        held = [f"{_megabytes(size)} on rank {rank}" for rank, size in zip(self.group.ranks, self._held(), strict=True)]
+        held = [f"{size(own)} on rank {rank}" for rank, own in zip(self.group.ranks, self._held(), strict=True)]
         shared: dict[tuple[int, ...], list[Holding]] = {}
         for holding in self.ownership.holdings:
             if holding.is_parameter and (holding.is_outside or len(holding.holders) > 1):
@@ -273,7 +274,7 @@ class SplitModel:
         lines = [f"  parameters in all: {', '.join(held)}"]
         for holders, holdings in sorted(shared.items()):
             largest = sorted(holdings, key=lambda holding: -holding.tensor.nbytes)
-            names = ", ".join(f"{holding.name} ({_megabytes(holding.tensor.nbytes)})" for holding in largest[:2])
+            names = ", ".join(f"{holding.name} ({size(holding.tensor.nbytes)})" for holding in largest[:2])
             further = f" and {len(largest) - 2} more" if len(largest) > 2 else ""
             lines.append(f"  {self._describe_holders(holders)}: {names}{further}")
         return "\n".join(lines)
@@ -313,10 +314,6 @@ class SplitModel:
         holders_of = {id(holding.tensor): holding.holders for holding in self.ownership.holdings}
         everywhere = tuple(range(self.group.num_ranks))
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.3g} MB"
 
 
 def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> bool:

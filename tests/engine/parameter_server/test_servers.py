@@ -611,9 +611,10 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
     monkeypatch.setattr(Channel, "watch", lambda channel, limit_s: watched.append((channel, limit_s)))
     monkeypatch.setattr(looking, "_LOOK_S", 0.05)
     is_gone = threading.Event()
+    serving: list[threading.Thread] = []
 
     def end_if_silent(channel: Channel) -> None:
-        is_member = threading.current_thread() is serving
+        is_member = threading.current_thread() in serving
         if is_gone.is_set() and is_member == (looking is server_module):
             channel.shut_down()
 
@@ -623,7 +624,8 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
         unwatched.cut()
     with job(num_workers=1) as found:
         found.silence_s = 7.5
-        [serving] = [thread for thread in threading.enumerate() if getattr(thread, "_args", ()) == (0,)]
+        serving += [thread for thread in threading.enumerate() if getattr(thread, "_args", ()) == (0,)]
+        assert len(serving) == 1
         with found.connections(0) as waiting:
             assert [limit_s for _, limit_s in watched] == [7.5, 7.5]
             is_gone.set()

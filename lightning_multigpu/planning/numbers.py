@@ -13,6 +13,11 @@ def number(value: float) -> str:
     return f"{value:,.{max(0, 3 - digits_before_point)}f}"
 
 
+def ms(seconds: float) -> str:
+    """With the unit: 12.3 ms."""
+    return f"{number(1e3 * seconds)} ms"
+
+
 def size(size_bytes: float) -> str:
     """With its unit: 12.3 MB."""
     for unit, unit_bytes in BYTES:
