@@ -262,7 +262,9 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
         ]
+        random_state = torch.get_rng_state()
         outputs, records = zip(*self._threads.run(calls, hook), strict=True)
+        has_drawn = self.root_device.type == "cpu" and not torch.equal(random_state, torch.get_rng_state())
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
         sizes = [leading_size(part) or 1 for part in parts]
@@ -282,6 +284,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             parameters_of(replicas),
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
+            may_draw=not has_drawn,
         ).value()
         if not isinstance(outputs[0], Mapping):
             return loss
