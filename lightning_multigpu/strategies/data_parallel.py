@@ -30,6 +30,7 @@ from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.engine.pipeline.measuring.training_memory import measured_bytes
 from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     Wording,
     num_micro_batches_of,
@@ -37,6 +38,7 @@ from lightning_multigpu.engine.pipeline.stages.micro_batches import (
     split_batch,
     weights_of,
 )
+from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.batch_feed import batches_trained_on
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
@@ -356,6 +358,12 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             )
 
     # Training
+
+    @override
+    def held_bytes(self) -> HeldBytes | None:
+        """Bytes on the first device, the only one that holds any from one step to the next."""
+        assert self.lightning_module is not None
+        return measured_bytes(self.lightning_module.parameters(), self.optimizers)
 
     @override
     def on_train_start(self) -> None:
