@@ -154,6 +154,8 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             }
             if isinstance(self._transport.compressor, TopK | PowerSGD):
                 reasons[f"compression={compression!r}"] = "a part of each gradient is left for later steps"
+            if ddp_comm_hook is not None:
+                reasons[f"ddp_comm_hook={ddp_comm_hook!r}"] = "the hook may leave any gradients behind"
             for other, reason in reasons.items():
                 raise ValueError(
                     f"adascale={adascale!r} and {other}: {reason}, and the gain comes from the norms of averaged "

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningR
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu import RingDDPStrategy, TensorSplitStrategy
@@ -266,6 +267,8 @@ def test_what_adascale_cannot_do_is_refused(world2: World) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             RingDDPStrategy(**options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"and ddp_comm_hook=.*: the hook may leave any gradients behind"):
+        RingDDPStrategy(adascale=True, ddp_comm_hook=default_hooks.fp16_compress_hook)
     RingDDPStrategy(adascale=True, compression="int8")
     with pytest.raises(TypeError, match=r"adascale= has no option 'smoothin'\. Did you mean 'smoothing'\?"):
         RingDDPStrategy(adascale={"smoothin": 0.5})
