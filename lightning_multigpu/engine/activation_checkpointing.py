@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.hugging_face import caching_models, without_cache
-from lightning_multigpu.engine.pipeline.stages.layer_interception import map_only, runs_in_checkpoint
+from lightning_multigpu.engine.pipeline.stages.layer_interception import map_only
+from lightning_multigpu.engine.recomputation import runs_in_checkpoint
 
 Choice = bool | Sequence[str | type]
 """All or no layers; or classes, names of classes ("Block") and names of layers ("blocks.3")."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -147,6 +148,7 @@ class SavedActivations:
         self.peak_bytes = 0
         self._held = {_address(tensor) for tensor in held}
         self._users: dict[int, int] = {}
+        self._lock = RLock()  # replicas save in threads; a tensor may be freed while another is packed
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -161,19 +163,21 @@ class SavedActivations:
         address = _address(tensor)
         if address in self._held:
             return _Saved(kept)
-        users = self._users.get(address, 0)
-        self._users[address] = users + 1
-        if not users:
-            self.size_bytes += kept.untyped_storage().nbytes()
-            self.peak_bytes = max(self.peak_bytes, self.size_bytes)
+        with self._lock:
+            users = self._users.get(address, 0)
+            self._users[address] = users + 1
+            if not users:
+                self.size_bytes += kept.untyped_storage().nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.size_bytes)
         return _Saved(kept, self._freed)
 
     def _freed(self, tensor: Tensor) -> None:
         address = _address(tensor)
-        self._users[address] -= 1
-        if not self._users[address]:
-            del self._users[address]
-            self.size_bytes -= tensor.untyped_storage().nbytes()
+        with self._lock:
+            self._users[address] -= 1
+            if not self._users[address]:
+                del self._users[address]
+                self.size_bytes -= tensor.untyped_storage().nbytes()
 
 
 class _Saved:

@@ -15,11 +15,13 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     Announcement,
     Announcer,
     LossReduction,
+    Share,
     StatefulAgreedLoader,
     UnevenInputs,
     agreed_length,
     is_stateful,
     loss_scale,
+    shares_of,
 )
 from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, distribute_batches
 from lightning_multigpu.runtime.loader_workers import leave_interrupts_to_rank
@@ -38,11 +40,13 @@ class BatchFeed:
 
     Attributes:
         loss_scale: what this rank's loss of the present batch is multiplied by.
+        shares: of each rank's batch at present; empty where the ranks have said nothing of it.
         counts: False if the present batch only fills the gap of a rank without data.
     """
 
     def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction, signals: RunSignals) -> None:
         self.loss_scale = 1.0
+        self.shares: list[Share] = []
         self.counts = True
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
@@ -79,11 +83,12 @@ class BatchFeed:
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
         """Looks up what the ranks have said of the batch that is about to be trained on."""
-        self.loss_scale, self.counts = 1.0, True
+        self.loss_scale, self.shares, self.counts = 1.0, [], True
         loader = trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
             announcement = loader.announced.popleft()
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
+            self.shares = shares_of(announcement, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
 
     def silence_warning(self) -> None:

@@ -165,7 +165,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         strategies = [each for each in cls.__mro__ if issubclass(each, MultiGPUStrategy) and "__init__" in vars(each)]
         signatures = [inspect.signature(each.__init__) for each in strategies]
         parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
-        return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        names = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+        return list(dict.fromkeys(names))  # a subclass may name one of its base, too
 
     @property
     @override

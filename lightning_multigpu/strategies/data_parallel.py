@@ -37,7 +37,9 @@ from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.numbers import ms
+from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.batch_feed import batches_trained_on
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
@@ -263,7 +265,9 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
         ]
+        random_state = torch.get_rng_state()
         outputs, records = zip(*self._threads.run(calls, hook), strict=True)
+        has_drawn = self.root_device.type == "cpu" and not torch.equal(random_state, torch.get_rng_state())
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
         sizes = [leading_size(part) or 1 for part in parts]
@@ -283,6 +287,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             parameters_of(replicas),
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
+            may_draw=not has_drawn,
         ).value()
         if not isinstance(outputs[0], Mapping):
             return loss
@@ -354,6 +359,12 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             )
 
     # Training
+
+    @override
+    def held_bytes(self) -> HeldBytes | None:
+        """Bytes on the first device, the only one that holds any from one step to the next."""
+        assert self.lightning_module is not None
+        return measured_bytes(self.lightning_module.parameters(), self.optimizers)
 
     @override
     def on_train_start(self) -> None:

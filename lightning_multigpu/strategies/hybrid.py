@@ -87,6 +87,7 @@ class HybridStrategy(StagedStrategy):
                 "pipeline={'activation_checkpointing': ...}"
             )
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        option_checks.check_bools(compress_inside_hosts=compress_inside_hosts, shared_memory=shared_memory)
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
         for name, size in zip(_SIZES, self._asked, strict=True):
             if size is not None:

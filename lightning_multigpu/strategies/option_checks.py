@@ -32,6 +32,13 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"{name}={value!r} is not one of the choices: {listed}. {hint}".rstrip())
 
 
+def check_bools(**options: object) -> None:
+    """Checks that every value is True or False: a string such as "no" counts as True in Python."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is not a bool; pass True or False")
+
+
 def check_positive(name: str, value: object, *, whole: bool = False) -> None:
     """Checks that ``value`` is a finite number above 0; with ``whole``, an integer."""
     kind = "a whole number" if whole else "a number"

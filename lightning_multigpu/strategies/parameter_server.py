@@ -374,6 +374,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
+        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness, colocated=colocated, joins=joins)
         asked = {
             "max_staleness": max_staleness is not None,
             "scale_lr_by_staleness": scale_lr_by_staleness,

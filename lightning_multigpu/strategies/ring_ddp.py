@@ -109,6 +109,15 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        option_checks.check_bools(
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            broadcast_buffers=broadcast_buffers,
+            compress_inside_hosts=compress_inside_hosts,
+            shared_memory=shared_memory,
+            check_loss=check_loss,
+        )
         if bucket_cap_mb not in ("auto", None):
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         option_checks.check_positive("average_every", average_every, whole=True)
@@ -154,6 +163,8 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             }
             if isinstance(self._transport.compressor, TopK | PowerSGD):
                 reasons[f"compression={compression!r}"] = "a part of each gradient is left for later steps"
+            if ddp_comm_hook is not None:
+                reasons[f"ddp_comm_hook={ddp_comm_hook!r}"] = "the hook may leave any gradients behind"
             for other, reason in reasons.items():
                 raise ValueError(
                     f"adascale={adascale!r} and {other}: {reason}, and the gain comes from the norms of averaged "

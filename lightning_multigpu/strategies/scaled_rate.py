@@ -12,6 +12,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_multigpu.engine.data_parallel.adascale import AdaScale
+from lightning_multigpu.engine.data_parallel.agreement import Share
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
@@ -94,6 +95,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
         self._scaled_rate = AdaScale(
             optimizer,
             lambda sums: group.all_reduce(sums, "sum"),
+            rank=group.rank,
             num_ranks=group.size,
             counts=self._counts_gradient,
             smoothing=self._smoothing,
@@ -103,7 +105,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._scaled_rate is not None:
-            self._scaled_rate.begin_backward()
+            self._scaled_rate.begin_backward(self.feed.shares or [Share(1.0, 1.0)] * self.data_parallel_size)
 
     def _measure_gain(self, *, accumulates: bool) -> None:
         """Finds the gain of the step that follows, unless further batches are accumulated first; a collective."""

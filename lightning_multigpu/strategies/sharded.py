@@ -100,6 +100,12 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                 "ddp_sharded needs FairScale, which is not installed: pip install 'lightning-multigpu[sharded]' (a "
                 "source package, for which pip fetches setuptools, wheel and ninja)"
             )
+        option_checks.check_bools(
+            find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            offload_optimizer=offload_optimizer,
+            gather_at_end=gather_at_end,
+        )
         if bucket_cap_mb:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         for name, value in (("reduce_dtype", reduce_dtype), ("broadcast_dtype", broadcast_dtype)):

@@ -254,6 +254,15 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     assert "Staleness of updates" in profile_page.page(profile)
 
 
+def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
+    """Those of the first replica were, of one of the two samples: hooks on saved tensors are those of a thread."""
+    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    profile, *_ = profiled(tmp_path, Net(), loader, make_strategy("dp"), activations=True)
+    assert profile is not None
+    held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
+    assert profile["ranks"][0]["memory"] == {**held, "activations_bytes": 5 * 2 * 4 * 4}
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_multigpu import RingDDPStrategy, TensorSplitStrategy
@@ -57,14 +58,15 @@ def train(
     adascale: Any = True,
     fit: dict[str, Any] | None = None,
     kind: type[Noting] = Noting,
+    module: type[Classifier] = Classifier,
     **options: Any,
 ) -> Any:
-    noting, module = kind(), Classifier(case.optimizer)
+    noting, trained = kind(), module(case.optimizer)
     trainer = make_trainer(case, make_strategy(name, adascale=adascale), 2, callbacks=[noting], **options)
-    trainer.fit(module, train_loader(case, 2), **(fit or {}))
+    trainer.fit(trained, train_loader(case, 2), **(fit or {}))
     if fit is None and trainer.default_root_dir != str(Path.cwd()):
         trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
-    return {"weights": state(module), **vars(noting)}
+    return {"weights": state(trained), **vars(noting)}
 
 
 def by_fairscale(case: Case, batches: list[Any], accumulate: int, smoothing: float | None) -> dict[str, Any]:
@@ -125,6 +127,51 @@ def test_gains_and_weights_are_those_of_fairscale(
         assert result["gains"] == results[0]["gains"], "they are the same bits"
         for key, value in expected["weights"].items():
             torch.testing.assert_close(result["weights"][key], value, rtol=1e-6, atol=1e-9)
+
+
+def by_hand(case: Case, batches: list[list[Any]]) -> list[float]:
+    """The gain of each step of plain SGD on one device, from the mean gradients of all batches of all ranks.
+
+    Args:
+        case: with two accumulated batches a step.
+        batches: of each rank.
+    """
+    module = Classifier().double()
+    parameters, gains = [*module.layers.parameters()], []
+    for number in range(0, len(batches[0]), 2):
+        found: list[tuple[Tensor, float, int]] = []
+        for of_ranks in list(zip(*batches, strict=True))[number : number + 2]:
+            total = sum(len(y) for _, y in of_ranks)
+            for x, y in of_ranks:
+                loss = nn.functional.cross_entropy(module.layers(x.double()), y)
+                gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, parameters)])
+                found.append((gradient, len(y) / total / 2, len(y)))
+        average = sum(weight * gradient for gradient, weight, _ in found)
+        one, all_ = (sum(weight**power / size for _, weight, size in found) for power in (1, 2))
+        mean = sum(weight * gradient.square().sum() for gradient, weight, _ in found)
+        sample = (mean - average.square().sum()) / (one - all_)
+        true = max(0.0, float(mean - sample * one))
+        gains.append(float((sample * one + true) / (sample * all_ + true)))
+        moved = [gains[-1] * 0.2 * each for each in average.split([p.numel() for p in parameters])]
+        with torch.no_grad():
+            for parameter, step in zip(parameters, moved, strict=True):
+                parameter -= step.view_as(parameter)
+    return gains
+
+
+class PlainSGD(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gains_with_batches_of_different_sizes(name: str, world2: World) -> None:
+    """The batch of 3 samples on rank 0 counted as much as that of 2 on rank 1, and as those of 4 before."""
+    case = Case(num_samples=61, trainer={"accumulate_grad_batches": 2})
+    results = world2.run(train, name, case, {"smoothing": 0.0}, module=PlainSGD)
+    assert sorted({len(y) for result in results for _, y in result["batches"]}) == [2, 3, 4]
+    expected = by_hand(case, [result["batches"] for result in results])
+    assert results[0]["gains"][::2] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -220,6 +267,8 @@ def test_what_adascale_cannot_do_is_refused(world2: World) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             RingDDPStrategy(**options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"and ddp_comm_hook=.*: the hook may leave any gradients behind"):
+        RingDDPStrategy(adascale=True, ddp_comm_hook=default_hooks.fp16_compress_hook)
     RingDDPStrategy(adascale=True, compression="int8")
     with pytest.raises(TypeError, match=r"adascale= has no option 'smoothin'\. Did you mean 'smoothing'\?"):
         RingDDPStrategy(adascale={"smoothin": 0.5})

@@ -14,6 +14,7 @@ import torchmetrics
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import DataParallelStrategy
@@ -355,6 +356,37 @@ def test_a_failure_of_a_replica_is_raised_as_it_is(in_backward: bool, sample: in
     assert caught.value.__notes__ == [f"in {what} of replica {replica} of 3, on cpu"]
     assert "self.fails" in "".join(traceback.format_tb(caught.value.__traceback__)) or in_backward
     assert "in fails" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+class _Recomputing(Classifier):
+    """Its first layer runs under ``torch.utils.checkpoint``; dropout is in it or behind it."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.drop = inside, nn.Dropout(0.1)
+        self.states: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = nn.Sequential(self.first, self.drop) if self.inside else self.first
+        hidden: Tensor = checkpoint(first, x, use_reentrant=False)  # type: ignore[no-untyped-call]
+        return self.layers[1:](hidden if self.inside else self.drop(hidden))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: torch.set_rng_state(self.states[0]))  # as threads leave it within a checkpoint
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.states.append(torch.get_rng_state())
+
+
+def test_dropout_in_layers_that_run_again_is_refused_on_cpus() -> None:
+    """They drew other numbers in backward, and gradients were wrong. The generator could be left in an old state."""
+    with pytest.raises(RuntimeError, match=r"draws random numbers \(aten.*strategy='ring_ddp'"):
+        train(_Recomputing(inside=True), 2)
+    module = _Recomputing(inside=False)
+    train(module, 2)
+    assert len({state.numpy().tobytes() for state in module.states}) == 6
 
 
 @pytest.mark.parametrize("sample", [7, 13], ids=["in the main thread", "while it waits"])

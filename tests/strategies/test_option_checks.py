@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import resource
 from datetime import timedelta
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_multigpu import ShardedStrategy
+from lightning_multigpu.registry import Regime
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
+from tests.strategies.tasks import regimes_of_each_strategy
 
 CPU = torch.device("cpu")
 
@@ -39,6 +43,19 @@ class TestOptions:
         assert message_of(option_checks.check_choice, "uneven_inputs", None, ("stop", "join")) == (
             "uneven_inputs=None is not one of the choices: 'stop', 'join'."
         )
+
+    @pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
+    def test_a_string_is_no_bool(self, regime: Regime) -> None:
+        """``find_unused_parameters="no"`` was taken as True."""
+        options = inspect.signature(regime.strategy.__init__).parameters.values()
+        for option in options:
+            if str(option.annotation) in ("bool", "bool | None"):
+                with pytest.raises(ValueError, match=rf"^{option.name}='no' is not a bool; pass True or False"):
+                    regime.strategy(**{**regime.options, option.name: "no"})
+
+    def test_options_are_listed_once(self) -> None:
+        names = ShardedStrategy.option_names()
+        assert len(names) == len({*names})
 
     @pytest.mark.parametrize("value", [0.1, 25, 1e9])
     def test_positive(self, value: float) -> None:

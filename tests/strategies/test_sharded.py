@@ -135,6 +135,14 @@ class ThreePasses(Classifier):
         return nn.functional.cross_entropy(self.layers[2:](hidden.detach() if detached else hidden), y)
 
 
+class ReadsClipped(ReadsGradients):
+    """Has Lightning clip, and reads the clipped gradients."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.norms.append(self._norm())
+
+
 KINDS = {
     "three backward passes a step": ThreePasses,
     "Adagrad, whose states are there from the beginning": lambda: OtherOptimizer(adagrad),
@@ -142,6 +150,7 @@ KINDS = {
     "named parameters": lambda: OtherOptimizer(named),
     "an empty group": lambda: OtherOptimizer(after_an_empty_group),
     "hooks that read gradients": ReadsGradients,
+    "a hook that reads clipped gradients": ReadsClipped,
     "manual optimization of two optimizers": TwoOptimizers,
     "weights that a callback changes": lambda: Classifier("adamw"),
     "a backbone that is unfrozen": Frozen,

@@ -9,13 +9,21 @@ between 1 and S, by which the learning rate is multiplied for this step::
     reduced      |G|^2 of the average, on the ranks that count a parameter  /  a parameter group
     step         lr x gain ........ update ........ lr
 
+Batches may have different sizes. Let g_i be the mean gradient over the n_i samples of batch i, its expectation m, its
+variance v / n_i, and w_i its weight in the average, where all w_i add up to 1. Then
+
+    E sum w_i |g_i|^2 = |m|^2 + v sum w_i / n_i      and      E |sum w_i g_i|^2 = |m|^2 + v sum w_i^2 / n_i
+
+give unbiased estimates of |m|^2 and v, and S = (sum w_i / n_i) / (sum w_i^2 / n_i). Where every rank has samples, and
+its weight is its share of them, S is the number of batches whatever their sizes.
+
 After T. Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020, Algorithm 1 and
 appendix B.3; averages over steps are weighted as in ``fairscale.optim.AdaScale`` (0.4.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +32,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_multigpu.engine.data_parallel.agreement import Share
+
 _SMALLEST_VARIANCE = 1e-6  # as in FairScale
+_ROUNDING = 1e-9
 
 
 class AdaScale:
@@ -36,7 +47,7 @@ class AdaScale:
     Args:
         optimizer: steps once after each :meth:`measure`.
         all_reduce: sums a tensor of 2 x parameter groups over the ranks; a collective.
-        num_ranks: that average their gradients.
+        rank, num_ranks: this rank, of those that average their gradients.
         counts: whether this rank adds a parameter's averaged gradient to the norm; one rank does for each.
         smoothing: weight of earlier steps in the averages of norms, from 0 to below 1; by default 1 - S / 1000, at
             least 0.
@@ -51,23 +62,25 @@ class AdaScale:
         optimizer: Optimizer,
         all_reduce: Callable[[Tensor], Tensor],
         *,
+        rank: int,
         num_ranks: int,
         counts: Callable[[Tensor], bool],
         smoothing: float | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._all_reduce = all_reduce
+        self._rank = rank
         self._num_ranks = num_ranks
         self._counts = counts
         self._smoothing = smoothing
         self.gain = 1.0
         self.steps = 0.0
         self._gains: list[float] = []
-        # For each parameter group: averages of the variance and of the squared norm, and the sum of their weights.
+        # For each parameter group: averages of a sample's variance and of the squared norm, the sum of their weights.
         self._averages = torch.zeros(0, 3, dtype=torch.float64)
         self._own: dict[tuple[int, torch.device], Tensor] = {}
-        self._num_batches = 0
-        self._is_listening = False
+        self._shares: list[Share] = []  # of the step: each rank's of each batch
+        self._listens_with: float | None = None
         self._rates: list[Any] | None = None
         self._hooked: list[tuple[int, int]] = []
         self._on_parameters: list[Any] = []
@@ -83,15 +96,19 @@ class AdaScale:
             handle.remove()
         self._on_parameters, self._on_steps, self._hooked = [], [], []
 
-    def begin_backward(self) -> None:
-        """From here on gradients are those of one batch of this rank."""
+    def begin_backward(self, shares: Sequence[Share]) -> None:
+        """From here on gradients are those of one batch of this rank.
+
+        Args:
+            shares: of the batches that the ranks have now, in rank order; the same on all ranks.
+        """
         self._listen_to_new()
-        self._is_listening = True
+        self._shares += [share for share in shares if share.factor > 0]
+        self._listens_with = shares[self._rank].factor
 
     def end_backward(self) -> None:
         """The gradients of a batch are complete on this rank."""
-        self._is_listening = False
-        self._num_batches += 1
+        self._listens_with = None
 
     @torch.no_grad()
     def measure(self, *, accumulate: int, loss_scale: float) -> None:
@@ -103,7 +120,12 @@ class AdaScale:
             accumulate: by which each loss was divided; the last step of an epoch may have fewer batches.
             loss_scale: by which each loss was multiplied.
         """
-        num_batches, self._num_batches = self._num_batches, 0
+        shares, self._shares = self._shares, []
+        total = sum(share.factor for share in shares)
+        # For a sample's variance of 1: that of one batch and that of the average.
+        of_one = sum(share.factor / share.size for share in shares) / total
+        of_average = sum(share.factor**2 / share.size for share in shares) / total**2
+        size = of_one / of_average  # S
         num_groups = len(self._optimizer.param_groups)
         sums = torch.zeros(2, num_groups, dtype=torch.float64)
         for (index, _), value in self._own.items():
@@ -113,21 +135,22 @@ class AdaScale:
             if parameter.grad is not None and self._counts(parameter):
                 sums[1, index] += _squared_norm(parameter.grad).cpu()
         sums = self._all_reduce(sums) / loss_scale**2
-        size = self._num_ranks * num_batches  # S of the paper
         new = self._averages.new_zeros(num_groups - len(self._averages), 3)
         self._averages = torch.cat([self._averages, new])
-        if size > 1 and bool(sums.isfinite().all()):
+        if size > 1 + _ROUNDING and bool(sums.isfinite().all()):
             # Of losses that were not divided.
-            own, mean = sums[0] * accumulate**2, sums[1] * (accumulate / num_batches) ** 2
-            variance = (own - size * mean) / (size - 1)
+            own, mean = sums[0] * (accumulate**2 / total), sums[1] * (accumulate * self._num_ranks / total) ** 2
+            variance = (own - mean) / (1 - 1 / size)
             true = (mean - variance / size).clamp(min=0.0)
-            found = torch.stack([variance.clamp(min=_SMALLEST_VARIANCE), true, torch.ones_like(true)], dim=1)
+            of_sample = variance.clamp(min=_SMALLEST_VARIANCE) / of_one
+            found = torch.stack([of_sample, true, torch.ones_like(true)], dim=1)
             theta = max(0.0, 1 - size / 1000) if self._smoothing is None else self._smoothing
             self._averages = theta * self._averages + (1 - theta) * found
-        variance, true, weight = self._averages.T
+        of_sample, true, weight = self._averages.T
         weight = weight.where(weight > 0, 1.0)
-        self._gains = [self._gain(v, t, size) for v, t in zip(variance / weight, true / weight, strict=True)]
-        self.gain = self._gain((variance / weight).sum(), (true / weight).sum(), size)
+        variance, true = of_sample * of_one / weight, true / weight
+        self._gains = [self._gain(v, t, size) for v, t in zip(variance, true, strict=True)]
+        self.gain = self._gain(variance.sum(), true.sum(), size)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages, one row a parameter group, and the sum of gains."""
@@ -137,7 +160,7 @@ class AdaScale:
         """Goes on from :meth:`state_dict`."""
         self._averages, self.steps = state["averages"].clone(), float(state["steps"])
 
-    def _gain(self, variance: Tensor, true: Tensor, size: int) -> float:
+    def _gain(self, variance: Tensor, true: Tensor, size: float) -> float:
         whole = float(variance + true)
         return whole / float(variance / size + true) if whole > 0 else 1.0
 
@@ -164,9 +187,9 @@ class AdaScale:
     @torch.no_grad()
     def _hear(self, index: int, gradient: Tensor) -> None:
         """Notes the norm of a gradient; torch calls it before the gradient is added, and before it is averaged."""
-        if self._is_listening:
+        if self._listens_with:
             place = (index, gradient.device)
-            self._own[place] = self._own.get(place, 0.0) + _squared_norm(gradient)
+            self._own[place] = self._own.get(place, 0.0) + _squared_norm(gradient) / self._listens_with
 
     # Steps
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import comm
 
+from lightning_multigpu.engine.one_process.random_numbers import NoDraws, same_generator
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 
 Gradients = Sequence[Tensor | None]
@@ -40,6 +41,7 @@ class JointLoss:
         parameters: of each replica, in one order; those of the first are the module's.
         threads: of the replicas.
         reducing: entered while the gradients are summed, with their bytes.
+        may_draw: False on CPUs where the forward passes have drawn random numbers; see :class:`.NoDraws`.
     """
 
     losses: Sequence[Tensor]
@@ -47,6 +49,7 @@ class JointLoss:
     parameters: Sequence[Sequence[Tensor]]
     threads: ReplicaThreads
     reducing: Callable[[int], AbstractContextManager[object]]
+    may_draw: bool = True
     gradient: Tensor = field(init=False)
 
     def value(self) -> Tensor:
@@ -67,7 +70,7 @@ class JointLoss:
     def gradients(self) -> Gradients:
         """The sum of the gradients of all replicas, for each parameter; None where no loss depends on it."""
         calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
-        with _without_hooks(self.parameters[0]):
+        with _without_hooks(self.parameters[0]), nullcontext() if self.may_draw else same_generator():
             found = self.threads.run(calls, "backward")
         self.losses = ()  # their graphs are used up
         if len(found) == 1:
@@ -81,7 +84,8 @@ class JointLoss:
         if not weight or not loss.requires_grad:
             return [None] * len(parameters)
         gradient = self.gradient.to(loss.device, non_blocking=True) * weight
-        return torch.autograd.grad(loss, parameters, gradient.to(loss.dtype), allow_unused=True)
+        with nullcontext() if self.may_draw else NoDraws():  # type: ignore[no-untyped-call]
+            return torch.autograd.grad(loss, parameters, gradient.to(loss.dtype), allow_unused=True)
 
 
 class _Replicas(torch.autograd.Function):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 T = TypeVar("T")
 
@@ -15,8 +17,9 @@ T = TypeVar("T")
 class ReplicaThreads:
     """Runs calls side by side: that of the first replica in the calling thread, each other one in its own thread.
 
-    torch keeps the grad mode, inference mode, autocast and the current GPU for each thread: calls have those of the
-    calling thread, and the GPU of their replica. The threads start with the first :meth:`run` of several calls.
+    torch keeps the grad mode, inference mode, autocast, hooks on saved tensors and the current GPU for each thread:
+    calls have those of the calling thread (of hooks the innermost), and the GPU of their replica. The threads start
+    with the first :meth:`run` of several calls.
 
     Args:
         devices: the device of each replica.
@@ -77,6 +80,9 @@ def _modes_of_this_thread(device_type: str) -> list[Mode]:
     if torch.is_inference_mode_enabled():
         modes.append(torch.inference_mode)
     modes.append(lambda: torch.set_grad_enabled(grad))
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None:
+        modes.append(partial(saved_tensors_hooks, *hooks))
     for kind in {"cpu", device_type}:
         if torch.is_autocast_enabled(kind):
             modes.append(_autocast(kind, torch.get_autocast_dtype(kind), cache))

@@ -308,8 +308,9 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
         own = [p for group in self.partition_parameters()[self.rank] for p in group["params"] if p.grad is not None]
         norm = get_total_norm([p.grad for p in own]).to(self._default_device, torch.float64)
         total: Tensor = self._metered_group.all_reduce(norm.square(), "sum").sqrt()
-        if own:
-            clip_grads_with_norm_(own, max_norm, total.to(own[0].grad.dtype))
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]  # also copies to read
+        if held:
+            clip_grads_with_norm_(held, max_norm, total.to(held[0].grad.dtype))
         return total
 
 

@@ -44,6 +44,7 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)
+        option_checks.check_bools(check_loss=self.check_loss, gather_at_end=self.gather_at_end)
         if self.num_micro_batches != "auto":
             option_checks.check_positive("num_micro_batches", self.num_micro_batches, whole=True)
         for name in ("stages_per_rank", "pipeline_parallel_size", "data_parallel_size"):

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.recomputation import runs_in_checkpoint
 
 T = TypeVar("T")
 
@@ -376,14 +377,6 @@ class LayerInterception:
 
     def _name(self, index: int) -> str:
         return self.chain.layer_name(index)
-
-
-def runs_in_checkpoint() -> bool:
-    """Whether the caller runs within ``torch.utils.checkpoint``."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def _version(tensor: Tensor) -> int:

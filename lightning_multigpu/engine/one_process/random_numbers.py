@@ -1,0 +1,55 @@
+"""Random numbers of replicas on CPUs, whose threads draw from one generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_multigpu.engine.recomputation import runs_in_checkpoint
+
+_DRAWS_NOTHING_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # runs without dropout only
+
+
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block, which is the backward pass of a replica, layers that run again may not draw random numbers.
+
+    They would draw others than in their forward pass: to draw the same, ``torch.utils.checkpoint`` sets the generator
+    to its state from the beginning of that pass, but then other replicas have drawn, too, as they do now.
+
+    Raises:
+        RuntimeError: at the first draw.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and func is not _DRAWS_NOTHING_ON_CPUS
+            and kwargs.get("generator") is None
+            and runs_in_checkpoint()
+        ):
+            raise RuntimeError(
+                f"a layer that backward computes again draws random numbers ({func}): under dp on CPUs all replicas "
+                "draw from one generator, so that it would draw others than in its forward pass, and gradients would "
+                "be wrong. Leave the checkpoint around layers with dropout out, set dropout to 0, or use "
+                "strategy='ring_ddp'"
+            )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def same_generator() -> Iterator[None]:
+    """Gives torch's generator the state back that it had before the block.
+
+    Several threads within ``torch.utils.checkpoint``, each of which sets it and gives it back, leave one of before the
+    forward pass, and the next step would draw the same numbers again.
+    """
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
