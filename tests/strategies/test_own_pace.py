@@ -104,6 +104,13 @@ def trained_on(results: list[dict[str, Any]]) -> dict[int, Counter[float]]:
 EVERY = Counter(dataset(SAMPLES).tensors[0][:, 0].tolist())
 
 
+class EndsEarly(Seen):
+    """Rank 1 ends each epoch when it gets its second batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.global_rank == 1 and batch_idx == 1 else None
+
+
 def slow(rank_: int, loading: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     return fit(Seen(slow_rank=rank_), loading, **overrides)
 
@@ -121,6 +128,17 @@ def test_each_sample_is_trained_on_once_an_epoch(world2: World, slow_rank: int, 
     if not loading:
         fast, slower = results[1 - slow_rank], results[slow_rank]
         assert len(fast["samples"]) > len(slower["samples"])
+
+
+@ABSENT_GROUP
+def test_batches_that_a_rank_leaves_behind_are_trained_on(world2: World) -> None:
+    """Rank 0 had ended the epoch before the slow rank 1 gave its second batch back."""
+    results = world2.run(leaves_early)
+    assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
+
+
+def leaves_early() -> dict[str, Any]:
+    return fit(EndsEarly(slow_rank=1))
 
 
 @ABSENT_GROUP

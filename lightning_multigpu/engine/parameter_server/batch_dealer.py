@@ -52,7 +52,20 @@ class BatchDealer:
 
     def is_over(self, epoch: int) -> bool:
         """Whether the run takes no more batches of an epoch, nor of any later one."""
-        return self._left == 0 or (self._last is not None and epoch > self._last)
+        if self._last is not None and epoch > self._last:
+            return True
+        return self._left == 0 and not any(dealt.returned for n, dealt in self._epochs.items() if n >= epoch)
+
+    def may_return(self, worker: int, epoch: int) -> bool:
+        """Whether other workers have batches that this one gets if they are lost, though all have been dealt.
+
+        They are of its epoch, or of a later one where the run takes no others.
+        """
+        return any(
+            any(numbers for other, numbers in dealt.in_hand.items() if other != worker)
+            for number, dealt in self._epochs.items()
+            if number == epoch or (number > epoch and self._left == 0)
+        )
 
     def next(self, worker: int, epoch: int, *, first: int, num_batches: int) -> int | None:
         """The number of the next batch for a worker; None if the epoch, or the run, has no more.
@@ -71,7 +84,7 @@ class BatchDealer:
             return None
         if dealt.returned:
             number = dealt.returned.popleft()
-        elif dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand):
+        elif self._left != 0 and dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand):
             number = dealt.following
             self._deal_up_to(dealt, number)
         else:

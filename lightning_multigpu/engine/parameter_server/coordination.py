@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
+from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
 from lightning_multigpu.engine.parameter_server.wire import unpacked
 
 _FIRST = (0,)
@@ -36,6 +36,8 @@ class Coordination:
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
         """The number of the next batch for this worker; None at the end of the epoch.
 
+        Worker 0 waits while others have batches of the epoch that they may yet lose: it then gets these.
+
         Args:
             epoch: its number.
             first: the first batch that is left of the epoch.
@@ -43,11 +45,19 @@ class Coordination:
             limit: batches that the run may take; None for any number.
         """
         of_epoch = {"run": self._run, "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
-        self._servers.ask(0, {"kind": "next", **of_epoch})
-        ((fields, _),) = self._servers.answers("batch", _FIRST)
+        fields = self._answer_to({"kind": "next", **of_epoch})
+        if fields["may_return"]:
+            with self._waits():
+                self.pause()
+                fields = self._answer_to({"kind": "next", **of_epoch, "waits": True})
         self._servers.is_stopped = self._servers.is_stopped or bool(fields["is_over"])
         number = fields["number"]
         return None if number is None else int(number)
+
+    def _answer_to(self, question: Fields) -> Fields:
+        self._servers.ask(0, question)
+        ((fields, _),) = self._servers.answers("batch", _FIRST)
+        return fields
 
     def trained(self, epoch: int, number: int) -> None:
         """This worker's gradients of a batch are in the weights."""

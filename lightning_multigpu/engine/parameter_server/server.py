@@ -81,6 +81,7 @@ class Server:
         self._run = 0
         self._await_run: dict[int, int] = {}
         self._awaited_epoch: int | None = None
+        self._awaited_batch: dict[str, Any] | None = None
         self._last_word: Any = None
         self._await_last_word: set[int] = set()
         self._is_stopping = self._has_taken_over = False
@@ -435,10 +436,7 @@ class Server:
         if kind == "next":
             self._await_all(member)
             self._limit(fields)
-            epoch, first, number_of = (int(fields[name]) for name in ("epoch", "first", "num_batches"))
-            number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
-            is_over = number is None and self._dealer.is_over(epoch)
-            member.post({"kind": "batch", "number": number, "is_over": is_over})
+            self._deal(member, fields)
         elif kind in ("start", "await start"):
             run = int(fields["run"])
             if kind == "await start":
@@ -487,6 +485,18 @@ class Server:
             return False
         return True
 
+    def _deal(self, member: Member, question: dict[str, Any]) -> None:
+        """Answers a worker that asks for a batch; worker 0, if it waits, when no batch of others can come back."""
+        worker = member.worker
+        epoch, first, number_of = (int(question[name]) for name in ("epoch", "first", "num_batches"))
+        number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
+        may_return = worker == 0 and number is None and self._dealer.may_return(worker, epoch)
+        if may_return and question.get("waits") is True:
+            self._awaited_batch = question
+            return
+        is_over = number is None and self._dealer.is_over(epoch)
+        member.post({"kind": "batch", "number": number, "is_over": is_over, "may_return": may_return})
+
     def _begin(self, run: int) -> None:
         """Deals the batches of a run; a replica may hear of the run's batches before it hears that the run begins."""
         if run > self._run:
@@ -519,8 +529,11 @@ class Server:
         self._await_last_word.clear()
 
     def _tell_of_epoch(self) -> None:
-        """Tells worker 0, if it waits, that all batches of an epoch have been trained on."""
+        """Tells worker 0, if it waits, of a batch that came back, or that all of an epoch have been trained on."""
         first = self._members.get(0)
+        if self._awaited_batch is not None and first is not None:
+            question, self._awaited_batch = self._awaited_batch, None
+            self._deal(first, question)
         if self._awaited_epoch is not None and first is not None and self._dealer.is_trained(self._awaited_epoch):
             self._awaited_epoch = None
             first.post({"kind": "epoch is trained"})

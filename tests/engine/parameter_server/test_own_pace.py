@@ -503,6 +503,20 @@ class TestDealing:
         assert [self.dealt(dealer, 0) for _ in range(3)] == [0, 1, None]
         assert dealer.is_over(0)
 
+    def test_a_run_takes_what_a_lost_worker_had_though_it_takes_no_more(self) -> None:
+        dealer = BatchDealer()
+        dealer.limit_to(3)
+        assert [self.dealt(dealer, *asked) for asked in ((0, 0), (1, 0), (1, 1))] == [0, 1, 0]
+        assert self.dealt(dealer, 0) is None
+        assert dealer.may_return(0, 0), "as worker 1 has one of this epoch, and one of the next"
+        dealer.trained(1, 0, 1)
+        assert dealer.may_return(0, 0)
+        dealer.lose(1)
+        assert not dealer.may_return(0, 0)
+        assert not dealer.is_over(0)
+        assert [self.dealt(dealer, 0, 1) for _ in range(2)] == [0, None]
+        assert dealer.is_over(1)
+
     def test_a_run_ends_with_an_epoch(self) -> None:
         dealer = BatchDealer()
         dealer.end_with(0)
@@ -570,6 +584,30 @@ def test_an_epoch_and_the_end_of_training() -> None:
         first.coordination.end({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
         waiting.join(20)
         assert told == [{"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}]
+
+
+def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
+    """Worker 0 was told that there were no more batches while the other had some, and these were then nobody's."""
+    with workers(max_staleness=1, num_servers=2) as (first, second):
+        first.coordination.start()
+        dealt: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
+        taken = [worker.coordination.next_batch(**dealt) for worker in (first, second, second)]
+        assert taken == [0, 1, 2]
+        waiting = threading.Thread(target=lambda: taken.append(first.coordination.next_batch(**dealt)))
+        waiting.start()
+        ahead = Ahead(second, 3)
+        assert ahead.has_done(3), "a worker that waits holds nobody back"
+        ahead.join()
+        second.coordination.trained(0, 1)
+        assert second.coordination.next_batch(**dealt) is None, "all but worker 0 go on"
+        assert len(taken) == 3
+        second.vanish()
+        waiting.join(20)
+        assert taken[3:] == [2]
+        for number in (0, 2):
+            first.coordination.trained(0, number)
+        assert first.coordination.next_batch(**dealt) is None
+        first.coordination.await_epoch(0)
 
 
 def test_workers_with_other_rules_are_refused() -> None:

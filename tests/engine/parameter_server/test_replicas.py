@@ -489,7 +489,7 @@ def test_a_replica_deals_once_all_workers_have_come_to_it() -> None:
         second.send({"kind": "answered", "question": {"kind": "next", **of_epoch}, "number": 0})
         second.send({"kind": "take over", "rounds": []})
         waiting.join(20)
-        assert answers == [{"kind": "batch", "number": 1, "is_over": False}]
+        assert answers == [{"kind": "batch", "number": 1, "is_over": False, "may_return": False}]
         for channel in (second, first):
             channel.send({"kind": "goodbye"})
             channel.close()
