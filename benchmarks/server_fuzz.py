@@ -75,7 +75,7 @@ def recorded() -> list[Frame]:
         ({"kind": "replace", **of_first, "bucket": 0}, bytes(24)),
         ({**push, "bucket": 1, "in_memory": True}, b""),
         ({"kind": "step", **of_first, "round": 0, "values": packed(values, [], what="step"), "clip_norm": 1.0}, b""),
-        ({**push, "bucket": 0}, bytes(24)),
+        ({**push, "bucket": 0, "kinds": [2], "rows": [[0, [0, 1]]]}, bytes(24)),
         ({"kind": "average", **of_first, "round": 1, "clip_value": None}, b""),
         ({"kind": "norm", **of_first, "squares": 0.5}, b""),
         ({"kind": "state", **of_first}, b""),

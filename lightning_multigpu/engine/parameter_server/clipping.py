@@ -1,4 +1,4 @@
-"""Kinds of gradients, and clipping by a norm whose parts are in several processes, as torch.nn.utils does."""
+"""Kinds of gradients, the rows of sparse ones, and clipping by a norm of several processes, as torch.nn.utils does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,31 @@ ABSENT, DENSE, SPARSE = 0, 1, 2
 
 def kind_of(gradient: Tensor | None) -> int:
     return ABSENT if gradient is None else SPARSE if gradient.is_sparse else DENSE
+
+
+def common_kind(kinds: Iterable[int]) -> int:
+    """The kind of a sum: dense as soon as one of the gradients is."""
+    return min((kind for kind in kinds if kind != ABSENT), default=ABSENT)
+
+
+def rows_of(gradient: Tensor) -> Tensor:
+    """Which rows a sparse gradient has, those of zeros too: bool, shape (rows of the parameter,)."""
+    rows = torch.zeros(gradient.shape[0], dtype=torch.bool)
+    rows[gradient.detach().coalesce().indices()[0].cpu()] = True
+    return rows
+
+
+def sparse(dense: Tensor, rows: Tensor | None) -> Tensor:
+    """The sparse gradient that has these rows of a dense one, and all others that are not zero.
+
+    An optimizer updates the moments of the rows that a gradient has, also where their values are zero.
+    """
+    present = (dense != 0).flatten(1).any(1) if dense.dim() > 1 else dense != 0
+    if rows is not None:
+        present |= rows.to(present.device)
+    return torch.sparse_coo_tensor(
+        present.nonzero().T, dense[present], dense.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:

@@ -33,7 +33,16 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, clip_norm, kind_of, sum_of_squares
+from lightning_multigpu.engine.parameter_server.clipping import (
+    ABSENT,
+    DENSE,
+    SPARSE,
+    clip_norm,
+    kind_of,
+    rows_of,
+    sparse,
+    sum_of_squares,
+)
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
@@ -77,6 +86,7 @@ class _Flat:
     weights: Tensor
     pieces: list[Piece]
     present: list[int] = field(default_factory=list)
+    rows: dict[int, Tensor] = field(default_factory=dict)
 
     def gradient(self, number: int) -> Tensor:
         """The place of a parameter's gradient, in the parameter's shape."""
@@ -153,7 +163,7 @@ class HostOptimizer(RedirectedOptimizer):
                         continue
                     average = flat.gradient(number)
                     if kind == SPARSE:
-                        parameter.grad = average.to(parameter.device, copy=True).to_sparse(1)
+                        parameter.grad = sparse(average.to(parameter.device, copy=True), flat.rows[number])
                     elif parameter.grad is None or parameter.grad.is_sparse:
                         parameter.grad = average.to(parameter.device, copy=True)
                     else:
@@ -282,15 +292,24 @@ class HostOptimizer(RedirectedOptimizer):
                     self._copies.follow(parameter, flat.gradient(number), lambda: self.pushes_early)
 
     def _present(self) -> list[_Flat]:
-        """The flats that have a gradient on some rank; notes which of their parameters have one."""
+        """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
-        # Two bits of a sum tell of one rank's sparse gradient, and of one rank's gradient.
-        counts = torch.stack([(kinds > ABSENT).to(torch.int32), (kinds == SPARSE).to(torch.int32)])
+        counts = torch.stack([(kinds == kind).to(torch.int32) for kind in (DENSE, SPARSE)])
         if self._memory.num_ranks > 1:
             self._memory.ranks(counts)
-        found = iter((counts > 0).sum(0).tolist())
+        found = iter(counts.T.tolist())
         for flat in self._flats:
-            flat.present[:] = [next(found) for _ in flat.parameters]
+            flat.present[:] = [DENSE if dense else SPARSE if is_sparse else ABSENT
+                               for dense, is_sparse in (next(found) for _ in flat.parameters)]  # fmt: skip
+            flat.rows.clear()
+            for number in [number for number, kind in enumerate(flat.present) if kind == SPARSE]:
+                parameter = flat.parameters[number]
+                rows = torch.zeros(len(parameter), dtype=torch.int32)
+                if parameter.grad is not None:
+                    rows += rows_of(parameter.grad)
+                if self._memory.num_ranks > 1:
+                    self._memory.ranks(rows)
+                flat.rows[number] = rows > 0
         return [flat for flat in self._flats if any(flat.present)]
 
     # Push, update, pull
@@ -341,7 +360,9 @@ class HostOptimizer(RedirectedOptimizer):
                 shard.copy_(flat.of_parameter(parameter, piece))
                 kind, gradient = flat.present[piece.number], flat.own(flat.gradients, piece)
                 is_sparse = kind == SPARSE and self._split != "elements"
-                shard.grad = None if kind == ABSENT else gradient.to_sparse(1) if is_sparse else gradient
+                shard.grad = (
+                    None if kind == ABSENT else sparse(gradient, flat.rows[piece.number]) if is_sparse else gradient
+                )
 
     @contextmanager
     def _holding_shard(self) -> Iterator[None]:

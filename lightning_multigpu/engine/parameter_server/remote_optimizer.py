@@ -30,7 +30,7 @@ from lightning_multigpu.communication.channel import Channel
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
-from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of
+from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.engine.parameter_server.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
@@ -181,6 +181,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._squares: dict[int, float] = {}
         self._is_pulling = False
         self._kinds: dict[Parameter, int] = {}
+        self._rows: dict[Parameter, Tensor] = {}
         self._sums: dict[Parameter, int] | None = None
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
@@ -222,7 +223,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             piece.fill(parameter.grad, place)
         for parameter, kind in self._kinds.items():
             if kind == SPARSE and parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_sparse(1)
+                parameter.grad = sparse(parameter.grad, self._rows.get(parameter))
         self.gradients_are_whole = True
 
     def _step(self) -> None:
@@ -524,6 +525,11 @@ class RemoteOptimizer(RedirectedOptimizer):
             "round": self._round,
             "kinds": kinds,
             "is_compressed": compressor is not None,
+            "rows": [
+                [index, rows_of(piece.parameter.grad).nonzero().flatten().tolist()]
+                for index, piece in enumerate(part.pieces)
+                if kinds[index] == SPARSE and piece.is_whole and piece.parameter.grad is not None
+            ],
         }
         self._servers.post(part.server, fields, payload, is_urgent=False, push_bytes=nbytes if gradients else 0)
 
@@ -561,7 +567,7 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _expect(self, target_of: Callable[[Parameter], Tensor | None]) -> list[tuple[_Piece, Tensor]]:
         """Says where the parts go that servers send; returns pieces that cannot go where they belong at once."""
         staged: list[tuple[_Piece, Tensor]] = []
-        self._kinds = {}
+        self._kinds, self._rows = {}, {}
         for bucket in self._buckets:
             for part in bucket.parts:
                 if not part.pieces:
@@ -660,6 +666,10 @@ class RemoteOptimizer(RedirectedOptimizer):
             pieces = self._buckets[fields["bucket"]].parts[server].pieces
             self.version = max(self.version, fields.get("version", 0))
             self._kinds.update(zip((piece.parameter for piece in pieces), kinds, strict=True))
+            for index, rows in fields.get("rows", ()):
+                parameter = pieces[index].parameter
+                self._rows[parameter] = torch.zeros(len(parameter), dtype=torch.bool)
+                self._rows[parameter][rows] = True
             del self._targets[server, fields["bucket"]]
 
 

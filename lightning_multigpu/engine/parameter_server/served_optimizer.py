@@ -17,7 +17,15 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, cut, segment_for
-from lightning_multigpu.engine.parameter_server.clipping import ABSENT, DENSE, SPARSE, clip_norm, sum_of_squares
+from lightning_multigpu.engine.parameter_server.clipping import (
+    ABSENT,
+    DENSE,
+    SPARSE,
+    clip_norm,
+    common_kind,
+    sparse,
+    sum_of_squares,
+)
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
@@ -54,11 +62,15 @@ class _Bucket:
 
 
 class _Push(NamedTuple):
-    """What one worker has pushed of a bucket, in a room of the server or in memory of the worker's."""
+    """What one worker has pushed of a bucket, in a room of the server or in memory of the worker's.
+
+    ``rows`` has those of sparse gradients, by the index of their piece.
+    """
 
     kinds: list[int]
     gradients: Tensor | None
     is_in_memory: bool
+    rows: dict[int, Tensor]
 
 
 @dataclass(eq=False)
@@ -68,6 +80,7 @@ class _Pushes:
     bucket: _Bucket
     of_worker: dict[int, _Push] = field(default_factory=dict)
     kinds: list[int] = field(default_factory=list)
+    rows: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
     rooms: list[Tensor] = field(default_factory=list)
     is_averaged: bool = False
@@ -359,6 +372,21 @@ class ServedOptimizer:
             return None
         return self._room(numel, dtype) if memory is None else memory.pushed[:size_bytes].view(dtype)
 
+    def rows(self, number: Any, told: Any) -> dict[int, Tensor]:
+        """The rows of sparse gradients that a push tells: bool, by the index of their piece.
+
+        Raises:
+            WireError: there are no such rows.
+        """
+        pieces, found = self._bucket(number).pieces, {}
+        for index, rows in told:
+            shape = pieces[index].shape
+            if not shape or not all(type(row) is int and 0 <= row < shape[0] for row in rows):
+                raise WireError(f"a push of bucket {number} has rows of a sparse gradient that piece {index} has not")
+            found[index] = torch.zeros(shape[0], dtype=torch.bool)
+            found[index][rows] = True
+        return found
+
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
         spare = self._spare[numel, dtype]
         return spare.pop() if spare else torch.empty(numel, dtype=dtype)
@@ -378,6 +406,7 @@ class ServedOptimizer:
         kinds: list[int],
         gradients: Tensor | None,
         *,
+        rows: dict[int, Tensor] | None = None,
         is_in_memory: bool = False,
     ) -> None:
         """The gradients of a worker for a bucket; those of an earlier push in the round are forgotten."""
@@ -394,7 +423,7 @@ class ServedOptimizer:
             self._compressor.decode(wire, gradients)
             self._spares([] if is_in_memory else [wire])
             is_in_memory = False
-        pushes.of_worker[worker] = _Push(kinds, gradients, is_in_memory)
+        pushes.of_worker[worker] = _Push(kinds, gradients, is_in_memory, rows or {})
         self._go_on(round_now, [pushes])
 
     def request(self, worker: int, round_: int, request: _Request) -> None:
@@ -465,7 +494,10 @@ class ServedOptimizer:
 
     def _average(self, pushes: _Pushes, pushing: set[int]) -> None:
         of_worker = [pushes.of_worker[worker] for worker in sorted(pushing)]
-        pushes.kinds = [max(kinds) for kinds in zip(*(push.kinds for push in of_worker), strict=True)]
+        pushes.kinds = [common_kind(kinds) for kinds in zip(*(push.kinds for push in of_worker), strict=True)]
+        for push in of_worker:
+            for index, rows in push.rows.items():
+                pushes.rows[index] = rows | pushes.rows.get(index, rows)
         present = [push.gradients for push in of_worker if push.gradients is not None]
         if present:
             total, *others = present
@@ -621,7 +653,7 @@ class ServedOptimizer:
                 if kind != ABSENT:
                     gradient = pushes.bucket.part(pushes.gradient, index)
                     is_sparse = kind == SPARSE and self._split != "elements"
-                    piece.grad = gradient.to_sparse(1) if is_sparse else gradient
+                    piece.grad = sparse(gradient, pushes.rows.get(index)) if is_sparse else gradient
                     chosen.add(piece)
         held = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -656,6 +688,8 @@ class ServedOptimizer:
         averages = round_.requests[round_.workers[0]].kind == "average"
         flat = None if pushes.gradient is None else pushes.gradient if averages else pushes.bucket.weights
         fields = {"kind": "part", "optimizer": self.number, "bucket": pushes.bucket.number, "kinds": pushes.kinds}
+        if averages:
+            fields["rows"] = [[index, rows.nonzero().flatten().tolist()] for index, rows in pushes.rows.items()]
         memory = member.memory.get((self.number, pushes.bucket.number))
         if flat is None or memory is None:
             member.post(fields, [] if flat is None else [bytes_of(flat)])

@@ -342,6 +342,7 @@ class Server:
                     fields.get("round", -1),
                     fields["kinds"],
                     room,
+                    rows=served.rows(fields["bucket"], fields.get("rows", ())),
                     is_in_memory=memory is not None,
                 )
             return True

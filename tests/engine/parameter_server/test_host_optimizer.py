@@ -81,6 +81,56 @@ def on_one_device(make: Callable[[Any], Optimizer], steps: int = STEPS) -> tuple
     return parameters, optimizer.state_dict()
 
 
+def sparse_gradient(step: int, number: int) -> Tensor:
+    """Three rows of the first weight, one of them of zeros."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    rows = torch.randperm(7, generator=generator)[:3]
+    values = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    values[0] = 0.0
+    return torch.sparse_coo_tensor(rows[None], values, (7, 5), check_invariants=True)
+
+
+def sparse_steps(step: Callable[[int, nn.Parameter, Optimizer], None]) -> Tensor:
+    parameter = weights()[0]
+    optimizer = optim.SparseAdam([parameter], lr=0.1)
+    for number in range(STEPS):
+        step(number, parameter, optimizer)
+    return parameter.detach()
+
+
+def sparse_on_one_device() -> Tensor:
+    """SparseAdam updates the moments of each row that a gradient has: a row of zeros counts."""
+
+    def step(number: int, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+        parameter.grad = (sparse_gradient(number, 0) + sparse_gradient(number, 1)) / 2
+        optimizer.step()
+
+    return sparse_steps(step)
+
+
+def sparse_steps_of(rank_: int, serve: Callable[[Optimizer], Any]) -> Tensor:
+    """Those of one of two ranks, which read the average before every other step."""
+    served: Any = None
+
+    def step(number: int, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+        nonlocal served
+        served = served or serve(optimizer)
+        parameter.grad = sparse_gradient(number, rank_)
+        if number % 2:
+            served.average_gradients()
+            average = sparse_gradient(number, 0) + sparse_gradient(number, 1)
+            assert torch.equal(parameter.grad.coalesce().indices(), average.coalesce().indices())
+        optimizer.step()
+        if number == STEPS - 1:  # what one rank has dense is dense on one device, which SparseAdam refuses
+            parameter.grad = torch.ones_like(parameter) if rank_ else sparse_gradient(number, 0)
+            served.average_gradients()
+            assert not parameter.grad.is_sparse
+
+    found = sparse_steps(step)
+    served.close()
+    return found
+
+
 @contextlib.contextmanager
 def host_memory(meter: Meter | None = None) -> Iterator[HostMemory]:
     init_group()
@@ -219,6 +269,7 @@ def unusual() -> dict[str, Any]:
             optimizer.step()
         found["one step of two is clipped"] = late.detach()
         server.close()
+        found["sparse"] = sparse_steps_of(rank(), lambda optimizer: HostOptimizer(optimizer, memory))
     return found
 
 
@@ -237,6 +288,7 @@ def test_unusual_steps(world2: World) -> None:
         assert_equal(result["a weight and a rate that changed"], torch.full((3,), -2.0 * 1.45))
         assert result["a gradient that one rank no longer has"].tolist() == [-0.5] * 3
         torch.testing.assert_close(result["one step of two is clipped"], torch.full((3,), -0.5 - 0.1 - 1.0))
+        assert_equal(result["sparse"], sparse_on_one_device())
 
 
 def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:

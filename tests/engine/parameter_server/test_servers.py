@@ -43,6 +43,8 @@ from tests.engine.parameter_server.test_host_optimizer import (
     gradients,
     groups_of,
     on_one_device,
+    sparse_on_one_device,
+    sparse_steps_of,
     weights,
 )
 from tests.world import free_port
@@ -337,6 +339,9 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
                 late.grad = torch.full((3,), 2.0 * worker)
                 optimizer.step()
                 torch.testing.assert_close(late.detach(), torch.full((3,), -1.55))
+                remote.close()
+                served = sparse_steps_of(worker, lambda optimizer: RemoteOptimizer(optimizer, connections))
+                assert_equal(served, sparse_on_one_device())
 
         found.workers.run(work)
 
