@@ -44,8 +44,9 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 class Attention(nn.Module):
     """Of one's own, as nanoGPT's: ``order`` says how queries, keys and values lie in the fused projection."""
 
-    def __init__(self, order: str = "sections", *, size_is_read: bool = True) -> None:
+    def __init__(self, order: str = "sections", *, size_is_read: bool = True, normed: bool = False) -> None:
         super().__init__()
+        self.norm = nn.RMSNorm(WIDTH // HEADS) if normed else nn.Identity()
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.n_head, self.n_embd = HEADS, WIDTH
         self.order, self.size_is_read = order, size_is_read
@@ -57,7 +58,7 @@ class Attention(nn.Module):
         else:
             q, k, v = self.qkv(x).view(batch, length, self.n_head, -1).chunk(3, -1)
         q, k, v = (each.reshape(batch, length, self.n_head, -1).transpose(1, 2) for each in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        y = F.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True).transpose(1, 2)
         return self.proj(y.reshape(batch, length, self.n_embd if self.size_is_read else width))  # type: ignore[no-any-return]
 
 
@@ -160,6 +161,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "fused": lambda: Language(*(Block(Attention(), Gated(fused=True)) for _ in range(2)), tied=True),
+    "normed": lambda: Language(*(Block(Attention(normed=True), Gated(fused=True)) for _ in range(2)), tied=True),
     "by heads": lambda: Language(Block(Attention("heads"), Gated(fused=False))),
     "reads its size": lambda: Language(Block(Attention(size_is_read=False), perceptron())),
     "multihead": lambda: Language(MultiheadBlock(), perceptron(), MultiheadBlock()),
@@ -176,6 +178,7 @@ FOUND: dict[str, dict[str, int]] = {
     "bert": {"vocabulary": 1, "attention": 2, "first, second": 3},
     "t5": {"vocabulary": 1, "attention": 2, "first, second": 4},  # its own attention has a bias for each head
     "fused": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
+    "normed": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "by heads": {"vocabulary": 1, "attention": 1, "gate, up, down": 1},
     "reads its size": {"vocabulary": 1, "first, second": 1},
     "multihead": {"vocabulary": 1, "attention": 2, "first, second": 1},
@@ -240,11 +243,22 @@ def text(num_samples: int = 16) -> DataLoader[Any]:
     return DataLoader(TensorDataset(tokens), batch_size=4)
 
 
-def train(model: str, ranks: int, **options: Any) -> dict[str, Any]:
+class Unfreezing(Callback):
+    """All but one layer is frozen in the first epoch, as by BackboneFinetuning."""
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        module.requires_grad_(False).model.blocks[1].attention.proj.requires_grad_(True)  # type: ignore[union-attr, index]
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.requires_grad_(trainer.current_epoch > 0)
+        module.model.blocks[1].attention.proj.requires_grad_(True)  # type: ignore[union-attr, index]
+
+
+def train(model: str, ranks: int, *, unfreezes: bool = False, **options: Any) -> dict[str, Any]:
     task, noting = Task(model), Noting()
     strategy = "auto" if ranks == 1 else make_strategy("tensor_split", **options)
     case = Case(max_epochs=2, trainer={"gradient_clip_val": 0.5, "use_distributed_sampler": False})
-    trainer = make_trainer(case, strategy, ranks, callbacks=[noting])
+    trainer = make_trainer(case, strategy, ranks, callbacks=[noting, *[Unfreezing()] * unfreezes])
     trainer.fit(task, text(), text(6))
     return {"weights": state(task), "validated": task.validated, "split": noting.split, "plan": noting.plan}
 
@@ -283,6 +297,15 @@ def test_split_layers_are_computed_again(world2: World, model: str, options: dic
         rtol = RTOL.get(model, 1e-9)
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=rtol, atol=rtol / 100)
+
+
+@pytest.mark.parametrize("sequence_split", [False, True])
+def test_layers_that_are_frozen_in_the_first_batch_are_trained_later(world2: World, sequence_split: bool) -> None:
+    """A norm of queries, frozen while the split was tried, had a rank's part of its gradient when it was unfrozen."""
+    reference = train("normed", 1, unfreezes=True)
+    for result in world2.run(train, "normed", 2, unfreezes=True, sequence_split=sequence_split):
+        assert result["split"] == FOUND["normed"]
+        assert_same_weights(result, reference)
 
 
 # The list of layers, the dimension along which activations are split, and the column layers of each kind of block.

@@ -2,7 +2,7 @@
 
 A step is run on a whole module and on one with split blocks, without dropout and with slightly moved weights. The
 losses, the gradients of all parameters, and the loss in evaluation mode have to agree. A block that does not fit stays
-whole, with the reason.
+whole, with the reason. Frozen parameters have gradients meanwhile: a callback may unfreeze them later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lightning_multigpu.engine.gradient_check import (
     SMALLEST,
     moved_weights,
     norm_of,
-    take_gradients,
+    taking_gradients,
+    trained,
     without_gradients,
 )
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
@@ -144,7 +145,7 @@ class Trials:
         self.notes: list[str] = []
         self.traffic: list[Sent] = []
         self._tries_left = 0
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
 
     def run(
         self,
@@ -162,24 +163,38 @@ class Trials:
         """
         split: list[tuple[Block, Applied]] = []
         left: list[Left] = []
+        parameters = self._parameters.values()
+        has_frozen = any(not parameter.requires_grad for parameter in parameters)
         self._group.random.is_off = self._group.sequence_random.is_off = True
         try:
-            with moved_weights(self._parameters, self._own_part), without_gradients(self._parameters.values()):
-                with order(self._module) as called:
-                    whole = self._compute()
-                called = self._gather(called)[0]
-                for find in searches:
-                    by_kind: dict[str, list[Block]] = {}
-                    for block in [] if split else find(called):
-                        by_kind.setdefault(block.kind, []).append(block)
-                    for blocks in by_kind.values():
-                        self._tries_left = _TRIES * (1 + len(blocks).bit_length())
-                        self._split(blocks, whole, split, left)
-                if self._sequence_split is not None:
-                    self._split_sequences(split, whole)
+            with moved_weights(self._parameters, self._own_part), without_gradients(parameters):
+                with trained(parameters):
+                    self._split_found(order, searches, split, left)
+                if has_frozen and split:  # less is sent for them
+                    self.traffic = self._compute().traffic
         finally:
             self._group.random.is_off = self._group.sequence_random.is_off = False
         return split, left
+
+    def _split_found(
+        self,
+        order: Callable[[Module], AbstractContextManager[dict[str, int]]],
+        searches: Sequence[Callable[[dict[str, int]], list[Block]]],
+        split: list[tuple[Block, Applied]],
+        left: list[Left],
+    ) -> None:
+        with order(self._module) as called:
+            whole = self._compute()
+        called = self._gather(called)[0]
+        for find in searches:
+            by_kind: dict[str, list[Block]] = {}
+            for block in [] if split else find(called):
+                by_kind.setdefault(block.kind, []).append(block)
+            for blocks in by_kind.values():
+                self._tries_left = _TRIES * (1 + len(blocks).bit_length())
+                self._split(blocks, whole, split, left)
+        if self._sequence_split is not None:
+            self._split_sequences(split, whole)
 
     def _own_part(self, parameter: Parameter, whole: Tensor) -> Tensor:
         split = split_of(parameter)
@@ -307,14 +322,13 @@ class Trials:
         return next(filter(None, self._gather(problem)), None)
 
     def _compute(self) -> Computed:
-        with self._traceless(), NoDropout():
+        with self._traceless(), NoDropout(), taking_gradients(self._parameters) as gradients:
             traffic: list[Sent] = []
             self._group.observer = lambda *sent: traffic.append(Sent("forward", *sent))
             loss = self._loss()
             self._group.observer = lambda *sent: traffic.append(Sent("backward", *sent))
             _backward(loss)
             self._group.observer = None
-            gradients = take_gradients(self._parameters)
         with self._traceless(), NoDropout(), torch.no_grad():
             self._module.eval()
             evaluated = float(self._loss())
