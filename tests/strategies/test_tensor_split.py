@@ -96,6 +96,20 @@ class FeedForward(nn.Module):
         return x + self.second(self.between(self.first(x)))  # type: ignore[no-any-return]
 
 
+class Scaled(nn.Module):
+    """Depends on the number of features, and is wrong by 2 per cent where half of 20 are there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.002 * x.shape[-1])
+
+
+class Casting(nn.Module):
+    """Cannot run in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.bfloat16)
+
+
 class Positioned(FeedForward):
     """Adds something of its own for each position; or the mean over all tokens of the batch."""
 
@@ -169,6 +183,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "position in layers": lambda: Language(*(Positioned(mixes=False) for _ in range(2))),
     "mixed tokens": lambda: Language(*(Positioned(mixes=True) for _ in range(2))),
     "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
+    "scaled block": lambda: Language(*(FeedForward(Scaled() if i == 2 else nn.GELU()) for i in range(5))),
+    "in 16 bits": lambda: Language(FeedForward(Casting())),
     "equal layers": lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
 }
 FOUND: dict[str, dict[str, int]] = {
@@ -183,8 +199,6 @@ FOUND: dict[str, dict[str, int]] = {
     "reads its size": {"vocabulary": 1, "first, second": 1},
     "multihead": {"vocabulary": 1, "attention": 2, "first, second": 1},
     "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
-    "position in layers": {"vocabulary": 1, "first, second": 2},
-    "mixed tokens": {"vocabulary": 1, "first, second": 2},
     "one bad block": {"vocabulary": 1, "first, second": 4},
     "equal layers": {"vocabulary": 1, "first, second": 2},
 }
@@ -254,16 +268,19 @@ class Unfreezing(Callback):
         module.model.blocks[1].attention.proj.requires_grad_(True)  # type: ignore[union-attr, index]
 
 
-def train(model: str, ranks: int, *, unfreezes: bool = False, **options: Any) -> dict[str, Any]:
+def train(
+    model: str, ranks: int, *, unfreezes: bool = False, precision: Any = "64-true", **options: Any
+) -> dict[str, Any]:
     task, noting = Task(model), Noting()
     strategy = "auto" if ranks == 1 else make_strategy("tensor_split", **options)
-    case = Case(max_epochs=2, trainer={"gradient_clip_val": 0.5, "use_distributed_sampler": False})
+    options = {"gradient_clip_val": 0.5, "use_distributed_sampler": False}
+    case = Case(max_epochs=2, precision=precision, trainer=options)
     trainer = make_trainer(case, strategy, ranks, callbacks=[noting, *[Unfreezing()] * unfreezes])
     trainer.fit(task, text(), text(6))
     return {"weights": state(task), "validated": task.validated, "split": noting.split, "plan": noting.plan}
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in ("position in layers", "mixed tokens")])
+@pytest.mark.parametrize("model", FOUND)
 def test_models_train_as_on_one_device(world2: World, model: str) -> None:
     reference = train(model, 1)
     for result in world2.run(train, model, 2):
@@ -745,3 +762,22 @@ def test_bf16(world2: World) -> None:
     for result in world2.run(fit, case, "tensor_split", 2):
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=5e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_split_is_tried_in_float32(world2: World, precision: str) -> None:
+    """A block that was wrong by 2 per cent passed: the tolerance was that of 16 bits."""
+    for result in world2.run(train, "scaled block", 2, precision=precision):
+        assert result["split"] == {"vocabulary": 1, "first, second": 4}
+        assert [each.names for each in result["plan"].whole] == ["model.blocks.2.(first, second)"]
+        (traffic, _) = next(each.traffic for each in result["plan"].blocks if each.shape != "vocabulary")
+        assert traffic.size_bytes == 4 * LENGTH * WIDTH * 2, "what is sent has 16 bits"
+        dtypes = {value.dtype for value in result["weights"].values()}
+        assert dtypes == {torch.float32 if precision == "bf16-mixed" else torch.bfloat16}
+
+
+def test_a_step_that_does_not_run_in_float32_is_tried_as_it_is_trained(world2: World) -> None:
+    for result in world2.run(train, "in 16 bits", 2, precision="bf16-true"):
+        assert result["split"] == {"vocabulary": 1, "first, second": 1}
+        (note,) = result["plan"].notes
+        assert "since in float32 training_step raises RuntimeError: mat1 and mat2 must have the same dtype" in note

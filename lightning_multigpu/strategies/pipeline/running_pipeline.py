@@ -40,7 +40,7 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -288,6 +288,7 @@ class RunningPipeline:
                 lambda: unlogged_loss(
                     self._plugin, self._model.module, lambda: self._call("training_step", cloned(part), *others)
                 ),
+                trial_precisions(self._model.module, self._plugin, (part, *others)),
                 self._world,
             )
         with self._plugin.train_step_context():
