@@ -231,7 +231,7 @@ def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) ->
 def moved_weights(
     parameters: dict[str, Parameter], part_of: Callable[[Parameter, Tensor], Tensor] = lambda _, whole: whole
 ) -> Iterator[None]:
-    """Within the block trained weights are moved by noise that depends on their names, the same on all ranks.
+    """Within the block weights are moved by noise that depends on their names, the same on all ranks.
 
     Args:
         parameters: by name.
@@ -261,6 +261,47 @@ def without_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+@contextmanager
+def trained(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Within the block frozen parameters get gradients, as those of layers that are unfrozen later."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def taking_gradients(parameters: dict[str, Parameter]) -> Iterator[Gradients]:
+    """Fills the dict, in host memory, with the gradients of a backward pass, each as soon as it is there.
+
+    The gradients of a whole model are never in the memory of a device together.
+    """
+    taken: Gradients = {}
+
+    def take(name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient, parameter.grad = parameter.grad.detach().to("cpu"), None
+            taken[name] = taken[name] + gradient if name in taken else gradient
+
+        return hook
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(take(name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+    try:
+        yield taken
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 def take_gradients(parameters: dict[str, Parameter]) -> Gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -115,7 +115,7 @@ class SplitLayers:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
-        rtol: float,
+        precisions: Sequence[Callable[[], AbstractContextManager[float]]],
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -124,7 +124,7 @@ class SplitLayers:
         Args:
             step: runs the training step and returns its loss.
             optimizers: of the module; the states that they have are split as well.
-            traceless, gather, rtol: as of :class:`.Trials`.
+            traceless, gather, precisions: as of :class:`.Trials`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
@@ -137,7 +137,7 @@ class SplitLayers:
             step,
             traceless=traceless,
             gather=gather,
-            rtol=rtol,
+            precisions=precisions,
             wrap_logits=self._wrap_logits,
             sequence_split=None if not asked else "keep" if asked is True else asked,
             keeps_whole=self._keeps_whole,

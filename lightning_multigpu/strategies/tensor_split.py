@@ -30,7 +30,7 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.split_gradients import SplitGradients
 from lightning_multigpu.strategies.split_layers import (
@@ -249,7 +249,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 self.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=self.gather_objects,
-                rtol=gradient_rtol(module, self.root_device),
+                precisions=trial_precisions(module, self.precision_plugin, args),
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]

@@ -2,15 +2,20 @@
 
 A step is run on a whole module and on one with split blocks, without dropout and with slightly moved weights. The
 losses, the gradients of all parameters, and the loss in evaluation mode have to agree. A block that does not fit stays
-whole, with the reason.
+whole, with the reason. Frozen parameters have gradients meanwhile: a callback may unfreeze them later.
+
+The step computes in float32, or in float64 if the module does, also where the Trainer's precision has 16 bits. Sums of
+parts are rounded in another order than those of a whole layer. That changes a gradient by 1e-6 of its size or so in
+float32, and by several per cent in 16 bits. A block whose code depends on its width, such as a norm of hidden features,
+may be wrong by as little: in 16 bits it would pass.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,12 +27,12 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.gradient_check import (
     SMALLEST,
     moved_weights,
     norm_of,
-    take_gradients,
+    taking_gradients,
+    trained,
     without_gradients,
 )
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
@@ -103,7 +108,8 @@ class Trials:
         step: runs the step and returns its loss.
         traceless: a block at whose end the module and random states are as before it.
         gather: returns the objects of all ranks, also of other groups, on every rank.
-        rtol: the relative difference that rounding explains.
+        precisions: blocks within which the step computes in one precision; each gives the relative difference that
+            rounding explains. The first one counts in which the step runs on the whole module.
         wrap_logits: makes of a head's outputs on a rank what the step gets.
         sequence_split: split activations between blocks along the sequence: "keep" or "gather_again" says what column
             layers do about their gathered inputs in backward. None for whole activations.
@@ -113,8 +119,8 @@ class Trials:
         summed: hooks that sum the gradients of whole parameters within blocks over the ranks, by the parameters' names;
             to be removed at the end.
         regions: layers between whose blocks activations are split along the sequence.
-        notes: about ``sequence_split``, for the user.
-        traffic: of a step with all blocks that are split so far.
+        notes: about ``sequence_split`` and the precision, for the user.
+        traffic: of a step with all blocks that are split.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class Trials:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
-        rtol: float,
+        precisions: Sequence[Callable[[], AbstractContextManager[float]]],
         wrap_logits: Callable[[Tensor, Any], Tensor],
         sequence_split: Literal["keep", "gather_again"] | None = None,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
@@ -135,7 +141,8 @@ class Trials:
         self._step = step
         self._traceless = traceless
         self._gather = gather
-        self._rtol = rtol
+        self._precisions = precisions
+        self._rtol = 0.0
         self._wrap_logits = wrap_logits
         self.summed: dict[str, RemovableHandle] = {}
         self._sequence_split = sequence_split
@@ -144,7 +151,7 @@ class Trials:
         self.notes: list[str] = []
         self.traffic: list[Sent] = []
         self._tries_left = 0
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
 
     def run(
         self,
@@ -162,24 +169,64 @@ class Trials:
         """
         split: list[tuple[Block, Applied]] = []
         left: list[Left] = []
+        parameters = self._parameters.values()
         self._group.random.is_off = self._group.sequence_random.is_off = True
         try:
-            with moved_weights(self._parameters, self._own_part), without_gradients(self._parameters.values()):
-                with order(self._module) as called:
-                    whole = self._compute()
-                called = self._gather(called)[0]
-                for find in searches:
-                    by_kind: dict[str, list[Block]] = {}
-                    for block in [] if split else find(called):
-                        by_kind.setdefault(block.kind, []).append(block)
-                    for blocks in by_kind.values():
-                        self._tries_left = _TRIES * (1 + len(blocks).bit_length())
-                        self._split(blocks, whole, split, left)
-                if self._sequence_split is not None:
-                    self._split_sequences(split, whole)
+            with without_gradients(parameters):
+                for number, precision in enumerate(self._precisions, start=1):
+                    with (
+                        precision() as self._rtol,
+                        moved_weights(self._parameters, self._own_part),
+                        trained(parameters),
+                    ):
+                        found = self._compute_whole(order, is_last=number == len(self._precisions))
+                        if found is not None:
+                            self._split_found(*found, searches, split, left)
+                            break
+                if split:
+                    self.traffic = self._compute().traffic
         finally:
             self._group.random.is_off = self._group.sequence_random.is_off = False
         return split, left
+
+    def _compute_whole(
+        self, order: Callable[[Module], AbstractContextManager[dict[str, int]]], *, is_last: bool
+    ) -> tuple[Computed, dict[str, int]] | None:
+        """What the whole module computes, and its order of calls; None if the step does not run in this precision."""
+        problem = None
+        try:
+            with order(self._module) as called:
+                whole = self._compute()
+        except Exception as error:  # whatever the user's code raises
+            if is_last:
+                raise
+            problem = _first_line(error)
+        problem = self._first_of_ranks(problem)
+        if problem is None:
+            return whole, self._gather(called)[0]
+        self.notes.append(
+            "the trial has run in the Trainer's precision, which hides a difference of a few per cent, since in "
+            f"float32 training_step raises {problem}"
+        )
+        return None
+
+    def _split_found(
+        self,
+        whole: Computed,
+        called: dict[str, int],
+        searches: Sequence[Callable[[dict[str, int]], list[Block]]],
+        split: list[tuple[Block, Applied]],
+        left: list[Left],
+    ) -> None:
+        for find in searches:
+            by_kind: dict[str, list[Block]] = {}
+            for block in [] if split else find(called):
+                by_kind.setdefault(block.kind, []).append(block)
+            for blocks in by_kind.values():
+                self._tries_left = _TRIES * (1 + len(blocks).bit_length())
+                self._split(blocks, whole, split, left)
+        if self._sequence_split is not None:
+            self._split_sequences(split, whole)
 
     def _own_part(self, parameter: Parameter, whole: Tensor) -> Tensor:
         split = split_of(parameter)
@@ -269,20 +316,15 @@ class Trials:
         problem, differing = self._difference(whole, split)
         problem = self._first_of_ranks(problem)
         partial = self._partial(differing, split)
-        if problem is None:
-            self.traffic = split.traffic
         if not partial:
             return problem
         # A whole parameter within a block, such as a norm of queries, or between blocks whose activations are split
         # along the sequence, gets a part of its gradient on each rank.
-        traffic = list(split.traffic)
         for name in partial:
-            traffic.append(Sent("backward", "all_reduce", f"{name} gradient", size_bytes(whole.gradients[name])))
             self._group.all_reduce(split.gradients.setdefault(name, torch.zeros_like(whole.gradients[name])), name)
         remaining = self._first_of_ranks(self._difference(whole, split)[0])
         if remaining is not None:
             return problem
-        self.traffic = traffic
         for name in partial:
             self.summed[name] = self._parameters[name].register_hook(self._sum(name))  # type: ignore[no-untyped-call]
         return None
@@ -307,18 +349,24 @@ class Trials:
         return next(filter(None, self._gather(problem)), None)
 
     def _compute(self) -> Computed:
-        with self._traceless(), NoDropout():
+        with self._traceless(), NoDropout(), taking_gradients(self._parameters) as gradients:
             traffic: list[Sent] = []
-            self._group.observer = lambda *sent: traffic.append(Sent("forward", *sent))
-            loss = self._loss()
-            self._group.observer = lambda *sent: traffic.append(Sent("backward", *sent))
-            _backward(loss)
-            self._group.observer = None
-            gradients = take_gradients(self._parameters)
+            with self._observed("forward", traffic):
+                loss = self._loss()
+            with self._observed("backward", traffic):
+                _backward(loss)
         with self._traceless(), NoDropout(), torch.no_grad():
             self._module.eval()
             evaluated = float(self._loss())
         return Computed(float(loss.detach()), gradients, evaluated, traffic)
+
+    @contextmanager
+    def _observed(self, direction: Direction, traffic: list[Sent]) -> Iterator[None]:
+        self._group.observer = lambda *sent: traffic.append(Sent(direction, *sent))
+        try:
+            yield
+        finally:
+            self._group.observer = None
 
     def _loss(self) -> Tensor:
         loss = self._step()

@@ -42,7 +42,7 @@ from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -290,6 +290,7 @@ class RunningPipeline:
                 lambda: unlogged_loss(
                     self._plugin, self._model.module, lambda: self._call("training_step", cloned(part), *others)
                 ),
+                trial_precisions(self._model.module, self._plugin, (part, *others)),
                 self._world,
             )
         with self._plugin.train_step_context():

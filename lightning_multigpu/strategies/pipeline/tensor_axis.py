@@ -10,7 +10,8 @@ The layers are split on the first batch, on the whole module, before its stages 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
-from lightning_multigpu.strategies.dry_run import gradient_rtol, without_trace
+from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.split_layers import Plan, SequenceSplit, SplitLayers
 
@@ -71,11 +72,17 @@ class TensorAxis:
         """Whether the first batch has come."""
         return self._layers.split is not None
 
-    def split(self, step: Callable[[], Any], world: MeteredGroup) -> None:
+    def split(
+        self,
+        step: Callable[[], Any],
+        precisions: Sequence[Callable[[], AbstractContextManager[float]]],
+        world: MeteredGroup,
+    ) -> None:
         """Splits the module by its first training batch, and prints the split; a collective of all ranks.
 
         Args:
             step: runs the training step and returns its loss.
+            precisions: as of :class:`.Trials`.
             world: all ranks, of all pipelines.
 
         Raises:
@@ -92,7 +99,7 @@ class TensorAxis:
                 module.trainer.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=world.gather_objects,
-                rtol=gradient_rtol(module, model.device),
+                precisions=precisions,
             )
             self._summed = self._layers.close()  # a hook would not move to another stage with its parameter
             gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
