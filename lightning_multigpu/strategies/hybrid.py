@@ -6,11 +6,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,7 +30,17 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy, StagedStrategy
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.split_layers import Plan, SequenceSplit, check_plan, check_sequence_split, plan_text
+from lightning_multigpu.strategies.split_layers import (
+    Plan,
+    SequenceSplit,
+    check_patterns,
+    check_plan,
+    check_sequence_split,
+    plan_text,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
 
@@ -204,6 +215,13 @@ class HybridStrategy(StagedStrategy):
         )
 
     # Setting up
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        super().check_before_launch(trainer)
+        module = trainer.lightning_module
+        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+            check_patterns(self._plan, module)
 
     @override
     def _data_reducer(self) -> GradientReducer:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +25,7 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     order_of_calls,
     planned_block,
 )
-from lightning_multigpu.engine.tensor_split.layers import gather_last
+from lightning_multigpu.engine.tensor_split.layers import gather_last, is_linear
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
@@ -47,6 +49,39 @@ def check_plan(plan: Plan) -> None:
             raise ValueError(f"plan={plan!r}: give 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
         for style in plan.values():
             option_checks.check_choice("plan", style, _STYLES)
+
+
+def check_patterns(plan: Plan, module: Module) -> None:
+    """Checks that each pattern of the option ``plan`` says how a layer of the module is split."""
+    if not isinstance(plan, Mapping):
+        return
+    names = [name for name, _ in module.named_modules()]
+    for number, (pattern, style) in enumerate(plan.items()):
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            near = ", ".join(map(repr, _nearest_layers(pattern, module))) or "none that can be split"
+            raise ValueError(
+                f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
+                f"layers: {near}. Change the pattern, or leave it out"
+            )
+        earlier = list(plan)[:number]
+        if all(any(fnmatchcase(name, other) for other in earlier) for name in matched):
+            raise ValueError(
+                f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
+                f"{matched[0]!r} for example; put it before them, or leave it out"
+            )
+
+
+def _nearest_layers(pattern: str, module: Module) -> list[str]:
+    """Names of layers that could be split, with * for numbers, whose last words are most like the pattern's."""
+    known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
+    end = pattern.lstrip("*.")
+    num_words = 1 + end.count(".")
+    by_end: dict[str, str] = {}
+    for name in known:
+        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        by_end.setdefault(".".join(kind.split(".")[-num_words:]), kind)
+    return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
 
 
 def check_sequence_split(value: SequenceSplit) -> None:
@@ -173,6 +208,7 @@ class SplitLayers:
         found = find_blocks(module, called)
         if self._plan == "auto":
             return found
+        check_patterns(self._plan, module)
         roles: dict[str, str] = {}
         for name, part in module.named_modules():
             style = self._style(name, part)

@@ -12,6 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -37,6 +38,7 @@ from lightning_multigpu.strategies.split_layers import (
     Plan,
     SequenceSplit,
     SplitLayers,
+    check_patterns,
     check_plan,
     check_sequence_split,
     plan_text,
@@ -158,11 +160,14 @@ class TensorSplitStrategy(RingDDPStrategy):
         super().check_before_launch(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not trainer.lightning_module.automatic_optimization:
+        module = trainer.lightning_module
+        if not module.automatic_optimization:
             raise ValueError(
-                f"{type(trainer.lightning_module).__name__} optimizes manually: the strategy tries the split on "
+                f"{type(module).__name__} optimizes manually: the strategy tries the split on "
                 "training_step, which has to return its loss; use strategy='ring_ddp'"
             )
+        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+            check_patterns(self._plan, module)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -691,6 +691,9 @@ def refused(problem: str) -> None:
         options["plan"] = {"*.qkv": "column", "*.proj": "row"}
         task.model.blocks[0].attention.n_head = 1  # type: ignore[union-attr]
         task.model.blocks[1].attention.n_head = 1  # type: ignore[union-attr]
+    elif problem == "pattern":  # of layers that setup() builds
+        options["plan"] = {"*.quv": "column"}
+        task.setup = lambda stage: None  # type: ignore[method-assign]
     elif problem == "nothing":
         task.model = Language(nn.LayerNorm(WIDTH))
         task.model.embedding.max_norm = 100.0
@@ -704,6 +707,7 @@ def refused(problem: str) -> None:
         ("optimizer", "Adafactor may need whole tensors"),
         ("manual", "Task optimizes manually"),
         ("plan", "computes something else than the whole layers"),
+        ("pattern", r"'\*\.quv': 'column'} matches no module"),
         ("nothing", "has found no layer to split"),
     ],
 )
@@ -747,6 +751,26 @@ def test_a_plan_by_hand(world2: World) -> None:
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_trainer(Case(), make_strategy("tensor_split", **options), 2)
+
+
+@pytest.mark.parametrize("name", ["tensor_split", "hybrid"])
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            {"*.attention.quv": "column", "*.attention.proj": "row"},
+            r"'\*\.attention\.quv': 'column'} matches no module .* 'model\.blocks\.\*\.attention\.qkv'",
+        ),
+        ({"*.qkv": "column", "*.attention.qkv": "row"}, "'row'} changes nothing, as earlier patterns match all of"),
+    ],
+    ids=["no module", "no module but those of others"],
+)
+def test_a_pattern_that_decides_nothing_is_refused(name: str, plan: dict[str, str], words: str) -> None:
+    """The layers that it was meant for stayed whole in silence."""
+    options: dict[str, Any] = {"plan": plan} if name == "tensor_split" else {"tensor": {"plan": plan}}
+    trainer = make_trainer(Case(), make_strategy(name, **options), 4 if name == "hybrid" else 2)
+    with pytest.raises(ValueError, match=words):  # before a rank is started
+        trainer.fit(Task("fused"), text())
 
 
 def test_compression_between_groups_is_refused() -> None:
