@@ -21,6 +21,8 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
                                                                   to less than a step, they are scaled up to it
             "callbacks_s": {hook: number},                        medians, of the hooks that take the most time
             "transfers_s": number,                                time with transfers under way, hidden or not; median
+            "waits_s": {"gradients" or "activations": number},    the parts of "communication" in which gradients and
+                                                                  weights, or activations of split layers, travel
             "operators": [[name, calls, cpu_s, gpu_s]],           of one step: those with the most time of their own
             "reads": [[line, count, share]],                      values of tensors that a line reads in a step, and
                                                                   the share of the step that it takes
@@ -51,7 +53,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_multigpu.communication.metering.traffic import length, merged
+from lightning_multigpu.communication.metering.traffic import length, merged, overlaps
 from lightning_multigpu.planning.diagnosis import MemoryUse, RankFigures, ReadValues, Shard, ThreadTrial, diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
@@ -95,7 +97,15 @@ def build(
     servers = told[0].get("servers")
     shards = [Shard(s["bytes_in"] + s["bytes_out"], s["share"]) for s in servers["servers"]] if servers else []
     can_compress = strategy.startswith("ring_ddp") and "compression" not in options
-    findings = diagnose(figures, pipeline=_pipeline(ranks), trial=tried, shards=shards, can_compress=can_compress)
+    own_pace = bool(servers and servers["workers"])  # they alone have a staleness
+    findings = diagnose(
+        figures,
+        pipeline=_pipeline(ranks),
+        trial=tried,
+        shards=shards,
+        can_compress=can_compress,
+        own_pace=own_pace,
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "strategy": {"name": strategy, "options": dict(options)},
@@ -206,10 +216,28 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
         "phases_s": {phase: seconds * scale for phase, seconds in phases_s.items()},
         "callbacks_s": _medians(callbacks),
         "transfers_s": median(length(merged((t[3], t[4]) for t in step["transfers"])) for step in steps),
+        "waits_s": _medians([_waits(step) for step in steps]),
         "steps": steps,
         "stages": told["stages"],
         **{key: told[key] for key in _WHERE_MEASURED if told.get(key)},
     }
+
+
+def _waits(step: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of "communication" in which gradients, or activations of split layers, were under way."""
+    exposed = [(start_s, end_s) for phase, start_s, end_s in step["parts"] if phase == "communication"]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _, group, _, start_s, end_s, *_ in step["transfers"]:
+        if (kind := _carried(group)) is not None:
+            found.setdefault(kind, []).append((start_s, end_s))
+    return {kind: length(overlaps(merged(times), exposed)) for kind, times in found.items()}
+
+
+def _carried(group: str) -> str | None:
+    """What a group of the meter carries, where its length follows the steps or the samples and not the batches."""
+    if group in ("data", "shards", "servers", "host"):
+        return "gradients"
+    return "activations" if group.startswith("tensor") else None
 
 
 def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -226,6 +254,8 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         phases_s=rank["phases_s"],
         callbacks_s=rank["callbacks_s"],
         transfers_s=rank["transfers_s"],
+        waits_s=rank["waits_s"],
+        activations_rate=_activations_rate(rank["steps"]),
         data_workers=rank["data_workers"],
         threads=rank["threads"],
         cores=rank["cores"],
@@ -233,6 +263,13 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         memory=_memory_use(rank),
         launches=LaunchQueue(**rank["launches"]) if rank.get("launches") else None,
     )
+
+
+def _activations_rate(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes a second of the transfers of split layers; 0 without one."""
+    transfers = [t for step in steps for t in step["transfers"] if _carried(t[1]) == "activations"]
+    seconds = length(merged((t[3], t[4]) for t in transfers))
+    return sum(t[6] for t in transfers) / seconds if seconds else 0.0
 
 
 def _held(rank: Mapping[str, Any]) -> dict[str, int]:
@@ -260,7 +297,7 @@ def _pipeline(ranks: Sequence[Mapping[str, Any]]) -> PipelineFigures | None:
     if not steps:
         return None
     stages = first[0][1]
-    timelines = [step.timeline for step in steps]
+    timelines = {rank["rank"]: step.timeline for (rank, _), step in zip(first, steps, strict=True)}
     return PipelineFigures.of(timelines, stages.schedule, stages.stages_per_rank, steps[0].num_micro_batches)
 
 
