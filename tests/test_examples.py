@@ -50,8 +50,8 @@ def test_digits_are_read_by_two_processes(tmp_path: Path) -> None:
         "sent per step",
     ):
         assert row in after
-    assert "where the time of a step went: runs/digits/version_0/profile.html" in after
-    assert (tmp_path / "runs/digits/version_0/profile.html").is_file()
+    assert "where the time of a step went: runs/digits/version_0/report.html" in after
+    assert (tmp_path / "runs/digits/version_0/report.html").is_file()
     report = json.loads((tmp_path / "runs/digits/version_0/multigpu_report.json").read_text())
     assert report["strategy"]["name"] == "ring_ddp"
     assert report["world"]["size"] == 2

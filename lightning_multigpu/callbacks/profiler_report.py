@@ -51,7 +51,7 @@ class ProfilerReport(SilentMonitors):
     At the end of training rank 0 prints for each rank how a step was spent (see
     :mod:`lightning_multigpu.planning.step_phases`), and the diagnosis: each reason for long steps with its evidence,
     its remedy, and the step time that is predicted with it, the largest saving first. A saving below 5 % of a step is
-    not named. The same is written to ``profile.html``, a page of its own with pictures, to ``profile.json`` (see
+    not named. The same is written to ``report.html``, a page of its own with pictures, to ``profile.json`` (see
     :mod:`lightning_multigpu.report.profile_document`), and as a timeline of all ranks to ``profile_trace.json``, for
     https://ui.perfetto.dev or ``chrome://tracing``; all in ``trainer.log_dir``, else ``trainer.default_root_dir``.
 
@@ -79,11 +79,13 @@ class ProfilerReport(SilentMonitors):
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks do it: ``torch.func.grad`` and the like raise an error under them, and compiled layers may be compiled
             once more.
+        link_gbit: speed of the link between hosts in Gbit/s (10^9 bits), if it is known: transfers are then shown as
+            shares of it.
         print_report: whether rank 0 prints the report.
         write_files: whether rank 0 writes the files.
 
     Raises:
-        ValueError: ``wait`` or ``warmup`` is below 0, or ``active`` below 1.
+        ValueError: ``wait`` or ``warmup`` is below 0, ``active`` below 1, or ``link_gbit`` not above 0.
     """
 
     def __init__(
@@ -94,10 +96,13 @@ class ProfilerReport(SilentMonitors):
         active: int = 10,
         operators: bool = False,
         activations: bool = False,
+        link_gbit: float | None = None,
         print_report: bool = True,
         write_files: bool = True,
     ) -> None:
         super().__init__()
+        if link_gbit is not None and not link_gbit > 0:
+            raise ValueError(f"link_gbit={link_gbit}: must be above 0 Gbit/s")
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least} optimizer steps")
@@ -106,10 +111,11 @@ class ProfilerReport(SilentMonitors):
         self.path: Path | None = None
         """The path of ``profile.json``, on rank 0."""
         self.page_path: Path | None = None
-        """The path of ``profile.html``, on rank 0."""
+        """The path of ``report.html``, on rank 0."""
         self._wait, self._warmup, self._active = wait, warmup, active
         self._first = wait + warmup
         self._operators, self._activations = operators, activations
+        self._link_gbit = link_gbit
         self._print_report = print_report
         self._write_files = write_files
         self._window: _Window | None = None
@@ -184,7 +190,11 @@ class ProfilerReport(SilentMonitors):
             return
         name, options = identify(trainer.strategy)
         self.profile = profile_document.build(
-            told, strategy=name, options=options, versions=versions_of(trainer.strategy.root_device)
+            told,
+            strategy=name,
+            options=options,
+            versions=versions_of(trainer.strategy.root_device),
+            link_gbit=self._link_gbit,
         )
         if self._print_report:
             print(profile_text.text(self.profile))

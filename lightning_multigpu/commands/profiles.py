@@ -21,7 +21,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """
     parser = OptionParser(
         f"{PROGRAM} {name}",
-        "Show the profile that ProfilerReport has written to a run's folder, and write its page (profile.html) again. "
+        "Show the profile that ProfilerReport has written to a run's folder, and write its page (report.html) again. "
         "Of several folders, print a table with a row for each run.",
     )
     parser.add_argument("folder", nargs="+", type=Path, help="folder of a run, with its profile.json")

@@ -39,6 +39,9 @@ class RankFigures:
         phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
         callbacks_s: seconds of a step by callback, for those that take time.
         transfers_s: time in which transfers were under way, hidden or not.
+        waits_s: the parts of "communication" whose length follows the steps or the samples: "gradients" for what
+            travels once an optimizer step, gradients and weights, and "activations" for those of split layers.
+        activations_rate: bytes a second of the transfers of split layers.
         data_workers: worker processes of its DataLoader; None where it is not known.
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
@@ -53,6 +56,8 @@ class RankFigures:
     phases_s: Mapping[str, float]
     callbacks_s: Mapping[str, float] = field(default_factory=dict)
     transfers_s: float = 0.0
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+    activations_rate: float = 0.0
     data_workers: int | None = None
     threads: int = 1
     cores: int = 1
@@ -148,6 +153,7 @@ def diagnose(
     trial: ThreadTrial | None = None,
     shards: Sequence[Shard] = (),
     can_compress: bool = False,
+    own_pace: bool = False,
 ) -> list[Finding]:
     """What makes the steps long, the largest saving first, then limits that the run is near to.
 
@@ -159,7 +165,11 @@ def diagnose(
         trial: where fewer threads were tried.
         shards: of a run with parameter servers, in the order of the servers.
         can_compress: the strategy can compress gradients, and does not.
+        own_pace: ranks do not wait for each other; the findings are those of the slowest one.
     """
+    of_all = ranks
+    if own_pace:
+        ranks = [max(ranks, key=lambda rank: rank.step_s)]
     step_s = max(rank.step_s for rank in ranks)
     found = [
         *_input(ranks),
@@ -174,7 +184,7 @@ def diagnose(
         *_launches(ranks),
     ]
     worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step_s]
-    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(ranks)]
+    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(of_all)]
 
 
 def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] = lambda rank: rank.own_s) -> float:
@@ -252,18 +262,31 @@ def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Fin
         return []
     step_s = max(rank.step_s for rank in ranks)
     total_s = min(rank.transfers_s for rank in ranks)
-    evidence = f"every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for transfers between ranks; "
-    evidence += f"{ms(max(0.0, total_s - exposed_s))} of their {ms(total_s)} are hidden behind computation."
+    evidence = f"every rank waits at least {_ms(exposed_s)} of a step of {_ms(step_s)} for transfers between ranks; "
+    evidence += f"{_ms(max(0.0, total_s - exposed_s))} of their {_ms(total_s)} are hidden behind computation."
+    least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
+    gradients_s, activations_s = (min(exposed_s, least.waits_s.get(kind, 0.0)) for kind in ("gradients", "activations"))
+    often = "Use batches of twice the size"
+    if gradients_s >= (exposed_s - activations_s) / 2:
+        often = "Communicate half as often: Trainer(accumulate_grad_batches=2), or batches of twice the size"
+    remedies = {f"{often} (the time is for as many samples as now)": (exposed_s - activations_s) / 2}
     if can_compress and len({rank.node for rank in ranks}) > 1:
         # Half of the bytes take half of the time; what was hidden can stay hidden.
-        left_s = max(0.0, exposed_s - _BF16 * total_s)
-        remedy = 'Send half of the bytes between hosts: RingDDPStrategy(compression="bf16").'
-    else:
-        left_s = exposed_s / 2
-        remedy = "Communicate half as often: Trainer(accumulate_grad_batches=2), or batches of twice the size."
-    saving_s = exposed_s - left_s
-    after_s = step_s - saving_s
-    return [Finding(kind="communication", saving_s=saving_s, step_s=after_s, evidence=evidence, remedy=remedy)]
+        remedies['Send half of the bytes between hosts: RingDDPStrategy(compression="bf16")'] = exposed_s - max(
+            0.0, exposed_s - _BF16 * total_s
+        )
+    if activations_s and least.memory is not None and least.activations_rate:
+        # Each rank holds a part of the model, whose gradients an all-reduce sends once as many samples as now.
+        model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in ranks if r.memory is not None)
+        all_reduce_s = 2 * model_bytes * (len(ranks) - 1) / len(ranks) / least.activations_rate
+        remedies['If the model fits on one device, average its gradients instead: strategy="ring_ddp"'] = max(
+            0.0, activations_s - all_reduce_s
+        )
+    best, *others = sorted(
+        ((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True
+    ) or [(0.0, often)]
+    remedy = f"{best[1]}." + "".join(f" Or: {other}, {_ms(step_s - s)} a step predicted." for s, other in others)
+    return [Finding(kind="communication", saving_s=best[0], step_s=step_s - best[0], evidence=evidence, remedy=remedy)]
 
 
 def _callbacks(ranks: Sequence[RankFigures]) -> list[Finding]:
@@ -346,9 +369,20 @@ def _threads(ranks: Sequence[RankFigures], trial: ThreadTrial | None, step_s: fl
 def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
     if pipeline is None:
         return []
-    busiest = max(range(len(pipeline.busy_s)), key=lambda rank: pipeline.busy_s[rank])
-    mean_s = sum(pipeline.busy_s) / len(pipeline.busy_s)
+    busiest = max(pipeline.busy_s, key=lambda rank: pipeline.busy_s[rank])
+    mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
+    messages_s = max(0.0, pipeline.wall_s - pipeline.passes_s)
     return [
+        Finding(
+            kind="small micro-batches",
+            saving_s=messages_s / 2,
+            step_s=step_s - messages_s / 2,
+            evidence=f"the passes of {pipeline.num_micro_batches} micro-batches explain {_ms(pipeline.passes_s)} of "
+            f"{_ms(pipeline.wall_s)}; the rest goes into messages between stages, and into what a pass costs whatever "
+            "its size.",
+            remedy="Use batches of twice the size with as many micro-batches (the time is for as many samples as now), "
+            "or fewer micro-batches.",
+        ),
         Finding(
             kind="imbalance of stages",
             saving_s=pipeline.wall_s - pipeline.balanced_s,

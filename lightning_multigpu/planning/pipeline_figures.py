@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_multigpu.planning.schedule_order import schedule_orders
@@ -23,7 +23,8 @@ class PipelineFigures:
         more_micro_batches: the number that is proposed.
         with_more_s: predicted ``wall_s`` with those.
         balanced_s: predicted ``wall_s`` if all ranks had the same work.
-        busy_s: of each rank, in order.
+        passes_s: what ``wall_s`` would be if messages took no time, and a pass cost nothing but its computation.
+        busy_s: of each rank, by its number, in the order of the stages.
     """
 
     wall_s: float
@@ -32,24 +33,26 @@ class PipelineFigures:
     more_micro_batches: int
     with_more_s: float
     balanced_s: float
-    busy_s: tuple[float, ...]
+    passes_s: float
+    busy_s: Mapping[int, float]
 
     @classmethod
     def of(
-        cls, timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
+        cls, timelines: Mapping[int, Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
     ) -> PipelineFigures:
         """The figures of a step whose timelines are on one clock.
 
         A micro-batch of half the size is assumed to take half of the time. What the passes alone do not explain of
-        the measured time, messages and the cost of a pass, is assumed to stay in proportion.
+        the measured time, messages and the cost of a pass, is assumed to stay.
 
         Args:
-            timelines: of each rank of the pipeline, by position.
+            timelines: of each rank of the pipeline, by its number, in the order of the stages.
             schedule, stages_per_rank, num_micro_batches: as in :func:`.schedule_order.schedule_orders`.
         """
         ranks = len(timelines)
-        forward_s, backward_s = _pass_seconds(timelines, ranks * stages_per_rank, num_micro_batches)
-        measured = usage(timelines)
+        in_order = list(timelines.values())
+        forward_s, backward_s = _pass_seconds(in_order, ranks * stages_per_rank, num_micro_batches)
+        measured = usage(in_order)
         wall_s = measured[0].wall_s
 
         def wall(forward_s: Sequence[float], backward_s: Sequence[float], more: int) -> float:
@@ -64,12 +67,15 @@ class PipelineFigures:
         )
         return cls(
             wall_s=wall_s,
-            bubble=bubble(timelines),
+            bubble=bubble(in_order),
             num_micro_batches=num_micro_batches,
             more_micro_batches=more * num_micro_batches,
-            with_more_s=wall_s * wall(forward_s, backward_s, more) / as_it_is_s,
-            balanced_s=wall_s * wall(_even(forward_s), _even(backward_s), 1) / as_it_is_s,
-            busy_s=tuple(sum(rank.seconds[kind] for kind in BUSY) for rank in measured),
+            with_more_s=wall_s - as_it_is_s + wall(forward_s, backward_s, more),
+            balanced_s=wall_s - as_it_is_s + wall(_even(forward_s), _even(backward_s), 1),
+            passes_s=as_it_is_s,
+            busy_s={
+                rank: sum(used.seconds[kind] for kind in BUSY) for rank, used in zip(timelines, measured, strict=True)
+            },
         )
 
 

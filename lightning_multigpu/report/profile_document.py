@@ -10,6 +10,7 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
       "step_s": number,                                           median optimizer step of the slowest rank
       "ranks": [RANK],                                            one a rank, in rank order
       "operations": [OPERATION],                                  transfers between ranks, of the rank with the most
+      "link_gbit": number or null,                                speed of the link between hosts, as it was given
       "trial": {"threads": int, "step_s": number} or null,        steps with fewer threads, where they were tried
       "servers": SERVERS,                                         only where parameter servers made the updates
       "findings": [FINDING]                                       the largest saving first, then those that save nothing
@@ -21,6 +22,8 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
                                                                   to less than a step, they are scaled up to it
             "callbacks_s": {hook: number},                        medians, of the hooks that take the most time
             "transfers_s": number,                                time with transfers under way, hidden or not; median
+            "waits_s": {"gradients" or "activations": number},    the parts of "communication" in which gradients and
+                                                                  weights, or activations of split layers, travel
             "operators": [[name, calls, cpu_s, gpu_s]],           of one step: those with the most time of their own
             "reads": [[line, count, share]],                      values of tensors that a line reads in a step, and
                                                                   the share of the step that it takes
@@ -32,7 +35,8 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
     STEP = {"start_s": number, "end_s": number, "batches": int, "parts": [[PHASE, start_s, end_s]],
             "transfers": [[operation, group, group_size, start_s, end_s, size_bytes, sent_bytes, memory_bytes]]}
     OPERATION = {"operation": str, "group": str, "group_size": int, "count": number, "size_bytes": number,
-                 "sent_bytes": number, "memory_bytes": number, "seconds": number}          of a step, on average
+                 "sent_bytes": number, "memory_bytes": number, "seconds": number}          of a step, on average;
+                                                                  seconds with one under way at least
     FINDING = {"kind": str, "saving_s": number, "step_s": number, "evidence": str, "remedy": str}
 
 The PHASEs are :data:`lightning_multigpu.planning.step_phases.PHASES`; the parts of a step have no gaps and do not
@@ -45,13 +49,14 @@ updates]]. A key of "over_time" is that of a monitor. "memory", "limit", "over_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_multigpu.communication.metering.traffic import length, merged
+from lightning_multigpu.communication.metering.traffic import length, merged, overlaps, sent_share
 from lightning_multigpu.planning.diagnosis import MemoryUse, RankFigures, ReadValues, Shard, ThreadTrial, diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
@@ -71,17 +76,34 @@ FILE_NAME = "profile.json"
 TRACE_NAME = "profile_trace.json"
 SCHEMA_VERSION = 1
 _KEPT = ("rank", "node", "host", "threads", "cores", "data_workers", "clock", "operators", "reads")
+_PHASE_TRACKS = {
+    "data_wait": "data loading",
+    "device_transfer": "host-to-device copies",
+    "forward": "compute",
+    "backward": "compute",
+    "optimizer": "optimizer",
+    "communication": "idle: waits for transfers",
+    "stage_wait": "idle: waits for other stages",
+    "callbacks": "callbacks",
+    "other": "Lightning's loop",
+}
 _WHERE_MEASURED = ("memory", "limit", "over_time", "launches")
 
 
 def build(
-    told: Sequence[Mapping[str, Any]], *, strategy: str, options: Mapping[str, Any], versions: Mapping[str, str]
+    told: Sequence[Mapping[str, Any]],
+    *,
+    strategy: str,
+    options: Mapping[str, Any],
+    versions: Mapping[str, str],
+    link_gbit: float | None = None,
 ) -> dict[str, Any]:
     """The document.
 
     Args:
         told: what each rank has measured, on its own clock, in rank order; each has at least one step.
         strategy, options, versions: as in :func:`.document.build`.
+        link_gbit: Gbit/s of the link between hosts.
     """
     origin_s = min(rank["steps"][0]["start_s"] - rank["clock"]["offset_s"] for rank in told)
     ranks = [_rank(rank, origin_s + rank["clock"]["offset_s"]) for rank in told]
@@ -95,7 +117,15 @@ def build(
     servers = told[0].get("servers")
     shards = [Shard(s["bytes_in"] + s["bytes_out"], s["share"]) for s in servers["servers"]] if servers else []
     can_compress = strategy.startswith("ring_ddp") and "compression" not in options
-    findings = diagnose(figures, pipeline=_pipeline(ranks), trial=tried, shards=shards, can_compress=can_compress)
+    own_pace = bool(servers and servers["workers"])  # they alone have a staleness
+    findings = diagnose(
+        figures,
+        pipeline=_pipeline(ranks),
+        trial=tried,
+        shards=shards,
+        can_compress=can_compress,
+        own_pace=own_pace,
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "strategy": {"name": strategy, "options": dict(options)},
@@ -104,6 +134,7 @@ def build(
         "step_s": max(rank["step_s"] for rank in ranks),
         "ranks": ranks,
         "operations": max((_operations(rank["steps"]) for rank in ranks), key=_bytes),
+        "link_gbit": link_gbit,
         "trial": trial,
         **({"servers": servers} if servers else {}),
         "findings": [asdict(finding) for finding in findings],
@@ -119,6 +150,17 @@ def by_saving(profile: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list
     """The findings that save time, and those that save none, in their order."""
     findings = profile["findings"]
     return [f for f in findings if f["saving_s"] > 0], [f for f in findings if f["saving_s"] <= 0]
+
+
+def hidden_s(rank: Mapping[str, Any]) -> float:
+    """Seconds of a step in which transfers were under way behind the rank's other phases."""
+    exposed_s: float = rank["phases_s"].get("communication", 0.0) + rank["phases_s"].get("stage_wait", 0.0)
+    return max(0.0, float(rank["transfers_s"]) - exposed_s)
+
+
+def clock_error_s(profile: Mapping[str, Any]) -> float:
+    """The most by which the times of a rank can be wrong on the clock of rank 0; 0 where clocks were not compared."""
+    return max(float(rank["clock"]["error_s"]) for rank in profile["ranks"])
 
 
 def memory(profile: Mapping[str, Any]) -> dict[int, dict[str, int]]:
@@ -144,42 +186,70 @@ def pipelines(profile: Mapping[str, Any]) -> PipelineReport:
 
 
 def trace(profile: Mapping[str, Any], operators: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-    """The timeline as Chrome's trace events: a process for each rank, with its phases, transfers and operators.
+    """The timeline as Chrome's trace events: a process for each rank, and in it a track for each kind of activity.
+
+    Transfers of one operation that overlap get further tracks: events of a track are nested or apart.
 
     Args:
         profile: the document.
         operators: of each rank, in rank order, on its own clock: name, thread, start and end in seconds.
     """
     events: list[dict[str, Any]] = []
-    for rank in profile["ranks"]:
-        pid = rank["rank"]
-        events.append(_name("process_name", pid, 0, f"rank {pid} on {rank['host']}"))
-        events += [_name("thread_name", pid, 0, "step"), _name("thread_name", pid, 1, "transfers")]
-        for step in rank["steps"]:
-            events += [_event(phase, pid, 0, start_s, end_s) for phase, start_s, end_s in step["parts"]]
-            for operation, group, _, start_s, end_s, size_bytes, sent_bytes, _ in step["transfers"]:
-                event = _event(f"{operation} ({group})", pid, 1, start_s, end_s)
-                events.append({**event, "args": {"size_bytes": size_bytes, "sent_bytes": sent_bytes}})
-    for rank, of_rank in zip(profile["ranks"], operators, strict=False):
+    for rank, of_rank in zip(profile["ranks"], operators or [()] * len(profile["ranks"]), strict=True):
+        used = {phase for step in rank["steps"] for phase, *_ in step["parts"]}
+        named = dict.fromkeys(track for phase, track in _PHASE_TRACKS.items() if phase in used)
+        tracks = _Tracks(rank["rank"], f"rank {rank['rank']} on {rank['host']}", named)
         behind_s = profile["origin_s"] + rank["clock"]["offset_s"]
+        for step in rank["steps"]:
+            for phase, start_s, end_s in step["parts"]:
+                tracks.add(_PHASE_TRACKS[phase], phase, start_s, end_s)
+        for step in [] if rank["stages"] is None else rank["stages"]["steps"]:
+            for i in step["timeline"]:
+                name, of_stage = f"{i['kind']}, micro-batch {i['micro_batch']}", f"pipeline stage {i['stage']}"
+                tracks.add(of_stage, name, i["start_s"] - behind_s, i["end_s"] - behind_s)
+        for operation, group, _, start_s, end_s, size_bytes, sent_bytes, _ in sorted(
+            (t for step in rank["steps"] for t in step["transfers"]), key=lambda t: t[3]
+        ):
+            name, sizes = f"{operation} ({group})", {"size_bytes": size_bytes, "sent_bytes": sent_bytes}
+            tracks.add(name, name, start_s, end_s, apart=True, args=sizes)
         for thread in sorted({thread for _, thread, *_ in of_rank}):
             kind = f"operators, thread {thread}" if thread >= 0 else f"GPU stream {-1 - thread}"
-            events.append(_name("thread_name", rank["rank"], _thread(thread), kind))
-        events += [_event(n, rank["rank"], _thread(t), a - behind_s, b - behind_s) for n, t, a, b in of_rank]
+            for name, _, start_s, end_s in (event for event in of_rank if event[1] == thread):
+                tracks.add(kind, name, start_s - behind_s, end_s - behind_s)
+        events += tracks.events
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _thread(thread: int) -> int:
-    """Behind the two rows of phases and transfers: streams of a GPU, then threads."""
-    return 2 - 1 - thread if thread < 0 else 1000 + thread
+class _Tracks:
+    """The tracks of a rank: those that are ``named``, and others in the order in which they get an event."""
+
+    def __init__(self, pid: int, name: str, named: Iterable[str]) -> None:
+        self.events: list[dict[str, Any]] = [_name("process_name", pid, 0, name)]
+        self._pid = pid
+        self._ends_s: dict[str, float] = {}
+        for track in named:
+            self._number(track)
+
+    def add(self, track: str, name: str, start_s: float, end_s: float, *, apart: bool = False, **more: Any) -> None:
+        """Adds an event; one that is ``apart`` goes to the first track of that name which is free again."""
+        lane, count = track, 1
+        while apart and self._ends_s.get(lane, start_s) > start_s:
+            count += 1
+            lane = f"{track}, {count}"
+        number = self._number(lane)
+        self._ends_s[lane] = end_s
+        times_us = {"ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
+        self.events.append({"ph": "X", "name": name, "pid": self._pid, "tid": number, **times_us, **more})
+
+    def _number(self, track: str) -> int:
+        if track not in self._ends_s:
+            self._ends_s[track] = -math.inf
+            self.events.append(_name("thread_name", self._pid, len(self._ends_s), track))
+        return list(self._ends_s).index(track) + 1
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _event(name: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
 
 
 def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
@@ -206,10 +276,28 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
         "phases_s": {phase: seconds * scale for phase, seconds in phases_s.items()},
         "callbacks_s": _medians(callbacks),
         "transfers_s": median(length(merged((t[3], t[4]) for t in step["transfers"])) for step in steps),
+        "waits_s": _medians([_waits(step) for step in steps]),
         "steps": steps,
         "stages": told["stages"],
         **{key: told[key] for key in _WHERE_MEASURED if told.get(key)},
     }
+
+
+def _waits(step: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of "communication" in which gradients, or activations of split layers, were under way."""
+    exposed = [(start_s, end_s) for phase, start_s, end_s in step["parts"] if phase == "communication"]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _, group, _, start_s, end_s, *_ in step["transfers"]:
+        if (kind := _carried(group)) is not None:
+            found.setdefault(kind, []).append((start_s, end_s))
+    return {kind: length(overlaps(merged(times), exposed)) for kind, times in found.items()}
+
+
+def _carried(group: str) -> str | None:
+    """What a group of the meter carries, where its length follows the steps or the samples and not the batches."""
+    if group in ("data", "shards", "servers", "host"):
+        return "gradients"
+    return "activations" if group.startswith("tensor") else None
 
 
 def _medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -226,6 +314,8 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         phases_s=rank["phases_s"],
         callbacks_s=rank["callbacks_s"],
         transfers_s=rank["transfers_s"],
+        waits_s=rank["waits_s"],
+        activations_rate=_activations_rate(rank["steps"]),
         data_workers=rank["data_workers"],
         threads=rank["threads"],
         cores=rank["cores"],
@@ -233,6 +323,13 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         memory=_memory_use(rank),
         launches=LaunchQueue(**rank["launches"]) if rank.get("launches") else None,
     )
+
+
+def _activations_rate(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Bytes a second of the transfers of split layers; 0 without one."""
+    transfers = [t for step in steps for t in step["transfers"] if _carried(t[1]) == "activations"]
+    seconds = length(merged((t[3], t[4]) for t in transfers))
+    return sum(t[6] for t in transfers) / seconds if seconds else 0.0
 
 
 def _held(rank: Mapping[str, Any]) -> dict[str, int]:
@@ -260,7 +357,7 @@ def _pipeline(ranks: Sequence[Mapping[str, Any]]) -> PipelineFigures | None:
     if not steps:
         return None
     stages = first[0][1]
-    timelines = [step.timeline for step in steps]
+    timelines = {rank["rank"]: step.timeline for (rank, _), step in zip(first, steps, strict=True)}
     return PipelineFigures.of(timelines, stages.schedule, stages.stages_per_rank, steps[0].num_micro_batches)
 
 
@@ -279,15 +376,50 @@ def _operations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The transfers of a rank by operation and group, for a step on average."""
     totals: dict[tuple[str, str, int], list[float]] = {}
     for step in steps:
+        under_way: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
         for operation, group, group_size, start_s, end_s, *sizes in step["transfers"]:
-            total = totals.setdefault((operation, group, group_size), [0.0] * 5)
-            for index, value in enumerate((1, *sizes, end_s - start_s)):
+            key = operation, group, group_size
+            under_way.setdefault(key, []).append((start_s, end_s))
+            total = totals.setdefault(key, [0.0] * 5)
+            for index, value in enumerate((1, *sizes)):
                 total[index] += value / len(steps)
+        for key, intervals in under_way.items():
+            totals[key][4] += length(merged(intervals)) / len(steps)
     names = ("count", "size_bytes", "sent_bytes", "memory_bytes", "seconds")
     return [
         {"operation": operation, "group": group, "group_size": group_size, **dict(zip(names, total, strict=True))}
         for (operation, group, group_size), total in totals.items()
     ]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second of an operation while it is under way, as nccl-tests reckons them.
+
+    Attributes:
+        algbw: size of the operation over its time.
+        busbw: the same, times the share of the size that each rank sends.
+        share_of_peak: what a rank sends over the network, as a part of what the link can carry; None where the link's
+            speed is not known, or nothing is sent over it.
+    """
+
+    algbw: float
+    busbw: float
+    share_of_peak: float | None
+
+    @classmethod
+    def of(cls, operation: Mapping[str, Any], profile: Mapping[str, Any]) -> Bandwidth | None:
+        """That of an OPERATION; None if it took no time, or moved nothing."""
+        seconds, size_bytes = operation["seconds"], operation["size_bytes"]
+        if not seconds or not size_bytes:
+            return None
+        by_network = operation["sent_bytes"] - operation["memory_bytes"]
+        link_gbit = profile.get("link_gbit")
+        return cls(
+            size_bytes / seconds,
+            size_bytes / seconds * sent_share(operation["operation"], operation["group_size"]),
+            by_network / seconds / (link_gbit * 1e9 / 8) if link_gbit and by_network else None,
+        )
 
 
 def _bytes(operations: Sequence[Mapping[str, Any]]) -> float:

@@ -9,10 +9,11 @@ from typing import Any
 
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report import page_figures, profile_document, run_curves
+from lightning_multigpu.report import page_figures, profile_document, profile_text, run_curves
+from lightning_multigpu.report.numbers import number, size
 from lightning_multigpu.report.page_figures import Rows, bars, legend, plot, table, words
 
-FILE_NAME = "profile.html"
+FILE_NAME = "report.html"
 
 _COLOURS = dict(
     zip(
@@ -58,8 +59,8 @@ def page(profile: Mapping[str, Any]) -> str:
     ranks = profile["ranks"]
     title = (
         f"<h1>{escape(name)}</h1>",
-        f"<p>{len(ranks)} ranks, {len(ranks[0]['steps'])} optimizer steps, {ms(profile['step_s'])} a step (median of "
-        f"the slowest rank). {escape(_versions(profile))}</p>",
+        f"<p>{len(ranks)} rank{'s' * (len(ranks) > 1)}, {len(ranks[0]['steps'])} optimizer steps, "
+        f"{_ms(profile['step_s'])} a step (median of the slowest rank). {escape(_versions(profile))}</p>",
     )
     sections = (_diagnosis, _phases, _timeline, _schedule, _transfers, _memory, _over_time, _staleness, _operators)
     return _html(name, [*title, *(line for section in sections for line in section(profile))])
@@ -133,15 +134,17 @@ def _phases(profile: Mapping[str, Any]) -> Iterator[str]:
     rows = [
         [
             f"{rank['rank']} ({rank['host']})",
-            *(ms(rank["phases_s"].get(p, 0.0)) for p in used),
-            ms(rank["step_s"]),
+            *(_ms(rank["phases_s"].get(p, 0.0)) for p in used),
+            _ms(rank["step_s"]),
+            _ms(profile_document.hidden_s(rank)),
         ]
         for rank in ranks
     ]
     yield "<h2>A step of each rank</h2>"
     yield legend({phase: _COLOURS[phase] for phase in used})
-    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, ms)
-    yield table(["rank", *map(words, used), "step"], rows)
+    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, _ms)
+    yield table(["rank", *map(words, used), "step", "hidden transfers"], rows)
+    yield "<p>Communication is what nothing hides; hidden transfers run beside the other phases.</p>"
 
 
 def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
@@ -165,7 +168,9 @@ def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
             title = f"{who}: {operation} ({group}), {ms(end_s - begin_s)}"
             figure.box(begin_s - start_s, end_s - start_s, "#000", title, top=17, height=5)
     yield "<h2>One step over all ranks</h2>"
-    yield "<p>On the clock of rank 0; transfers between ranks below each rank's phases.</p>"
+    error_s = profile_document.clock_error_s(profile)
+    error = f", to within {_ms(error_s)}" if error_s else ""
+    yield f"<p>On the clock of rank 0{error}. Transfers between ranks below each rank's phases.</p>"
     yield figure.html()
 
 
@@ -180,23 +185,12 @@ def _schedule(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _transfers(profile: Mapping[str, Any]) -> Iterator[str]:
-    rows = [
-        [
-            operation["operation"],
-            operation["group"],
-            str(operation["group_size"]),
-            number(operation["count"]),
-            size(operation["sent_bytes"]),
-            size(operation["memory_bytes"]),
-            ms(operation["seconds"]),
-            size(operation["sent_bytes"] / operation["seconds"]) if operation["seconds"] else "-",
-        ]
-        for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"])
-    ]
+    rows = profile_text.transfers(profile)
     if rows:
+        header, *lines = rows
         yield "<h2>Transfers of the rank that sends most</h2>"
-        header = ["transfers in a step", "group", "ranks", "count", "sent", "through memory", "time", "a second"]
-        yield table(header, rows)
+        yield "<p>Bytes a second while a transfer is under way: algbw of its size, busbw of what each rank sends.</p>"
+        yield table(header, lines)
 
 
 def _memory(profile: Mapping[str, Any]) -> Iterator[str]:
@@ -254,8 +248,10 @@ def _operators(profile: Mapping[str, Any]) -> Iterator[str]:
     operators = profile["ranks"][0]["operators"]
     if operators:
         yield "<h2>Operators of a step on rank 0, by their own time</h2>"
-        rows = [[name, f"{round(calls, 1):g}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
-        yield table(["operator", "calls", "on the CPU", "on the GPU"], rows)
+        columns = 4 if any(gpu_s for *_, gpu_s in operators) else 3  # no GPU, no column
+        rows = [[name, f"{round(calls, 1):g}", _ms(cpu_s), _ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
+        header = ["operator", "calls", "on the CPU", "on the GPU"]
+        yield table(header[:columns], [row[:columns] for row in rows])
 
 
 def _versions(profile: Mapping[str, Any]) -> str:

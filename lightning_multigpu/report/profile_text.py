@@ -9,6 +9,7 @@ from typing import Any
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import profile_document, run_curves
+from lightning_multigpu.report.numbers import number, size
 from lightning_multigpu.report.page_figures import words
 
 _WIDTH = 100
@@ -56,24 +57,41 @@ def _phases(profile: Mapping[str, Any]) -> list[str]:
     ranks = profile["ranks"]
     found = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in ranks)]
     names = [phase.replace("_", " ") for phase in found]
-    rows = [["rank", *names, "step, ms"]]
+    rows = [["rank", *names, "step, ms", "hidden transfers"]]
     for rank in ranks:
-        cells = [number(1e3 * rank["phases_s"].get(phase, 0.0)) for phase in found]
-        rows.append([str(rank["rank"]), *cells, number(1e3 * rank["step_s"])])
-    return _aligned(rows)
+        cells = [f"{1e3 * rank['phases_s'].get(phase, 0.0):.3g}" for phase in found]
+        hidden = f"{1e3 * profile_document.hidden_s(rank):.3g}"
+        rows.append([str(rank["rank"]), *cells, f"{1e3 * rank['step_s']:.4g}", hidden])
+    lines = _aligned(rows)
+    if error_s := profile_document.clock_error_s(profile):
+        lines.append(f"clocks of ranks are compared to within {1e3 * error_s:.3g} ms")
+    return lines
 
 
 def _transfers(profile: Mapping[str, Any]) -> list[str]:
-    if not profile["operations"]:
-        return []
-    lines = ["", "Transfers in a step, of the rank that sends most:"]
+    rows = transfers(profile)
+    return ["", "Transfers in a step, of the rank that sends most:", *_aligned(rows)] if rows else []
+
+
+def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
+    """The transfers of a step by operation and group, the longest first, below a header; empty without any."""
+    rows = []
     for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"]):
-        lines.append(
-            f"  {operation['operation']} ({operation['group']}, {operation['group_size']} ranks): "
-            f"{round(operation['count'], 1):g} x, {size(operation['sent_bytes'])} sent, "
-            f"{ms(operation['seconds'])}"
+        bandwidth = profile_document.Bandwidth.of(operation, profile)
+        share = None if bandwidth is None else bandwidth.share_of_peak
+        rows.append(
+            [
+                f"{operation['operation']} ({operation['group']}, {operation['group_size']} ranks)",
+                f"{operation['count']:.3g}",
+                size(operation["sent_bytes"]),
+                size(operation["memory_bytes"]),
+                f"{number(1e3 * operation['seconds'])} ms",
+                *(["-", "-"] if bandwidth is None else [f"{size(b)}/s" for b in (bandwidth.algbw, bandwidth.busbw)]),
+                *(["-" if share is None else f"{100 * share:.0f} %"] if profile.get("link_gbit") else []),
+            ]
         )
-    return lines
+    header = ["transfers", "count", "sent", "through memory", "time", "algbw", "busbw"]
+    return [[*header, *["of the link"] * bool(profile.get("link_gbit"))], *rows] if rows else []
 
 
 def _pipeline(profile: Mapping[str, Any]) -> list[str]:
@@ -135,7 +153,7 @@ def _diagnosis(profile: Mapping[str, Any]) -> list[str]:
         lines = ["Nothing was found that would save 5 % of a step."]
     for place, finding in enumerate(savings, 1):
         share = 100 * finding["saving_s"] / profile["step_s"]
-        head = f"{place}. {finding['kind']}: {ms(finding['step_s'])} a step predicted ({share:.0f} % less)"
+        head = f"{place}. {finding['kind']}: {1e3 * finding['step_s']:.4g} ms a step predicted ({share:.0f} % less)"
         lines += [head, *_reasons(finding)]
     for finding in limits:
         lines += ["", f"{finding['kind'].capitalize()}:", *_reasons(finding)]

@@ -61,7 +61,8 @@ def test_a_slow_rank_is_named_and_others_wait_for_it() -> None:
 
 
 def test_communication_is_what_the_slowest_rank_waits() -> None:
-    exposed = ranks({"communication": 0.100}, {"communication": 0.080, "forward": 0.050}, transfers_s=0.120)
+    waits = {"transfers_s": 0.120, "waits_s": {"gradients": 0.070}}
+    exposed = ranks({"communication": 0.100}, {"communication": 0.080, "forward": 0.050}, **waits)
     found = {finding.kind: finding for finding in diagnose(exposed)}
     assert found["communication"].saving_s == pytest.approx(0.040)
     assert "accumulate_grad_batches=2" in found["communication"].remedy
@@ -70,7 +71,32 @@ def test_communication_is_what_the_slowest_rank_waits() -> None:
     # Half of 120 ms are gone; what is left of the exposed part is 20 ms.
     assert compressed["communication"].saving_s == pytest.approx(0.060)
     assert 'compression="bf16"' in compressed["communication"].remedy
-    assert "40.0 ms of their 120 ms are hidden" in compressed["communication"].evidence
+    assert "40 ms of their 120 ms are hidden" in compressed["communication"].evidence
+    assert "accumulate_grad_batches=2" in compressed["communication"].remedy
+    assert ", 156 ms a step predicted" in compressed["communication"].remedy, "196 ms without 40"
+
+
+def test_what_layers_send_within_a_batch_is_not_sent_less_often() -> None:
+    """Under tensor_split, accumulation was said to halve the transfers of every batch's activations."""
+    use = MemoryUse("host", 1e9, 1e12, {"parameters": 5e6})
+    split = ranks(
+        *[{"communication": 0.080}] * 2, waits_s={"activations": 0.070}, activations_rate=1e9, memory=use
+    )  # fmt: skip
+    [finding] = diagnose(split)
+    # 10 MB of gradients in place of the activations: each of two ranks sends 10 MB.
+    assert finding.saving_s == pytest.approx(0.060)
+    assert "ring_ddp" in finding.remedy
+    assert "accumulate" not in finding.remedy
+    assert diagnose([replace(rank, memory=None) for rank in split]) == [], "half of the other 10 ms is below 5 %"
+    [finding] = diagnose([replace(rank, waits_s={}) for rank in split])
+    assert (finding.saving_s, "accumulate" in finding.remedy) == (pytest.approx(0.040), False)
+
+
+def test_nobody_waits_for_a_slow_rank_where_each_has_its_own_pace() -> None:
+    apart = ranks({"communication": 0.002}, {"forward": 0.070, "communication": 0.090})
+    [finding] = diagnose(apart, own_pace=True)
+    assert (finding.kind, finding.saving_s) == ("communication", pytest.approx(0.045))
+    assert finding.step_s == pytest.approx(0.226 - 0.045)
 
 
 def test_a_slow_callback_is_named() -> None:
@@ -181,10 +207,10 @@ def test_a_fault_is_named_first_however_large_it_is(kind: str, times: int) -> No
     assert first.kind == kind
 
 
-def figures(forward_s: list[float], num_micro_batches: int) -> PipelineFigures:
+def figures(forward_s: list[float], num_micro_batches: int, message_s: float = 0.0) -> PipelineFigures:
     orders = schedule_orders("gpipe", len(forward_s), 1, num_micro_batches)
-    timelines = predicted(orders, forward_s, [2 * seconds for seconds in forward_s], [0.0] * (len(forward_s) - 1))
-    return PipelineFigures.of(timelines, "gpipe", 1, num_micro_batches)
+    timelines = predicted(orders, forward_s, [2 * seconds for seconds in forward_s], [message_s] * (len(forward_s) - 1))
+    return PipelineFigures.of({7 - i: line for i, line in enumerate(timelines)}, "gpipe", 1, num_micro_batches)
 
 
 def test_a_bubble_asks_for_more_micro_batches() -> None:
@@ -199,8 +225,19 @@ def test_a_bubble_asks_for_more_micro_batches() -> None:
 
 
 def test_unequal_stages() -> None:
+    """The rank with the second stage was called rank 1 whatever its number is."""
     found = figures([0.01, 0.03], 16)
     assert found.balanced_s < 0.72 * found.wall_s
     findings = diagnose(ranks({"stage_wait": 0.5}, {}), pipeline=found)
     assert findings[0].kind == "imbalance of stages"
-    assert "rank 1 compute for 1,440 ms" in findings[0].evidence
+    assert "rank 6 compute for 1.44e+03 ms" in findings[0].evidence
+
+
+def test_messages_between_small_passes() -> None:
+    """They were scaled with the passes, and all that waited for messages counted as imbalance of stages."""
+    small = figures([0.0005, 0.0015], 2, message_s=0.01)
+    assert small.passes_s == pytest.approx(0.0105)
+    assert small.wall_s - small.balanced_s == pytest.approx(0.0105 - 0.009)
+    wait_s = small.wall_s - 0.006
+    [finding] = diagnose(ranks({"stage_wait": wait_s}, {"stage_wait": wait_s}), pipeline=small)
+    assert (finding.kind, finding.saving_s) == ("small micro-batches", pytest.approx((small.wall_s - 0.0105) / 2))

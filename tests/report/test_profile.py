@@ -46,31 +46,48 @@ def test_the_phases_of_a_rank_add_up_to_its_step() -> None:
     assert rank["phases_s"]["forward"] / rank["phases_s"]["backward"] == pytest.approx(0.02 / 0.04)
 
 
-def test_the_timeline_has_a_process_for_each_rank() -> None:
-    events = profile_document.trace(profile())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {(event["pid"], event["tid"]) for event in spans} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    [first, *_] = [event for event in spans if event["name"] == "forward" and event["pid"] == 1]
-    assert (first["ts"], first["dur"]) == (pytest.approx(50_000), pytest.approx(20_000))
-
-
-def test_operators_are_on_the_clock_of_rank_0() -> None:
-    operators = [[("mm", 4, 100.05, 100.06)], [("mm", 4, 107.05, 107.06), ("k", -8, 107.1, 107.2)]]
-    traced = profile_document.trace(profile(), operators)
-    found = [(e["name"], e["pid"], e["tid"], round(e["ts"])) for e in traced["traceEvents"] if e["ph"] == "X"][-3:]
-    assert found == [("mm", 0, 1004, 50_000), ("mm", 1, 1004, 50_000), ("k", 1, 9, 100_000)]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in traced["traceEvents"] if e["name"] == "thread_name"}
-    assert (names[1, 1004], names[1, 9]) == ("operators, thread 4", "GPU stream 7")
+def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() -> None:
+    found = with_all()
+    steps = found["ranks"][1]["steps"]
+    [one] = steps[0]["transfers"]
+    steps[0]["transfers"] += [[*one[:3], one[3] + 0.01, one[4] + 0.01, *one[5:]]]  # while the first one is under way
+    events = profile_document.trace(found, [[], [("mm", 4, 107.05, 107.06), ("k", -8, 107.1, 107.2)]])["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    of_rank = [name for (pid, _), name in names.items() if pid == 1]
+    assert len({*of_rank}) == len(of_rank)
+    of_tracks: dict[str, list[tuple[str, int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == 1:
+            told = (event["name"], round(event["ts"]), round(event["dur"]))
+            of_tracks.setdefault(names[1, event["tid"]], []).append(told)
+    # The clock of rank 1 is 7 s ahead.
+    assert of_tracks["data loading"][0] == ("data_wait", 0, 50_000)
+    assert of_tracks["compute"][:2] == [("forward", 50_000, 20_000), ("backward", 70_000, 40_000)]
+    assert of_tracks["optimizer"][0] == ("optimizer", 160_000, 5_000)
+    assert of_tracks["idle: waits for transfers"][0] == ("communication", 110_000, 50_000)
+    assert of_tracks["all_reduce (data)"][0] == ("all_reduce (data)", 90_000, 70_000)
+    assert of_tracks["all_reduce (data), 2"] == [("all_reduce (data)", 100_000, 70_000)]
+    assert of_tracks["pipeline stage 1"][0] == ("forward, micro-batch 0", 10_000 - 107_000_000, 10_000)
+    assert of_tracks["operators, thread 4"] == [("mm", 50_000, 10_000)]
+    assert of_tracks["GPU stream 7"] == [("k", 100_000, 100_000)]
+    assert "host-to-device copies" not in of_tracks, "there are none"
 
 
 def test_text() -> None:
     text = profile_text.text(profile())
     assert "Profile of ring_ddp: 2 ranks, 2 optimizer steps, 125 ms a step (medians)" in text
-    assert re.search(r"^rank +data wait +forward +backward +communication +optimizer +step, ms$", text, re.MULTILINE)
-    assert re.search(r"^ +1 +50.0 +20.0 +40.0 +10.0 +5.00 +125$", text, re.MULTILINE)
-    assert "all_reduce (data, 2 ranks): 1 x, 1.00 kB sent, 30.0 ms" in text
-    assert "  aten::mm: 7 x, 3.00 ms" in text
-    assert "1. input: 75.0 ms a step predicted (40 % less)" in text
+    header = r"^rank +data wait +forward +backward +communication +optimizer +step, ms +hidden transfers$"
+    assert re.search(header, text, re.MULTILINE)
+    assert re.search(r"^ +1 +50 +20 +40 +10 +5 +125 +20$", text, re.MULTILINE)
+    assert "clocks of ranks are compared to within 0.1 ms" in text
+    # 1 kB of gradients in 30 ms, of which each of two ranks sends 1 kB.
+    rate = "33.3 kB/s"
+    row = rf"^ *all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
+    assert re.search(rf"{row}$", text, re.MULTILINE)
+    known = profile_text.text({**profile(), "link_gbit": 1e-3})
+    assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
+    assert "  aten::mm: 7 x, 3 ms" in text
+    assert "1. input: 75 ms a step predicted (40 % less)" in text
     healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
@@ -119,6 +136,10 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
     assert "rank 1: data wait, 50.0 ms" in parsed.texts
     assert "input" in parsed.texts
     assert "aten::mm" in parsed.texts
+    assert "on the GPU" not in parsed.texts, "there is none"
+    assert "hidden transfers" in parsed.texts
+    assert "On the clock of rank 0, to within 0.100 ms. Transfers" in page
+    assert {"algbw", "busbw"} <= {*parsed.texts}
 
 
 def test_the_page_has_a_section_for_all_that_was_measured() -> None:
@@ -174,7 +195,7 @@ def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
     if BROWSER is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no browser: apt-get install chromium")
-    page, picture = tmp_path / "profile.html", tmp_path / "page.png"
+    page, picture = tmp_path / "report.html", tmp_path / "page.png"
     # The page is not wider than the window, and no figure is empty: the browser says so in its title.
     probe = (
         "<script>addEventListener('load', () => { const boxes = [...document.querySelectorAll('svg rect')];"
