@@ -262,8 +262,8 @@ def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Fin
         return []
     step_s = max(rank.step_s for rank in ranks)
     total_s = min(rank.transfers_s for rank in ranks)
-    evidence = f"every rank waits at least {_ms(exposed_s)} of a step of {_ms(step_s)} for transfers between ranks; "
-    evidence += f"{_ms(max(0.0, total_s - exposed_s))} of their {_ms(total_s)} are hidden behind computation."
+    evidence = f"every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for transfers between ranks; "
+    evidence += f"{ms(max(0.0, total_s - exposed_s))} of their {ms(total_s)} are hidden behind computation."
     least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
     gradients_s, activations_s = (min(exposed_s, least.waits_s.get(kind, 0.0)) for kind in ("gradients", "activations"))
     often = "Use batches of twice the size"
@@ -285,7 +285,7 @@ def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Fin
     best, *others = sorted(
         ((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True
     ) or [(0.0, often)]
-    remedy = f"{best[1]}." + "".join(f" Or: {other}, {_ms(step_s - s)} a step predicted." for s, other in others)
+    remedy = f"{best[1]}." + "".join(f" Or: {other}, {ms(step_s - s)} a step predicted." for s, other in others)
     return [Finding(kind="communication", saving_s=best[0], step_s=step_s - best[0], evidence=evidence, remedy=remedy)]
 
 
@@ -377,8 +377,8 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
             kind="small micro-batches",
             saving_s=messages_s / 2,
             step_s=step_s - messages_s / 2,
-            evidence=f"the passes of {pipeline.num_micro_batches} micro-batches explain {_ms(pipeline.passes_s)} of "
-            f"{_ms(pipeline.wall_s)}; the rest goes into messages between stages, and into what a pass costs whatever "
+            evidence=f"the passes of {pipeline.num_micro_batches} micro-batches explain {ms(pipeline.passes_s)} of "
+            f"{ms(pipeline.wall_s)}; the rest goes into messages between stages, and into what a pass costs whatever "
             "its size.",
             remedy="Use batches of twice the size with as many micro-batches (the time is for as many samples as now), "
             "or fewer micro-batches.",

@@ -10,7 +10,6 @@ from typing import Any
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import page_figures, profile_document, profile_text, run_curves
-from lightning_multigpu.report.numbers import number, size
 from lightning_multigpu.report.page_figures import Rows, bars, legend, plot, table, words
 
 FILE_NAME = "report.html"
@@ -60,7 +59,7 @@ def page(profile: Mapping[str, Any]) -> str:
     title = (
         f"<h1>{escape(name)}</h1>",
         f"<p>{len(ranks)} rank{'s' * (len(ranks) > 1)}, {len(ranks[0]['steps'])} optimizer steps, "
-        f"{_ms(profile['step_s'])} a step (median of the slowest rank). {escape(_versions(profile))}</p>",
+        f"{ms(profile['step_s'])} a step (median of the slowest rank). {escape(_versions(profile))}</p>",
     )
     sections = (_diagnosis, _phases, _timeline, _schedule, _transfers, _memory, _over_time, _staleness, _operators)
     return _html(name, [*title, *(line for section in sections for line in section(profile))])
@@ -134,15 +133,15 @@ def _phases(profile: Mapping[str, Any]) -> Iterator[str]:
     rows = [
         [
             f"{rank['rank']} ({rank['host']})",
-            *(_ms(rank["phases_s"].get(p, 0.0)) for p in used),
-            _ms(rank["step_s"]),
-            _ms(profile_document.hidden_s(rank)),
+            *(ms(rank["phases_s"].get(p, 0.0)) for p in used),
+            ms(rank["step_s"]),
+            ms(profile_document.hidden_s(rank)),
         ]
         for rank in ranks
     ]
     yield "<h2>A step of each rank</h2>"
     yield legend({phase: _COLOURS[phase] for phase in used})
-    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, _ms)
+    yield bars("Phases of a step by rank; the table below has the numbers", of_ranks, _COLOURS, ms)
     yield table(["rank", *map(words, used), "step", "hidden transfers"], rows)
     yield "<p>Communication is what nothing hides; hidden transfers run beside the other phases.</p>"
 
@@ -169,7 +168,7 @@ def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
             figure.box(begin_s - start_s, end_s - start_s, "#000", title, top=17, height=5)
     yield "<h2>One step over all ranks</h2>"
     error_s = profile_document.clock_error_s(profile)
-    error = f", to within {_ms(error_s)}" if error_s else ""
+    error = f", to within {ms(error_s)}" if error_s else ""
     yield f"<p>On the clock of rank 0{error}. Transfers between ranks below each rank's phases.</p>"
     yield figure.html()
 
@@ -249,7 +248,7 @@ def _operators(profile: Mapping[str, Any]) -> Iterator[str]:
     if operators:
         yield "<h2>Operators of a step on rank 0, by their own time</h2>"
         columns = 4 if any(gpu_s for *_, gpu_s in operators) else 3  # no GPU, no column
-        rows = [[name, f"{round(calls, 1):g}", _ms(cpu_s), _ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
+        rows = [[name, f"{round(calls, 1):g}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
         header = ["operator", "calls", "on the CPU", "on the GPU"]
         yield table(header[:columns], [row[:columns] for row in rows])
 

@@ -9,7 +9,6 @@ from typing import Any
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import profile_document, run_curves
-from lightning_multigpu.report.numbers import number, size
 from lightning_multigpu.report.page_figures import words
 
 _WIDTH = 100
@@ -59,12 +58,12 @@ def _phases(profile: Mapping[str, Any]) -> list[str]:
     names = [phase.replace("_", " ") for phase in found]
     rows = [["rank", *names, "step, ms", "hidden transfers"]]
     for rank in ranks:
-        cells = [f"{1e3 * rank['phases_s'].get(phase, 0.0):.3g}" for phase in found]
-        hidden = f"{1e3 * profile_document.hidden_s(rank):.3g}"
-        rows.append([str(rank["rank"]), *cells, f"{1e3 * rank['step_s']:.4g}", hidden])
+        cells = [number(1e3 * rank["phases_s"].get(phase, 0.0)) for phase in found]
+        hidden = number(1e3 * profile_document.hidden_s(rank))
+        rows.append([str(rank["rank"]), *cells, number(1e3 * rank["step_s"]), hidden])
     lines = _aligned(rows)
     if error_s := profile_document.clock_error_s(profile):
-        lines.append(f"clocks of ranks are compared to within {1e3 * error_s:.3g} ms")
+        lines.append(f"clocks of ranks are compared to within {ms(error_s)}")
     return lines
 
 
@@ -82,7 +81,7 @@ def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 f"{operation['operation']} ({operation['group']}, {operation['group_size']} ranks)",
-                f"{operation['count']:.3g}",
+                f"{round(operation['count'], 1):g}",
                 size(operation["sent_bytes"]),
                 size(operation["memory_bytes"]),
                 f"{number(1e3 * operation['seconds'])} ms",
@@ -153,7 +152,7 @@ def _diagnosis(profile: Mapping[str, Any]) -> list[str]:
         lines = ["Nothing was found that would save 5 % of a step."]
     for place, finding in enumerate(savings, 1):
         share = 100 * finding["saving_s"] / profile["step_s"]
-        head = f"{place}. {finding['kind']}: {1e3 * finding['step_s']:.4g} ms a step predicted ({share:.0f} % less)"
+        head = f"{place}. {finding['kind']}: {ms(finding['step_s'])} a step predicted ({share:.0f} % less)"
         lines += [head, *_reasons(finding)]
     for finding in limits:
         lines += ["", f"{finding['kind'].capitalize()}:", *_reasons(finding)]

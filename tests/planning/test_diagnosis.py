@@ -71,7 +71,7 @@ def test_communication_is_what_the_slowest_rank_waits() -> None:
     # Half of 120 ms are gone; what is left of the exposed part is 20 ms.
     assert compressed["communication"].saving_s == pytest.approx(0.060)
     assert 'compression="bf16"' in compressed["communication"].remedy
-    assert "40 ms of their 120 ms are hidden" in compressed["communication"].evidence
+    assert "40.0 ms of their 120 ms are hidden" in compressed["communication"].evidence
     assert "accumulate_grad_batches=2" in compressed["communication"].remedy
     assert ", 156 ms a step predicted" in compressed["communication"].remedy, "196 ms without 40"
 
@@ -230,7 +230,7 @@ def test_unequal_stages() -> None:
     assert found.balanced_s < 0.72 * found.wall_s
     findings = diagnose(ranks({"stage_wait": 0.5}, {}), pipeline=found)
     assert findings[0].kind == "imbalance of stages"
-    assert "rank 6 compute for 1.44e+03 ms" in findings[0].evidence
+    assert "rank 6 compute for 1,440 ms" in findings[0].evidence
 
 
 def test_messages_between_small_passes() -> None:

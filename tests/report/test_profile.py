@@ -78,16 +78,16 @@ def test_text() -> None:
     assert "Profile of ring_ddp: 2 ranks, 2 optimizer steps, 125 ms a step (medians)" in text
     header = r"^rank +data wait +forward +backward +communication +optimizer +step, ms +hidden transfers$"
     assert re.search(header, text, re.MULTILINE)
-    assert re.search(r"^ +1 +50 +20 +40 +10 +5 +125 +20$", text, re.MULTILINE)
-    assert "clocks of ranks are compared to within 0.1 ms" in text
+    assert re.search(r"^ +1 +50.0 +20.0 +40.0 +10.0 +5.00 +125 +20.0$", text, re.MULTILINE)
+    assert "clocks of ranks are compared to within 0.100 ms" in text
     # 1 kB of gradients in 30 ms, of which each of two ranks sends 1 kB.
     rate = "33.3 kB/s"
     row = rf"^ *all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
     assert re.search(rf"{row}$", text, re.MULTILINE)
     known = profile_text.text({**profile(), "link_gbit": 1e-3})
     assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
-    assert "  aten::mm: 7 x, 3 ms" in text
-    assert "1. input: 75 ms a step predicted (40 % less)" in text
+    assert "  aten::mm: 7 x, 3.00 ms" in text
+    assert "1. input: 75.0 ms a step predicted (40 % less)" in text
     healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
