@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -87,9 +88,14 @@ def load() -> list[Mutant]:
     ]
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _check_node(root: Path, node: str) -> None:
     file, *names = node.partition("[")[0].split("::")
-    body = ast.parse((root / file).read_text()).body
+    body: list[ast.stmt] = _parsed(root / file).body
     for name in names:
         found = [part for part in body if isinstance(part, ast.FunctionDef | ast.ClassDef) and part.name == name]
         if not found:
