@@ -91,6 +91,7 @@ def fit(
         "best": getattr(trainer.checkpoint_callback, "best_model_path", None),
         "callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
         "limit": trainer.limit_val_batches,
+        "planned": trainer.estimated_stepping_batches,
     }
 
 
@@ -233,18 +234,32 @@ def test_an_epoch_goes_on_where_it_was_saved(world2: World, tmp_path: Path) -> N
 
 @ABSENT_GROUP
 def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None:
-    results = world2.run(scheduled)
-    assert min(result["rate"] for result in results) == pytest.approx(0.0, abs=1e-9)
-    steps = world2.run(limited)
-    assert sum(result["steps"] for result in steps) == 17
+    """N ranks trained on N times limit_train_batches, and made more steps where they accumulated gradients."""
+    for (options, steps, samples), results in zip(SCHEDULED, zip(*world2.run(scheduled), strict=True), strict=True):
+        assert [result["planned"] for result in results] == [steps] * 2
+        assert sum(result["steps"] for result in results) == steps
+        found = trained_on(results)
+        assert max(count for of_epoch in found.values() for count in of_epoch.values()) == 1
+        assert sum(of_epoch.total() for of_epoch in found.values()) == samples
+        rates = [result["rate"] for result in results]
+        assert min(rates) == pytest.approx(0.0, abs=1e-9)
+        if "max_steps" not in options:
+            assert rates[0] == min(rates), "rank 0 saves a scheduler that has stepped for the last updates of others"
 
 
-def scheduled() -> dict[str, Any]:
-    return fit(Seen(schedule=True))
+# Options, updates that they make, samples.
+SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 3 * 13, 3 * 50),
+    ({"limit_train_batches": 5}, 3 * 5, 3 * 20),
+    ({"limit_train_batches": 0.6, "accumulate_grad_batches": 2}, 3 * 4, 3 * 28),
+    ({"accumulate_grad_batches": 2}, 3 * 7, 3 * 50),
+    ({"max_steps": 17, "max_epochs": -1}, 17, 50 + 16),
+    ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
+]
 
 
-def limited() -> dict[str, Any]:
-    return fit(max_steps=17, max_epochs=-1)
+def scheduled() -> list[dict[str, Any]]:
+    return [fit(Seen(schedule=True), **options) for options, *_ in SCHEDULED]
 
 
 @ABSENT_GROUP
