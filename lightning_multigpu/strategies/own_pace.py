@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -255,18 +256,25 @@ class OwnPace(Callback):
             trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:
-        """Has all workers end with the same weights, and with what worker 0's callbacks and metrics say."""
+        """Has all workers end with worker 0's weights and buffers, and with what its callbacks and metrics say."""
         self._coordination.pause()
         word: dict[str, Any] = {}
+        beside = _beside_servers(trainer)
         if self._is_first:
             self._tell_of_lost()
             deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping)]  # type: ignore[attr-defined]
             word["callbacks"] = [callback.state_dict() for callback in deciding]
             word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
+            word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
+            for served in self.served:
+                if served.send_changed_weights():  # a callback has put averages in place
+                    served.pull()  # when the weights have come, all servers have the new ones
             self._report()
         word = self._coordination.end(word)
         if not self._is_first:
             self._pull()
+            for name, value in word["beside servers"].items():
+                beside[name].copy_(value)
             # A worker that has joined may have fewer callbacks.
             for (_, callback), state in zip(self._kept, word["callbacks"], strict=False):
                 callback.load_state_dict(state)
@@ -317,6 +325,14 @@ class _LateLoader(LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
+
+
+def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """The module's buffers, and its parameters that no optimizer has, by name."""
+    module = trainer.lightning_module
+    trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    values = {name: value for name, value in module.named_parameters() if value not in trained}
+    return {name: value.detach() for name, value in {**values, **dict(module.named_buffers())}.items()}
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:

@@ -16,14 +16,25 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_multigpu import ParameterServerStrategy
-from tests.strategies.tasks import Case, Classifier, dataset, eval_loader, make_strategy, make_trainer, state
+from tests.strategies.tasks import (
+    NUM_CLASSES,
+    Case,
+    Classifier,
+    dataset,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    state,
+)
 from tests.strategies.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
 from tests.world import World, rank
 
@@ -60,6 +71,26 @@ class Seen(Classifier):
         total = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Buffered(Seen):
+    """Its buffers count a rank's own batches, and a hook of rank 0 changes a layer that no optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(NUM_CLASSES)
+        self.beside = nn.Linear(2, 2).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norm(batch[0][:, :NUM_CLASSES])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            self.beside.weight.detach().fill_(3.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.2, momentum=0.9)
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -140,6 +171,25 @@ def test_batches_that_a_rank_leaves_behind_are_trained_on(world2: World) -> None
 
 def leaves_early() -> dict[str, Any]:
     return fit(EndsEarly(slow_rank=1))
+
+
+@ABSENT_GROUP
+def test_all_ranks_end_with_what_rank_0_has(world2: World) -> None:
+    """Rank 0 ended with averaged weights, and the others with those of the servers and buffers of their own."""
+    for first, second in zip(*world2.run(averages), strict=True):
+        assert first["weights"].keys() == second["weights"].keys()
+        for name, value in first["weights"].items():
+            torch.testing.assert_close(second["weights"][name], value, rtol=0, atol=0, msg=name)
+        assert first["weights"]["beside.weight"].eq(3.0).all()
+
+
+def averages() -> list[dict[str, Any]]:
+    average = EMAWeightAveraging(decay=0.8)
+    # EMAWeightAveraging keeps float32, and would round the weights of another precision when it swaps them.
+    results = [fit(Buffered(), None, {"num_servers": 2}, callbacks=[average], max_epochs=2, precision="32-true")]
+    module = Buffered()
+    module.norm = nn.Identity()  # type: ignore[assignment]  # SWA makes a further epoch for BatchNorm
+    return [*results, fit(module, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])]
 
 
 @ABSENT_GROUP
