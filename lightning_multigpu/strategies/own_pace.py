@@ -59,6 +59,8 @@ class OwnPace(Callback):
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
+        self._untold: list[int] = []
+        self._has_stepped = False
         self._dealt_at: tuple[int, int] | None = None
         self._num_told = 0
         self._stepped: dict[int, int] = {}
@@ -157,7 +159,7 @@ class OwnPace(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._signals.agree(self._signals.received, may_act=batch_idx % trainer.accumulate_grad_batches == 0)
-        self._number = None
+        self._number, self._has_stepped = None, False
         if self._batches is not None and self._batches.numbers:
             self._number = self._batches.numbers.popleft()
             self._batches.counts.popleft()
@@ -182,6 +184,7 @@ class OwnPace(Callback):
 
     def after_step(self, trainer: pl.Trainer) -> None:
         """Looks as late as it can for another batch: what this worker has taken, nobody else trains on."""
+        self._has_stepped = True
         if trainer.lightning_module.automatic_optimization:
             self._look_ahead(trainer)
 
@@ -193,10 +196,15 @@ class OwnPace(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._number is not None and self._completes_update(trainer):
-            self._coordination.trained(trainer.current_epoch, self._number // trainer.accumulate_grad_batches)
+            self._untold.append(self._number // trainer.accumulate_grad_batches)
+        if self._has_stepped or is_last:  # until then what it has accumulated would be lost with this worker
+            for update in self._untold:
+                self._coordination.trained(trainer.current_epoch, update)
+            self._untold.clear()
         self._tell_of_lost()
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self._is_first:
+        if is_last and self._is_first:
             self._coordination.pause()
             self._coordination.give_back(trainer.current_epoch)
             self._coordination.await_epoch(trainer.current_epoch)
@@ -248,6 +256,7 @@ class OwnPace(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._batches is not None:
+            self._untold.clear()
             self._coordination.give_back(trainer.current_epoch)
         self._stop_if_over(trainer)
 

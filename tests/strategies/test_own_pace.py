@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_multigpu import ParameterServerStrategy
+from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from tests.strategies.tasks import (
     NUM_CLASSES,
     Case,
@@ -171,6 +172,53 @@ def test_batches_that_a_rank_leaves_behind_are_trained_on(world2: World) -> None
 
 def leaves_early() -> dict[str, Any]:
     return fit(EndsEarly(slow_rank=1))
+
+
+class Accumulates(Seen):
+    """It tells for how many batches the gradients are in no update yet when the server is told of a batch."""
+
+    def __init__(self, *, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.accumulated, self.when_told = 0, Counter[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.accumulated += 1
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            if self.accumulated == 2 or self.trainer.is_last_batch:
+                optimizer: Any = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+                self.accumulated = 0
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.accumulated = 0
+
+
+def accumulates(automatic: bool) -> dict[str, Any]:
+    module = Accumulates(automatic=automatic)
+    trained = Coordination.trained
+
+    def told(coordination: Coordination, epoch: int, number: int) -> None:
+        module.when_told[module.accumulated] += 1
+        trained(coordination, epoch, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordination, "trained", told)
+        return {**fit(module, accumulate_grad_batches=2 if automatic else 1), "told": module.when_told}
+
+
+@ABSENT_GROUP
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_batch_counts_as_trained_when_the_servers_have_its_gradients(world2: World, automatic: bool) -> None:
+    """A worker that was lost between took the gradients with it, and nobody trained on the batch again."""
+    results = world2.run(accumulates, automatic)
+    assert sum((result["told"] for result in results), Counter()) == {0: EPOCHS * (7 if automatic else NUM_BATCHES)}
+    assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
 
 
 @ABSENT_GROUP
