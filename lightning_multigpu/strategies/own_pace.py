@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -58,6 +59,8 @@ class OwnPace(Callback):
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
+        self._untold: list[int] = []
+        self._has_stepped = False
         self._dealt_at: tuple[int, int] | None = None
         self._num_told = 0
         self._stepped: dict[int, int] = {}
@@ -101,10 +104,7 @@ class OwnPace(Callback):
         if not trainer.training:
             return distribute_batches(loader, **kwargs, even=True)[0]
 
-        def take(num_batches: int) -> int | None:
-            return self._take(trainer, num_batches)
-
-        dealt, batches = distribute_batches(loader, **kwargs, even=False, take=take)
+        dealt, batches = distribute_batches(loader, **kwargs, even=False, take=lambda: self._take(trainer))
         before, self._dealt_at = self._dealt_at, (trainer.current_epoch, trainer.global_step)
         if before == self._dealt_at:
             raise ValueError(
@@ -119,18 +119,18 @@ class OwnPace(Callback):
             )
         return dealt if self._batches is None else _LateLoader(dealt)
 
-    def _take(self, trainer: pl.Trainer, num_batches: int) -> int | None:
+    def _take(self, trainer: pl.Trainer) -> range:
+        """The batches of the next update: as many as gradients are accumulated for, fewer at the end of the epoch."""
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         resumes = trainer.fit_loop.restarting and progress.current.processed > 0
-        limit = None
-        if trainer.max_steps > 0:
-            limit = max(0, trainer.max_steps - self._resumed_version) * trainer.accumulate_grad_batches
-        return self._coordination.next_batch(
+        size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
+        update = self._coordination.next_batch(
             trainer.current_epoch,
-            first=min(self._first_batch, num_batches) if resumes else 0,
-            num_batches=num_batches,
-            limit=limit,
+            first=min(self._first_batch, num_batches) // size if resumes else 0,
+            num_batches=-(-num_batches // size),
+            limit=None if trainer.max_steps <= 0 else max(0, trainer.max_steps - self._resumed_version),
         )
+        return range(0) if update is None else range(update * size, min(num_batches, (update + 1) * size))
 
     # The moments of a fit
 
@@ -159,35 +159,57 @@ class OwnPace(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._signals.agree(self._signals.received, may_act=batch_idx % trainer.accumulate_grad_batches == 0)
-        self._number = None
+        self._number, self._has_stepped = None, False
         if self._batches is not None and self._batches.numbers:
             self._number = self._batches.numbers.popleft()
             self._batches.counts.popleft()
-        if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
-            self._look_ahead(trainer)  # the step of the last batch has to be known before it
+        if not pl_module.automatic_optimization:
+            self._look_ahead(trainer)  # a training_step may ask whether the batch is the last one
+        elif self._completes_update(trainer):
+            progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+            if progress.current.ready % trainer.accumulate_grad_batches:
+                progress.is_last_batch = True  # so that Lightning steps; the truth is known after the step
+
+    def _completes_update(self, trainer: pl.Trainer) -> bool:
+        """Whether the batch is the last one of its update; the last update of an epoch may have fewer."""
+        if self._number is None:
+            return False
+        following = self._number + 1
+        return following % trainer.accumulate_grad_batches == 0 or following == self._num_batches(trainer)
+
+    def _num_batches(self, trainer: pl.Trainer) -> int:
+        """The batches of an epoch, for all workers together."""
+        assert self._batches is not None
+        return int(min(len(self._batches), trainer.num_training_batches))
 
     def after_step(self, trainer: pl.Trainer) -> None:
         """Looks as late as it can for another batch: what this worker has taken, nobody else trains on."""
-        if trainer.accumulate_grad_batches == 1 and trainer.lightning_module.automatic_optimization:
+        self._has_stepped = True
+        if trainer.lightning_module.automatic_optimization:
             self._look_ahead(trainer)
 
     def _look_ahead(self, trainer: pl.Trainer) -> None:
-        if self._batches is not None and not self._batches.has_next():
-            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        if self._batches is not None:
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = not self._batches.has_next()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._number is not None:
-            self._coordination.trained(trainer.current_epoch, self._number)
-        self._step_schedulers(trainer, batch_idx)
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self._number is not None and self._completes_update(trainer):
+            self._untold.append(self._number // trainer.accumulate_grad_batches)
+        if self._has_stepped or is_last:  # until then what it has accumulated would be lost with this worker
+            for update in self._untold:
+                self._coordination.trained(trainer.current_epoch, update)
+            self._untold.clear()
         self._tell_of_lost()
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self._is_first:
+        if is_last and self._is_first:
             self._coordination.pause()
             self._coordination.give_back(trainer.current_epoch)
             self._coordination.await_epoch(trainer.current_epoch)
             self._pull()
+        self._step_schedulers(trainer, batch_idx)
         self._stop_if_over(trainer)
 
     @override
@@ -206,11 +228,12 @@ class OwnPace(Callback):
         module = trainer.lightning_module
         if not module.automatic_optimization:
             return
-        accumulates = (batch_idx + 1) % trainer.accumulate_grad_batches != 0
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not is_last:
+            return
         for config in _by_step(trainer):
             done = self._stepped.get(id(config.scheduler), 0)
-            if (is_last or not accumulates) and (batch_idx + 1) % config.frequency == 0:
+            if (batch_idx + 1) % config.frequency == 0:
                 done += 1
             for _ in range(done, self.version // config.frequency):
                 module.lr_scheduler_step(config.scheduler, None)
@@ -233,6 +256,7 @@ class OwnPace(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._batches is not None:
+            self._untold.clear()
             self._coordination.give_back(trainer.current_epoch)
         self._stop_if_over(trainer)
 
@@ -241,18 +265,25 @@ class OwnPace(Callback):
             trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:
-        """Has all workers end with the same weights, and with what worker 0's callbacks and metrics say."""
+        """Has all workers end with worker 0's weights and buffers, and with what its callbacks and metrics say."""
         self._coordination.pause()
         word: dict[str, Any] = {}
+        beside = _beside_servers(trainer)
         if self._is_first:
             self._tell_of_lost()
             deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping)]  # type: ignore[attr-defined]
             word["callbacks"] = [callback.state_dict() for callback in deciding]
             word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
+            word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
+            for served in self.served:
+                if served.send_changed_weights():  # a callback has put averages in place
+                    served.pull()  # when the weights have come, all servers have the new ones
             self._report()
         word = self._coordination.end(word)
         if not self._is_first:
             self._pull()
+            for name, value in word["beside servers"].items():
+                beside[name].copy_(value)
             # A worker that has joined may have fewer callbacks.
             for (_, callback), state in zip(self._kept, word["callbacks"], strict=False):
                 callback.load_state_dict(state)
@@ -303,6 +334,14 @@ class _LateLoader(LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
+
+
+def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """The module's buffers, and its parameters that no optimizer has, by name."""
+    module = trainer.lightning_module
+    trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    values = {name: value for name, value in module.named_parameters() if value not in trained}
+    return {name: value.detach() for name, value in {**values, **dict(module.named_buffers())}.items()}
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:

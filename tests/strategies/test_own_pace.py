@@ -16,14 +16,26 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_multigpu import ParameterServerStrategy
-from tests.strategies.tasks import Case, Classifier, dataset, eval_loader, make_strategy, make_trainer, state
+from lightning_multigpu.engine.parameter_server.coordination import Coordination
+from tests.strategies.tasks import (
+    NUM_CLASSES,
+    Case,
+    Classifier,
+    dataset,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    state,
+)
 from tests.strategies.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
 from tests.world import World, rank
 
@@ -62,6 +74,26 @@ class Seen(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Buffered(Seen):
+    """Its buffers count a rank's own batches, and a hook of rank 0 changes a layer that no optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(NUM_CLASSES)
+        self.beside = nn.Linear(2, 2).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norm(batch[0][:, :NUM_CLASSES])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            self.beside.weight.detach().fill_(3.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.2, momentum=0.9)
+
+
 def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(dataset(SAMPLES), batch_size=BATCH, shuffle=True, **options)
 
@@ -91,6 +123,7 @@ def fit(
         "best": getattr(trainer.checkpoint_callback, "best_model_path", None),
         "callbacks": [type(callback).__name__ for callback in trainer.callbacks],  # type: ignore[attr-defined]
         "limit": trainer.limit_val_batches,
+        "planned": trainer.estimated_stepping_batches,
     }
 
 
@@ -139,6 +172,72 @@ def test_batches_that_a_rank_leaves_behind_are_trained_on(world2: World) -> None
 
 def leaves_early() -> dict[str, Any]:
     return fit(EndsEarly(slow_rank=1))
+
+
+class Accumulates(Seen):
+    """It tells for how many batches the gradients are in no update yet when the server is told of a batch."""
+
+    def __init__(self, *, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.accumulated, self.when_told = 0, Counter[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.accumulated += 1
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            if self.accumulated == 2 or self.trainer.is_last_batch:
+                optimizer: Any = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+                self.accumulated = 0
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.accumulated = 0
+
+
+def accumulates(automatic: bool) -> dict[str, Any]:
+    module = Accumulates(automatic=automatic)
+    trained = Coordination.trained
+
+    def told(coordination: Coordination, epoch: int, number: int) -> None:
+        module.when_told[module.accumulated] += 1
+        trained(coordination, epoch, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordination, "trained", told)
+        return {**fit(module, accumulate_grad_batches=2 if automatic else 1), "told": module.when_told}
+
+
+@ABSENT_GROUP
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_batch_counts_as_trained_when_the_servers_have_its_gradients(world2: World, automatic: bool) -> None:
+    """A worker that was lost between took the gradients with it, and nobody trained on the batch again."""
+    results = world2.run(accumulates, automatic)
+    assert sum((result["told"] for result in results), Counter()) == {0: EPOCHS * (7 if automatic else NUM_BATCHES)}
+    assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
+
+
+@ABSENT_GROUP
+def test_all_ranks_end_with_what_rank_0_has(world2: World) -> None:
+    """Rank 0 ended with averaged weights, and the others with those of the servers and buffers of their own."""
+    for first, second in zip(*world2.run(averages), strict=True):
+        assert first["weights"].keys() == second["weights"].keys()
+        for name, value in first["weights"].items():
+            torch.testing.assert_close(second["weights"][name], value, rtol=0, atol=0, msg=name)
+        assert first["weights"]["beside.weight"].eq(3.0).all()
+
+
+def averages() -> list[dict[str, Any]]:
+    average = EMAWeightAveraging(decay=0.8)
+    # EMAWeightAveraging keeps float32, and would round the weights of another precision when it swaps them.
+    results = [fit(Buffered(), None, {"num_servers": 2}, callbacks=[average], max_epochs=2, precision="32-true")]
+    module = Buffered()
+    module.norm = nn.Identity()  # type: ignore[assignment]  # SWA makes a further epoch for BatchNorm
+    return [*results, fit(module, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])]
 
 
 @ABSENT_GROUP
@@ -233,18 +332,32 @@ def test_an_epoch_goes_on_where_it_was_saved(world2: World, tmp_path: Path) -> N
 
 @ABSENT_GROUP
 def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None:
-    results = world2.run(scheduled)
-    assert min(result["rate"] for result in results) == pytest.approx(0.0, abs=1e-9)
-    steps = world2.run(limited)
-    assert sum(result["steps"] for result in steps) == 17
+    """N ranks trained on N times limit_train_batches, and made more steps where they accumulated gradients."""
+    for (options, steps, samples), results in zip(SCHEDULED, zip(*world2.run(scheduled), strict=True), strict=True):
+        assert [result["planned"] for result in results] == [steps] * 2
+        assert sum(result["steps"] for result in results) == steps
+        found = trained_on(results)
+        assert max(count for of_epoch in found.values() for count in of_epoch.values()) == 1
+        assert sum(of_epoch.total() for of_epoch in found.values()) == samples
+        rates = [result["rate"] for result in results]
+        assert min(rates) == pytest.approx(0.0, abs=1e-9)
+        if "max_steps" not in options:
+            assert rates[0] == min(rates), "rank 0 saves a scheduler that has stepped for the last updates of others"
 
 
-def scheduled() -> dict[str, Any]:
-    return fit(Seen(schedule=True))
+# Options, updates that they make, samples.
+SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 3 * 13, 3 * 50),
+    ({"limit_train_batches": 5}, 3 * 5, 3 * 20),
+    ({"limit_train_batches": 0.6, "accumulate_grad_batches": 2}, 3 * 4, 3 * 28),
+    ({"accumulate_grad_batches": 2}, 3 * 7, 3 * 50),
+    ({"max_steps": 17, "max_epochs": -1}, 17, 50 + 16),
+    ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
+]
 
 
-def limited() -> dict[str, Any]:
-    return fit(max_steps=17, max_epochs=-1)
+def scheduled() -> list[dict[str, Any]]:
+    return [fit(Seen(schedule=True), **options) for options, *_ in SCHEDULED]
 
 
 @ABSENT_GROUP

@@ -160,14 +160,14 @@ class OnDemandBatchSampler(DealtBatchSampler):
         order: indices in the one global order, the same on every rank.
         batch_size: samples a batch.
         drop_last: leave out a last batch that is not full.
-        take: takes the number of the next batch, out of so many; None if there is none.
+        take: takes the numbers of the next batches, which make one update; none at the end of the epoch.
 
     Attributes:
         numbers: of the batches yielded so far, as ``counts``.
     """
 
     def __init__(
-        self, order: Sampler[int], *, batch_size: int, drop_last: bool, take: Callable[[int], int | None]
+        self, order: Sampler[int], *, batch_size: int, drop_last: bool, take: Callable[[], Iterable[int]]
     ) -> None:
         super().__init__([])
         self.order = order
@@ -175,7 +175,7 @@ class OnDemandBatchSampler(DealtBatchSampler):
         self.drop_last = drop_last
         self.numbers: deque[int] = deque()
         self._take = take
-        self._following: int | None = None
+        self._following: deque[int] = deque()
         self._is_exhausted = False
 
     @property
@@ -189,24 +189,22 @@ class OnDemandBatchSampler(DealtBatchSampler):
 
     def has_next(self) -> bool:
         """Whether a further batch is this worker's; takes it if it has none."""
-        if self.numbers or self._following is not None:
-            return True
-        if not self._is_exhausted:
-            self._following = self._take(len(self))
-            self._is_exhausted = self._following is None
-        return not self._is_exhausted
+        return bool(self.numbers) or self._has_following()
+
+    def _has_following(self) -> bool:
+        if not self._following and not self._is_exhausted:
+            self._following.extend(self._take())
+            self._is_exhausted = not self._following
+        return bool(self._following)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.counts.clear()
         self.numbers.clear()
-        self._following, self._is_exhausted = None, False
+        self._following.clear()
+        self._is_exhausted = False
         order = list(self.order)
-        while not self._is_exhausted:
-            number, self._following = self._following, None
-            number = self._take(len(self)) if number is None else number
-            if number is None:
-                self._is_exhausted = True
-                return
+        while self._has_following():
+            number = self._following.popleft()
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
             self.counts.append(len(batch))
             self.numbers.append(number)
@@ -214,7 +212,7 @@ class OnDemandBatchSampler(DealtBatchSampler):
 
 
 def distribute_batches(
-    loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[int], int | None] | None = None
+    loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[], Iterable[int]] | None = None
 ) -> tuple[Any, DealtBatchSampler | None]:
     """A copy of ``loader`` whose batches are counted and, where the loader allows it, dealt out by global batches.
 

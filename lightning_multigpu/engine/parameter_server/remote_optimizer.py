@@ -461,14 +461,19 @@ class RemoteOptimizer(RedirectedOptimizer):
         """On worker 0 the parameters that have changed since they came; elsewhere none."""
         return {p for p, sum_ in (self._checksums() or {}).items() if sum_ != (self._sums or {}).get(p)}
 
-    def send_changed_weights(self) -> None:
-        """On worker 0: sends the weights that have changed since they came: by a hook, or by a checkpoint."""
+    def send_changed_weights(self) -> bool:
+        """On worker 0: sends the weights that have changed since they came: by a hook, or by a checkpoint.
+
+        Returns:
+            Whether there were any.
+        """
         changed = self._changed()
         for bucket in self._buckets:
             for part in [] if changed.isdisjoint(bucket.parameters) else bucket.parts:
                 if part.numel:
                     fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
                     self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
+        return bool(changed)
 
     # Push
 

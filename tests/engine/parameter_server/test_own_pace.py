@@ -593,7 +593,7 @@ def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
         dealt: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
         taken = [worker.coordination.next_batch(**dealt) for worker in (first, second, second)]
         assert taken == [0, 1, 2]
-        waiting = threading.Thread(target=lambda: taken.append(first.coordination.next_batch(**dealt)))
+        waiting = threading.Thread(target=lambda: taken.append(first.coordination.next_batch(**dealt)), daemon=True)
         waiting.start()
         ahead = Ahead(second, 3)
         assert ahead.has_done(3), "a worker that waits holds nobody back"
