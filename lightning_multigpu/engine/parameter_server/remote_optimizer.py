@@ -206,7 +206,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._targets.clear()
 
     def average_gradients(self) -> None:
-        """Makes each ``.grad`` the average over the workers, for hooks that read it before the step; a collective."""
+        if not self._servers.consistency.is_synchronous:  # a worker's gradients are its own
+            return
         self._place_new()
         self.gradients_are_whole = False  # backward has added to what was averaged before
         self._push_rest()

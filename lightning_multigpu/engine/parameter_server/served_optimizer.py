@@ -434,7 +434,8 @@ class ServedOptimizer:
         others = [o for o in round_now.requests.values() if _without_values(o) != _without_values(request)]
         if others:
             raise WireError(
-                f"workers ask for different steps: {_without_values(others[0])}, {_without_values(request)}"
+                f"workers ask for different steps: {_without_values(others[0])}, {_without_values(request)}; register "
+                "hooks that read gradients before a step on all workers"
             )
         round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":

@@ -42,6 +42,8 @@ from tests.engine.parameter_server.test_host_optimizer import (
     averaged,
     gradients,
     groups_of,
+    hooked_steps,
+    hooks_of_all_optimizers,
     on_one_device,
     sparse_on_one_device,
     sparse_steps_of,
@@ -342,8 +344,16 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
                 remote.close()
                 served = sparse_steps_of(worker, lambda optimizer: RemoteOptimizer(optimizer, connections))
                 assert_equal(served, sparse_on_one_device())
+                steps = hooked_steps(
+                    lambda step: gradients(step, worker),
+                    calls,
+                    lambda optimizer: RemoteOptimizer(optimizer, connections),
+                )
+                assert_equal(steps, hooked)
 
-        found.workers.run(work)
+        with hooks_of_all_optimizers() as calls:
+            hooked = hooked_steps(averaged, calls)
+            found.workers.run(work)
 
 
 @WAYS
