@@ -181,7 +181,7 @@ class HostOptimizer(RedirectedOptimizer):
                     self._memory.ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
         self._clip(flats)
         self._load_shard(flats)
-        with self._holding_shard():
+        with self._holding_shard(), self._capturing_nothing():
             self._update(**options)
         for flat in flats:
             with self._metered("pull", flat):
@@ -386,6 +386,18 @@ class HostOptimizer(RedirectedOptimizer):
             for shard in self._shards.values():
                 if shard is not None:
                     shard.grad = None
+
+    @contextmanager
+    def _capturing_nothing(self) -> Iterator[None]:
+        """Within the block no group is ``capturable``, which torch refuses for an update on the CPU."""
+        capturable = [group for group in self.optimizer.param_groups if group.get("capturable")]
+        for group in capturable:
+            group["capturable"] = False
+        try:
+            yield
+        finally:
+            for group in capturable:
+                group["capturable"] = True
 
     def _metered(self, operation: str, flat: _Flat) -> Any:
         size_bytes = flat.gradients.nbytes

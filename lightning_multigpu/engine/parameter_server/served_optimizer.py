@@ -309,7 +309,7 @@ class ServedOptimizer:
         if len(values) != len(self._group_pieces):
             raise WireError(f"values of {len(values)} groups for {len(self._group_pieces)}")
         return [
-            {**group, "params": [self._buckets[bucket].pieces[index] for bucket, index in pieces]}
+            {**_on_cpu(group), "params": [self._buckets[bucket].pieces[index] for bucket, index in pieces]}
             for group, pieces in zip(values, self._group_pieces, strict=True)
         ]
 
@@ -444,7 +444,7 @@ class ServedOptimizer:
             if len(request.values) != len(self._optimizer.param_groups):
                 raise WireError("a step came with values of other groups")
             for group, values in zip(self._optimizer.param_groups, request.values, strict=True):
-                group.update({name: value for name, value in values.items() if name != "params"})
+                group.update({name: value for name, value in _on_cpu(values).items() if name != "params"})
         if len(round_now.requests) == len(round_now.workers):
             self._spares(self._sent)  # all workers have received them
             self._sent.clear()
@@ -782,16 +782,21 @@ class ServedOptimizer:
         for group, pieces in zip(values, self._group_pieces, strict=True):
             for piece in pieces:
                 numbers[piece] = len(numbers)
-            groups.append({**group, "params": [numbers[piece] for piece in pieces]})
+            groups.append({**_on_cpu(group), "params": [numbers[piece] for piece in pieces]})
         self._optimizer.load_state_dict(
             {"state": {numbers[bucket, index]: state for bucket, index, state in states}, "param_groups": groups}
         )
 
 
-def request_of(fields: Mapping[str, Any]) -> _Request:
+def request_of(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> _Request:
     clips = [None if fields.get(name) is None else float(fields[name]) for name in ("clip_norm", "clip_value")]
-    values = unpacked(fields.get("values", []), [])
+    values = unpacked(fields.get("values", []), tensors)
     return _Request(str(fields["kind"]), bool(fields.get("given_by_one")), list(values), *clips)
+
+
+def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group for an update on the CPU, where torch captures no graphs."""
+    return {name: False if name == "capturable" else value for name, value in group.items()}
 
 
 def _without_values(request: _Request) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -49,7 +50,7 @@ def packed(value: Any, tensors: list[Tensor], *, what: str, depth: int = 0) -> A
     """A value as JSON can express it; its tensors are appended to ``tensors``, contiguous and in host memory.
 
     Args:
-        value: numbers, texts, None and tensors, and lists, tuples and dictionaries of these.
+        value: numbers, also numpy's, texts, None and tensors, and lists, tuples and dictionaries of these.
         tensors: of the message so far.
         what: names the value in an error.
         depth: how deep the value is in others.
@@ -60,6 +61,8 @@ def packed(value: Any, tensors: list[Tensor], *, what: str, depth: int = 0) -> A
     if isinstance(value, Tensor) and not value.is_sparse:
         tensors.append(value.detach().to("cpu").contiguous())
         return {"tensor": len(tensors) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, numpy.generic):  # as schedulers get them from numpy's functions
+        value = value.item()
     if type(value) in _PLAIN:
         return value
     if depth < _MAX_DEPTH and type(value) in (list, tuple):

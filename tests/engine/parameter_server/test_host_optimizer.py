@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +132,34 @@ def sparse_steps_of(rank_: int, serve: Callable[[Optimizer], Any]) -> Tensor:
     found = sparse_steps(step)
     served.close()
     return found
+
+
+VALUES: dict[str, Callable[[Any], Optimizer]] = {
+    "rate": lambda groups: optim.Adam(groups, lr=torch.tensor(0.1)),
+    "rate of one dimension": lambda groups: optim.Adam(groups, lr=torch.tensor([0.1])),
+    "betas": lambda groups: optim.Adam(groups, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "numpy": lambda groups: optim.Adam(groups, lr=numpy.float32(0.1), weight_decay=numpy.float64(0.1)),
+}
+
+
+def scheduled_steps(
+    name: str, gradients_of: Callable[[int], list[Tensor]], serve: Callable[[Optimizer], Any] | None = None
+) -> list[Tensor]:
+    """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
+    parameters = weights()
+    optimizer = VALUES[name]([{"params": parameters}])
+    if serve:  # on GPUs; it changes no weight, and torch refuses it on the CPU
+        optimizer.param_groups[0]["capturable"] = True
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+        for parameter, gradient in zip(parameters, gradients_of(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        scheduler.step()
+    if served is not None:
+        served.close()
+    return [p.detach() for p in parameters]
 
 
 @contextlib.contextmanager
@@ -338,6 +367,10 @@ def unusual() -> dict[str, Any]:
             parameters[0].grad = torch.ones_like(parameters[0])
             with pytest.raises(ValueError, match="1 of 2 ranks have hooks that read gradients before a step of SGD"):
                 optimizer.step()
+        for name in VALUES:
+            found[name] = scheduled_steps(
+                name, lambda step: gradients(step, rank()), lambda optimizer: HostOptimizer(optimizer, memory)
+            )
         found["sparse"] = sparse_steps_of(rank(), lambda optimizer: HostOptimizer(optimizer, memory))
     return found
 
@@ -358,6 +391,8 @@ def test_unusual_steps(world2: World) -> None:
         assert result["a gradient that one rank no longer has"].tolist() == [-0.5] * 3
         torch.testing.assert_close(result["one step of two is clipped"], torch.full((3,), -0.5 - 0.1 - 1.0))
         assert_equal(result["sparse"], sparse_on_one_device())
+        for name in VALUES:
+            assert_equal(result[name], scheduled_steps(name, averaged))
         with hooks_of_all_optimizers() as calls:
             assert_equal(result["hooks"], hooked_steps(averaged, calls))
 

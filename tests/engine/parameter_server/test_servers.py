@@ -37,6 +37,7 @@ from lightning_multigpu.engine.parameter_server.wire import packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
+    VALUES,
     NormedSGD,
     assert_equal,
     averaged,
@@ -45,6 +46,7 @@ from tests.engine.parameter_server.test_host_optimizer import (
     hooked_steps,
     hooks_of_all_optimizers,
     on_one_device,
+    scheduled_steps,
     sparse_on_one_device,
     sparse_steps_of,
     weights,
@@ -350,6 +352,13 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
                     lambda optimizer: RemoteOptimizer(optimizer, connections),
                 )
                 assert_equal(steps, hooked)
+                for name in VALUES:
+                    steps = scheduled_steps(
+                        name,
+                        lambda step: gradients(step, worker),
+                        lambda optimizer: RemoteOptimizer(optimizer, connections),
+                    )
+                    assert_equal(steps, scheduled_steps(name, averaged))
 
         with hooks_of_all_optimizers() as calls:
             hooked = hooked_steps(averaged, calls)
@@ -708,7 +717,9 @@ def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
         for worker in range(2):
             served.push(worker, 0, step, [1], torch.ones(3))
             served.request(
-                worker, step, request_of({"kind": "step", "values": packed(values, [], what="") if worker == 0 else []})
+                worker,
+                step,
+                request_of({"kind": "step", "values": packed(values, [], what="") if worker == 0 else []}, []),
             )
     memory, values_sent = zip(*sent, strict=True)
     assert values_sent == (0, 0, -1, -2, -3, -4)
