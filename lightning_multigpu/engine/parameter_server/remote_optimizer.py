@@ -41,7 +41,7 @@ from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_pa
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
-    checksum,
+    checksums,
     class_path,
     dtype_name,
     packed,
@@ -451,7 +451,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             return None
         sums: dict[Parameter, int] = {}
         for parameters in alike(self._pieces):
-            sums.update(zip(parameters, checksum(parameters).tolist(), strict=True))  # type: ignore[arg-type]
+            sums.update(zip(parameters, checksums(parameters), strict=True))  # type: ignore[arg-type]
         return sums
 
     def _changed(self) -> set[Parameter]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +33,6 @@ from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
-    checksum,
     dtype_of,
     elementwise,
     optimizer_class,
@@ -755,7 +756,7 @@ class ServedOptimizer:
 
     def checksum(self) -> int:
         """A number that differs for other weights."""
-        return int(checksum([bucket.weights for bucket in self._buckets]).sum())
+        return functools.reduce(lambda before, bucket: zlib.crc32(bytes_of(bucket.weights), before), self._buckets, 0)
 
     def snapshot(self) -> dict[str, Any]:
         """What another server needs to go on: plans, weights and state."""

@@ -33,7 +33,7 @@ from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
-from lightning_multigpu.engine.parameter_server.wire import packed
+from lightning_multigpu.engine.parameter_server.wire import checksums, device_checksum, packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
@@ -203,6 +203,18 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(
             assert told["state"][number].keys() == values.keys(), name
             for key, value in values.items():
                 assert_equal(told["state"][number][key], value)
+
+
+def test_checksums_see_the_order_of_elements() -> None:
+    """They were sums: weights that a hook on worker 0 had permuted were not sent, and the step took the old ones."""
+    orders = ([1.0, -1.0, 2.0], [-1.0, 1.0, 2.0], [2.0, -1.0, 1.0]), ([1.0, 2, 2, 1], [2.0, 1, 1, 2])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8):
+        whole = torch.zeros(2**21 + 3, dtype=dtype)
+        whole[: 2**20] = 1
+        for one, *others in (*[[torch.tensor(o, dtype=dtype) for o in alike] for alike in orders],
+                             [whole, torch.cat([whole[2**20 : 2**21], whole[: 2**20], whole[2**21 :]])]):  # fmt: skip
+            for sums in (checksums([one, *others]), [device_checksum(tensor).item() for tensor in (one, *others)]):
+                assert len({*sums}) == 1 + len(others)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
