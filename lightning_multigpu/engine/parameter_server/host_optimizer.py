@@ -150,9 +150,8 @@ class HostOptimizer(RedirectedOptimizer):
         self._copies.close()
 
     def average_gradients(self) -> None:
-        """Makes each ``.grad`` the average over the ranks, for hooks that read it before the step; a collective."""
         self._place_new()
-        for flat in self._present():
+        for flat in self._present(averages=True):
             with self._metered("push", flat):
                 self._push(flat)
                 self._memory.ranks(flat.gradients, average=True)
@@ -172,7 +171,7 @@ class HostOptimizer(RedirectedOptimizer):
 
     def _step(self, **options: Any) -> None:
         """Push gradients, update this rank's shard, pull all weights."""
-        flats = self._present()
+        flats = self._present(averages=False)
         for flat in flats:
             if self.gradients_are_whole:
                 self._take_own(flat)
@@ -182,7 +181,7 @@ class HostOptimizer(RedirectedOptimizer):
                     self._memory.ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
         self._clip(flats)
         self._load_shard(flats)
-        with self._holding_shard():
+        with self._holding_shard(), self._capturing_nothing():
             self._update(**options)
         for flat in flats:
             with self._metered("pull", flat):
@@ -291,13 +290,19 @@ class HostOptimizer(RedirectedOptimizer):
                 if parameter.is_cuda:
                     self._copies.follow(parameter, flat.gradient(number), lambda: self.pushes_early)
 
-    def _present(self) -> list[_Flat]:
+    def _present(self, *, averages: bool) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
-        counts = torch.stack([(kinds == kind).to(torch.int32) for kind in (DENSE, SPARSE)])
+        counts = torch.cat([kinds == DENSE, kinds == SPARSE, torch.tensor([averages])]).to(torch.int32)
         if self._memory.num_ranks > 1:
             self._memory.ranks(counts)
-        found = iter(counts.T.tolist())
+        *counted, num_averaging = counts.tolist()
+        if num_averaging not in (0, self._memory.num_ranks):
+            raise ValueError(
+                f"{num_averaging} of {self._memory.num_ranks} ranks have hooks that read gradients before a step of "
+                f"{type(self.optimizer).__name__}: register such hooks on all ranks"
+            )
+        found = iter(zip(counted[: len(kinds)], counted[len(kinds) :], strict=True))
         for flat in self._flats:
             flat.present[:] = [DENSE if dense else SPARSE if is_sparse else ABSENT
                                for dense, is_sparse in (next(found) for _ in flat.parameters)]  # fmt: skip
@@ -381,6 +386,18 @@ class HostOptimizer(RedirectedOptimizer):
             for shard in self._shards.values():
                 if shard is not None:
                     shard.grad = None
+
+    @contextmanager
+    def _capturing_nothing(self) -> Iterator[None]:
+        """Within the block no group is ``capturable``, which torch refuses for an update on the CPU."""
+        capturable = [group for group in self.optimizer.param_groups if group.get("capturable")]
+        for group in capturable:
+            group["capturable"] = False
+        try:
+            yield
+        finally:
+            for group in capturable:
+                group["capturable"] = True
 
     def _metered(self, operation: str, flat: _Flat) -> Any:
         size_bytes = flat.gradients.nbytes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
+from torch.optim import optimizer as hooks_of_all
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.parameter_server.sharding import Split, split_of
@@ -19,6 +20,9 @@ from lightning_multigpu.engine.parameter_server.sharding import Split, split_of
 
 class RedirectedOptimizer(ABC):
     """An optimizer of the user's whose ``step`` is replaced until :meth:`close`.
+
+    Hooks of the step are called around all of it, once, as torch calls them: before the closure, and with the module's
+    parameters. Those before the step get averages of the gradients that are there.
 
     Args:
         optimizer: of a module that is the same on all ranks.
@@ -47,14 +51,15 @@ class RedirectedOptimizer(ABC):
         self.clip_value: float | None = None
         self.pushes_early = False
         self._split = split or split_of(optimizer)
-        self._update = optimizer.step
+        self._own_step = optimizer.step
         self._had_step = "step" in vars(optimizer)
 
-        @functools.wraps(self._update)  # schedulers look for their mark on it
+        @functools.wraps(self._own_step)  # schedulers look for their mark on it
         @torch.no_grad()
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             loss = None
             if closure is not None:
+                self.gradients_are_whole = False  # backward adds to them
                 with torch.enable_grad():
                     loss = closure()
             self._place_new()
@@ -63,14 +68,40 @@ class RedirectedOptimizer(ABC):
             self.clip_norm = self.clip_value = None
             return loss
 
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        with_hooks = Optimizer.profile_hook_step(step)
+
+        @functools.wraps(step)
+        def with_averages(_: Optimizer, *arguments: Any, **options: Any) -> Any:
+            if any(_hooks_before(optimizer)) and not self.gradients_are_whole:
+                with torch.no_grad():
+                    self.average_gradients()
+            return with_hooks(optimizer, *arguments, **options)
+
+        optimizer.step = MethodType(with_averages, optimizer)  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back."""
         if self._had_step:
-            self.optimizer.step = self._update  # type: ignore[method-assign]
+            self.optimizer.step = self._own_step  # type: ignore[method-assign]
         else:
             vars(self.optimizer).pop("step", None)
+
+    def _update(self, **options: Any) -> None:
+        """The optimizer's own step with what its groups hold now, and without hooks."""
+        optimizer = self.optimizer
+        after = [hooks_of_all._global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks]
+        kept = [(hooks, dict(hooks)) for hooks in [*_hooks_before(optimizer), *after]]
+        for hooks, _ in kept:
+            hooks.clear()
+        try:
+            self._own_step(**options)
+        finally:
+            for hooks, found in kept:
+                hooks.update(found)
+
+    @abstractmethod
+    def average_gradients(self) -> None:
+        """Makes each ``.grad`` the average over the ranks, for hooks that read it before the step; a collective."""
 
     @abstractmethod
     def _step(self, *arguments: Any, **options: Any) -> None:
@@ -106,6 +137,10 @@ class RedirectedOptimizer(ABC):
                 f"{own}: was it saved with another model?"
             )
         self._load(groups, state_dict["state"])
+
+
+def _hooks_before(optimizer: Optimizer) -> list[dict[int, Any]]:
+    return [hooks_of_all._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
 
 
 def call_on_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:

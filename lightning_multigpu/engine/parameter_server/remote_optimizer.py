@@ -41,7 +41,7 @@ from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_pa
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
-    checksum,
+    checksums,
     class_path,
     dtype_name,
     packed,
@@ -206,7 +206,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._targets.clear()
 
     def average_gradients(self) -> None:
-        """Makes each ``.grad`` the average over the workers, for hooks that read it before the step; a collective."""
+        if not self._servers.consistency.is_synchronous:  # a worker's gradients are its own
+            return
         self._place_new()
         self.gradients_are_whole = False  # backward has added to what was averaged before
         self._push_rest()
@@ -442,11 +443,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=part.dtype)
 
     def _values(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-            for name, value in group.items()
-            if name != "params"
-        }
+        return {name: value for name, value in group.items() if name != "params"}
 
     def _checksums(self) -> dict[Parameter, int] | None:
         """On worker 0 a number for the weights of each parameter, by which a hook's change of them is seen."""
@@ -454,7 +451,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             return None
         sums: dict[Parameter, int] = {}
         for parameters in alike(self._pieces):
-            sums.update(zip(parameters, checksum(parameters).tolist(), strict=True))  # type: ignore[arg-type]
+            sums.update(zip(parameters, checksums(parameters), strict=True))  # type: ignore[arg-type]
         return sums
 
     def _changed(self) -> set[Parameter]:
@@ -598,12 +595,13 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _ask(self, kind: str, *, is_urgent: bool, **fields: Any) -> None:
         """Asks all servers for the same, and waits for what they send."""
         servers = self._servers
-        values = packed(fields.pop("values", []), [], what=f"an option of {type(self.optimizer).__name__}")
+        tensors: list[Tensor] = []
+        values = packed(fields.pop("values", []), tensors, what=f"an option of {type(self.optimizer).__name__}")
         size_bytes = sum(size for _, size in self._targets.values())
         start_s = servers.meter.now()
         with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
             message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            self._post_to_all(message, is_urgent=is_urgent)
+            self._post_to_all(message, [bytes_of(tensor) for tensor in tensors], is_urgent=is_urgent)
             is_told_squares = servers.worker == 0 or not servers.consistency.is_synchronous
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and is_told_squares:
                 asked = self._asked()
@@ -619,7 +617,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             bucket.ready.clear()
         self._round += 1
 
-    def _post_to_all(self, message: Fields, *, is_urgent: bool = True) -> None:
+    def _post_to_all(self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True) -> None:
         """Asks all servers for their parts; replicas say that they have mirrored it.
 
         A replica that takes over hears either of the question and of what is left of the answer, or of the question
@@ -630,7 +628,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             self._waits_for = self._asked()
             self._unmirrored = {server for server in self._waits_for if servers.is_mirrored(server)}
             for server in self._waits_for:
-                servers.post(server, message, is_urgent=is_urgent)
+                servers.post(server, message, payload, is_urgent=is_urgent)
 
     def _await_parts(self) -> None:
         """Waits until all parts are there, and replicas have done what their servers have."""

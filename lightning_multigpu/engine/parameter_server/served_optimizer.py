@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +33,6 @@ from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
-    checksum,
     dtype_of,
     elementwise,
     optimizer_class,
@@ -309,7 +310,7 @@ class ServedOptimizer:
         if len(values) != len(self._group_pieces):
             raise WireError(f"values of {len(values)} groups for {len(self._group_pieces)}")
         return [
-            {**group, "params": [self._buckets[bucket].pieces[index] for bucket, index in pieces]}
+            {**_on_cpu(group), "params": [self._buckets[bucket].pieces[index] for bucket, index in pieces]}
             for group, pieces in zip(values, self._group_pieces, strict=True)
         ]
 
@@ -434,7 +435,8 @@ class ServedOptimizer:
         others = [o for o in round_now.requests.values() if _without_values(o) != _without_values(request)]
         if others:
             raise WireError(
-                f"workers ask for different steps: {_without_values(others[0])}, {_without_values(request)}"
+                f"workers ask for different steps: {_without_values(others[0])}, {_without_values(request)}; register "
+                "hooks that read gradients before a step on all workers"
             )
         round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":
@@ -443,7 +445,7 @@ class ServedOptimizer:
             if len(request.values) != len(self._optimizer.param_groups):
                 raise WireError("a step came with values of other groups")
             for group, values in zip(self._optimizer.param_groups, request.values, strict=True):
-                group.update({name: value for name, value in values.items() if name != "params"})
+                group.update({name: value for name, value in _on_cpu(values).items() if name != "params"})
         if len(round_now.requests) == len(round_now.workers):
             self._spares(self._sent)  # all workers have received them
             self._sent.clear()
@@ -754,7 +756,7 @@ class ServedOptimizer:
 
     def checksum(self) -> int:
         """A number that differs for other weights."""
-        return int(checksum([bucket.weights for bucket in self._buckets]).sum())
+        return functools.reduce(lambda before, bucket: zlib.crc32(bytes_of(bucket.weights), before), self._buckets, 0)
 
     def snapshot(self) -> dict[str, Any]:
         """What another server needs to go on: plans, weights and state."""
@@ -781,16 +783,21 @@ class ServedOptimizer:
         for group, pieces in zip(values, self._group_pieces, strict=True):
             for piece in pieces:
                 numbers[piece] = len(numbers)
-            groups.append({**group, "params": [numbers[piece] for piece in pieces]})
+            groups.append({**_on_cpu(group), "params": [numbers[piece] for piece in pieces]})
         self._optimizer.load_state_dict(
             {"state": {numbers[bucket, index]: state for bucket, index, state in states}, "param_groups": groups}
         )
 
 
-def request_of(fields: Mapping[str, Any]) -> _Request:
+def request_of(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> _Request:
     clips = [None if fields.get(name) is None else float(fields[name]) for name in ("clip_norm", "clip_value")]
-    values = unpacked(fields.get("values", []), [])
+    values = unpacked(fields.get("values", []), tensors)
     return _Request(str(fields["kind"]), bool(fields.get("given_by_one")), list(values), *clips)
+
+
+def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group for an update on the CPU, where torch captures no graphs."""
+    return {name: False if name == "capturable" else value for name, value in group.items()}
 
 
 def _without_values(request: _Request) -> tuple[Any, ...]:

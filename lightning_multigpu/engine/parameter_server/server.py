@@ -353,7 +353,10 @@ class Server:
             with self._changing:
                 self._optimizer(fields).replace_weights(fields["bucket"], room)
             return True
-        if payload_bytes:
+        if kind in ("step", "average"):
+            tensors = room_for(fields.get("values", []), payload_bytes)
+            channel.receive_into([bytes_of(tensor) for tensor in tensors])
+        elif payload_bytes:
             raise WireError(f"a message {str(kind)[:40]!r} came with {payload_bytes} bytes")
         if kind == "goodbye":
             return False
@@ -369,7 +372,7 @@ class Server:
             served = self._optimizer(fields)
             if kind in ("step", "average"):
                 self._num_steps += kind == "step"
-                served.request(worker, int(fields["round"]), request_of(fields))
+                served.request(worker, int(fields["round"]), request_of(fields, tensors))
             elif kind == "pull":
                 served.pull(worker)
             elif kind == "memory":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +19,8 @@ from lightning_multigpu.communication.compression.factory import make_compressor
 
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_DEPTH = 8
+_WORDS = {1: torch.int8, 2: torch.int16}  # of elements of so many bytes; larger ones are read in fours
+_OF_A_PART = 0x2545F4914F6CDD1D
 
 
 class WireError(ValueError):
@@ -49,7 +54,7 @@ def packed(value: Any, tensors: list[Tensor], *, what: str, depth: int = 0) -> A
     """A value as JSON can express it; its tensors are appended to ``tensors``, contiguous and in host memory.
 
     Args:
-        value: numbers, texts, None and tensors, and lists, tuples and dictionaries of these.
+        value: numbers, also numpy's, texts, None and tensors, and lists, tuples and dictionaries of these.
         tensors: of the message so far.
         what: names the value in an error.
         depth: how deep the value is in others.
@@ -60,6 +65,8 @@ def packed(value: Any, tensors: list[Tensor], *, what: str, depth: int = 0) -> A
     if isinstance(value, Tensor) and not value.is_sparse:
         tensors.append(value.detach().to("cpu").contiguous())
         return {"tensor": len(tensors) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, numpy.generic):  # as schedulers get them from numpy's functions
+        value = value.item()
     if type(value) in _PLAIN:
         return value
     if depth < _MAX_DEPTH and type(value) in (list, tuple):
@@ -186,16 +193,30 @@ def elementwise(compression: Any) -> ElementwiseCompressor | None:
     return found
 
 
-def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A number a tensor that changes with nearly every change of it: the sum of its memory as 64-bit integers.
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """A number for each tensor that changes with nearly every change of it, also of the order of its elements.
 
-    Returns:
-        shape (number of tensors,), int64, on their device.
+    Args:
+        tensors: of one device. Of those of a GPU, only the numbers come to the host.
     """
-    sums = []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
-        end = flat.numel() // 8 * 8
-        words = flat[:end].view(torch.int64).sum() if flat.data_ptr() % 8 == 0 else flat.sum()
-        sums.append(words + flat[end:].sum())
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [zlib.crc32(bytes_of(tensor)) for tensor in tensors]
+    found: list[int] = torch.stack([device_checksum(tensor) for tensor in tensors]).tolist()
+    return found
+
+
+def device_checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's words, each times a random number that belongs to its place; shape ()."""
+    flat = tensor.detach().reshape(-1)
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
+    factors = _factors(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in words.split(len(factors)):  # type: ignore[no-untyped-call]
+        total = total * _OF_A_PART + (part * factors[: len(part)]).sum()
+    return total
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**63), 2**63 - 1, (2**20,), generator=generator) | 1).to(device)

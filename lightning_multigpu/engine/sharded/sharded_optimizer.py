@@ -124,6 +124,9 @@ class ShardedOptimizer(RedirectedOptimizer):
             source = self._group.ranks[self.shards.owners[parameter]]
             self._group.broadcast_tensors([parameter.detach()], src=source)
 
+    def average_gradients(self) -> None:
+        """Does nothing: backward has averaged those of this rank's parameters."""
+
     def _step(self, **options: Any) -> None:
         self.shards.step(**options)
 

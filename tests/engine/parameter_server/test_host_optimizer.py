@@ -6,15 +6,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.parameter_server.host_optimizer import EarlyCopies, HostMemory, HostOptimizer
+from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer
 from tests.world import World, init_group, rank
 
 # Each with the options under which most of its arithmetic is used.
@@ -129,6 +132,90 @@ def sparse_steps_of(rank_: int, serve: Callable[[Optimizer], Any]) -> Tensor:
     found = sparse_steps(step)
     served.close()
     return found
+
+
+VALUES: dict[str, Callable[[Any], Optimizer]] = {
+    "rate": lambda groups: optim.Adam(groups, lr=torch.tensor(0.1)),
+    "rate of one dimension": lambda groups: optim.Adam(groups, lr=torch.tensor([0.1])),
+    "betas": lambda groups: optim.Adam(groups, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "numpy": lambda groups: optim.Adam(groups, lr=numpy.float32(0.1), weight_decay=numpy.float64(0.1)),
+}
+
+
+def scheduled_steps(
+    name: str, gradients_of: Callable[[int], list[Tensor]], serve: Callable[[Optimizer], Any] | None = None
+) -> list[Tensor]:
+    """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
+    parameters = weights()
+    optimizer = VALUES[name]([{"params": parameters}])
+    if serve:  # on GPUs; it changes no weight, and torch refuses it on the CPU
+        optimizer.param_groups[0]["capturable"] = True
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+        for parameter, gradient in zip(parameters, gradients_of(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        scheduler.step()
+    if served is not None:
+        served.close()
+    return [p.detach() for p in parameters]
+
+
+@contextlib.contextmanager
+def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
+    """Hooks of every optimizer's step, which note the optimizer."""
+    calls: list[tuple[Optimizer, str]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append((optimizer, "all before"))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: calls.append((optimizer, "all after"))),
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hooked_steps(
+    gradients_of: Callable[[int], list[Tensor]],
+    calls: list[tuple[Optimizer, str]],
+    serve: Callable[[Optimizer], RedirectedOptimizer] | None = None,
+) -> list[Tensor]:
+    """Steps with hooks that change the gradients and the weights, element by element; every other has a closure."""
+    parameters = weights()
+    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+
+    def before(*_: Any) -> None:
+        calls.append((optimizer, "before"))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.3, 0.3)
+
+    def after(*_: Any) -> None:
+        calls.append((optimizer, "after"))
+        for parameter in parameters:
+            parameter.data.clamp_(-0.5, 0.5)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+        given = gradients_of(step)
+
+        def closure(given: list[Tensor] = given) -> None:
+            for parameter, gradient in zip(parameters, given, strict=True):
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad + gradient
+
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step(closure if step % 2 else None)  # type: ignore[arg-type]
+    called = [word for of, word in calls if of is optimizer]
+    assert called == ["all before", "before", "after", "all after"] * STEPS
+    if served is not None:
+        served.close()
+    return [p.detach() for p in parameters]
 
 
 @contextlib.contextmanager
@@ -269,6 +356,21 @@ def unusual() -> dict[str, Any]:
             optimizer.step()
         found["one step of two is clipped"] = late.detach()
         server.close()
+        with hooks_of_all_optimizers() as calls:
+            found["hooks"] = hooked_steps(
+                lambda step: gradients(step, rank()), calls, lambda optimizer: HostOptimizer(optimizer, memory)
+            )
+        optimizer = optim.SGD(parameters := weights(), lr=0.1)
+        if rank() == 0:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        with contextlib.closing(HostOptimizer(optimizer, memory)):
+            parameters[0].grad = torch.ones_like(parameters[0])
+            with pytest.raises(ValueError, match="1 of 2 ranks have hooks that read gradients before a step of SGD"):
+                optimizer.step()
+        for name in VALUES:
+            found[name] = scheduled_steps(
+                name, lambda step: gradients(step, rank()), lambda optimizer: HostOptimizer(optimizer, memory)
+            )
         found["sparse"] = sparse_steps_of(rank(), lambda optimizer: HostOptimizer(optimizer, memory))
     return found
 
@@ -289,6 +391,10 @@ def test_unusual_steps(world2: World) -> None:
         assert result["a gradient that one rank no longer has"].tolist() == [-0.5] * 3
         torch.testing.assert_close(result["one step of two is clipped"], torch.full((3,), -0.5 - 0.1 - 1.0))
         assert_equal(result["sparse"], sparse_on_one_device())
+        for name in VALUES:
+            assert_equal(result[name], scheduled_steps(name, averaged))
+        with hooks_of_all_optimizers() as calls:
+            assert_equal(result["hooks"], hooked_steps(averaged, calls))
 
 
 def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:

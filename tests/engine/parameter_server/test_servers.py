@@ -33,16 +33,20 @@ from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
-from lightning_multigpu.engine.parameter_server.wire import packed
+from lightning_multigpu.engine.parameter_server.wire import checksums, device_checksum, packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
+    VALUES,
     NormedSGD,
     assert_equal,
     averaged,
     gradients,
     groups_of,
+    hooked_steps,
+    hooks_of_all_optimizers,
     on_one_device,
+    scheduled_steps,
     sparse_on_one_device,
     sparse_steps_of,
     weights,
@@ -201,6 +205,18 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(
                 assert_equal(told["state"][number][key], value)
 
 
+def test_checksums_see_the_order_of_elements() -> None:
+    """They were sums: weights that a hook on worker 0 had permuted were not sent, and the step took the old ones."""
+    orders = ([1.0, -1.0, 2.0], [-1.0, 1.0, 2.0], [2.0, -1.0, 1.0]), ([1.0, 2, 2, 1], [2.0, 1, 1, 2])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8):
+        whole = torch.zeros(2**21 + 3, dtype=dtype)
+        whole[: 2**20] = 1
+        for one, *others in (*[[torch.tensor(o, dtype=dtype) for o in alike] for alike in orders],
+                             [whole, torch.cat([whole[2**20 : 2**21], whole[: 2**20], whole[2**21 :]])]):  # fmt: skip
+            for sums in (checksums([one, *others]), [device_checksum(tensor).item() for tensor in (one, *others)]):
+                assert len({*sums}) == 1 + len(others)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_a_loaded_state_goes_on(name: str) -> None:
     wanted, _ = on_one_device(OPTIMIZERS[name])
@@ -342,8 +358,23 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
                 remote.close()
                 served = sparse_steps_of(worker, lambda optimizer: RemoteOptimizer(optimizer, connections))
                 assert_equal(served, sparse_on_one_device())
+                steps = hooked_steps(
+                    lambda step: gradients(step, worker),
+                    calls,
+                    lambda optimizer: RemoteOptimizer(optimizer, connections),
+                )
+                assert_equal(steps, hooked)
+                for name in VALUES:
+                    steps = scheduled_steps(
+                        name,
+                        lambda step: gradients(step, worker),
+                        lambda optimizer: RemoteOptimizer(optimizer, connections),
+                    )
+                    assert_equal(steps, scheduled_steps(name, averaged))
 
-        found.workers.run(work)
+        with hooks_of_all_optimizers() as calls:
+            hooked = hooked_steps(averaged, calls)
+            found.workers.run(work)
 
 
 @WAYS
@@ -700,7 +731,9 @@ def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
         for worker in range(2):
             served.push(worker, 0, step, [1], torch.ones(3))
             served.request(
-                worker, step, request_of({"kind": "step", "values": packed(values, [], what="") if worker == 0 else []})
+                worker,
+                step,
+                request_of({"kind": "step", "values": packed(values, [], what="") if worker == 0 else []}, []),
             )
     memory, values_sent = zip(*sent, strict=True)
     assert values_sent == (0, 0, -1, -2, -3, -4)
