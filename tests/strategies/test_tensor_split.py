@@ -149,6 +149,16 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 20, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x, x.flip(1))  # type: ignore[no-any-return]
+
+
 def perceptron(hidden: int = 10) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
 
@@ -180,6 +190,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reads its size": lambda: Language(Block(Attention(size_is_read=False), perceptron())),
     "multihead": lambda: Language(MultiheadBlock(), perceptron(), MultiheadBlock()),
     "encoder": lambda: Language(encoder()),
+    "decoder": lambda: Language(Decoder()),
     "position in layers": lambda: Language(*(Positioned(mixes=False) for _ in range(2))),
     "mixed tokens": lambda: Language(*(Positioned(mixes=True) for _ in range(2))),
     "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
@@ -199,6 +210,7 @@ FOUND: dict[str, dict[str, int]] = {
     "reads its size": {"vocabulary": 1, "first, second": 1},
     "multihead": {"vocabulary": 1, "attention": 2, "first, second": 1},
     "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
+    "decoder": {"vocabulary": 1, "attention": 4, "first, second": 2},
     "one bad block": {"vocabulary": 1, "first, second": 4},
     "equal layers": {"vocabulary": 1, "first, second": 2},
 }
@@ -206,7 +218,7 @@ FOUND: dict[str, dict[str, int]] = {
 RTOL = dict.fromkeys(("gpt2", "llama", "qwen3", "t5", "bert"), 1e-4)
 
 # Pooling before a classifier; attention to an encoder, a second input; weights that attention computes in vain.
-UNUSUAL_TRAFFIC = ("bert", "t5", "multihead")
+UNUSUAL_TRAFFIC = ("bert", "t5", "multihead", "decoder")
 
 
 class Task(L.LightningModule):
@@ -715,8 +727,16 @@ def test_what_cannot_be_split_is_refused(world2: World, problem: str, words: str
     world2.run_raising(ValueError, words, refused, problem)
 
 
-def planned(plan: Any) -> dict[str, Any]:
-    task, noting = Task("fused"), Noting()
+class Scored(Task):
+    """Computes an accuracy of logits."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.correct = (self.model(batch[0]).argmax(-1) == batch[0]).sum()
+        return super().loss(batch)
+
+
+def planned(plan: Any, kind: type[Task] = Task) -> dict[str, Any]:
+    task, noting = kind("fused"), Noting()
     strategy = make_strategy("tensor_split", plan=plan)
     options: dict[str, Any] = {"gradient_clip_val": 0.5, "use_distributed_sampler": False}
     trainer = make_trainer(Case(), strategy, 2, callbacks=[noting], **options)
@@ -728,13 +748,50 @@ def chosen(name: str, module: nn.Module) -> str | None:
     return "column" if name.endswith("blocks.1.feed_forward.up.0") else None
 
 
+def of_logits(name: str, module: nn.Module) -> str | None:
+    roles = {"model.embedding": "vocab", "model.head": "head"}
+    return roles.get(name) if isinstance(module, nn.Linear | nn.Embedding) else None
+
+
+def told(plan: Any) -> tuple[dict[str, Any], list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        messages: list[str] = []
+        patch.setattr("lightning_multigpu.strategies.split_layers.rank_zero_info", messages.append)
+        return planned(plan, Scored), messages
+
+
 def test_a_plan_by_hand(world2: World) -> None:
     task = Task("fused")
     make_trainer(Case(), "auto", 1, gradient_clip_val=0.5).fit(task, text())
     for result in world2.run(planned, {"*.attention.qkv": "column", "*.attention.proj": "row"}):
         assert result["split"] == {"attention": 2}
         assert_same_weights(result, {"weights": state(task)})
+    for result, messages in world2.run(told, of_logits):
+        assert result["split"] == {"vocabulary": 1}
+        assert_same_weights(result, {"weights": state(task)})
+        assert messages == ["tensor_split gathers the logits of model.head for argmax"]
     world2.run_raising(ValueError, "computes something else", planned, chosen)
+
+
+class Drifting(Callback):
+    """Rank 1 changes a parameter that all ranks hold, before the third batch."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, batch_idx) == (1, 2):
+            module.model.blocks[0].norm.bias.data[0] += 1e-9
+
+
+def drifted() -> None:
+    strategy, options = (
+        make_strategy("tensor_split", check_replicas_every_n_steps=1),
+        {"use_distributed_sampler": False},
+    )
+    make_trainer(Case(), strategy, 2, callbacks=[Drifting()], **options).fit(Task("fused"), text())
+
+
+def test_ranks_of_a_group_that_drift_apart_are_found(world2: World) -> None:
+    words = r"do not hold the same parameters any more:\n  model\.blocks\.0\.norm\.bias: norm"
+    world2.run_raising(RuntimeError, words, drifted)
 
 
 @pytest.mark.parametrize(

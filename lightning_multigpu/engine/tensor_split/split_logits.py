@@ -7,20 +7,26 @@ the parts. Any other operation gets the whole tensor, which is gathered for it::
     logits[:, :-1].reshape(-1, vocabulary)      still in parts
     F.cross_entropy(..., targets)               in parts
     logits.argmax(-1)                           gathered
+
+In-place operations change the parts: those on each element by itself at once, any other one (``logits[..., 0] = x``) on
+the gathered tensor, of which each rank then takes its part. Views along the vocabulary are views of a gathered tensor:
+who changes those, and then uses the logits, gets an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
-from lightning_multigpu.engine.tensor_split.layers import gather_last
+from lightning_multigpu.engine.tensor_split.layers import gather_last, split_last
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
@@ -42,16 +48,34 @@ class LogitsLayout:
     on_gather: Callable[[str, str], object] = lambda layer, operation: None
 
 
+class _View(NamedTuple):
+    """A view of gathered logits that was given out.
+
+    Attributes:
+        operation: that gave it.
+        counter: an empty tensor with the version counter that the view and its own views count in.
+        version: of the view when it was given out.
+        storage: of the gathered logits, which lives as long as a view does.
+    """
+
+    operation: str
+    counter: Tensor
+    version: int
+    storage: StorageWeakRef
+
+
 class SplitLogits(Tensor):
     """This rank's part (..., classes / N) of logits, which shows the shape of the whole; make it with :meth:`of`."""
 
     layout_of_ranks: LogitsLayout
+    gathered_views: list[_View]
+    """Of these logits, and of others with the same memory."""
 
     @classmethod
     def of(cls, part: Tensor, layout: LogitsLayout) -> SplitLogits:
         """Logits of this rank's part (..., classes / N)."""
         logits = part.as_subclass(cls)
-        logits.layout_of_ranks = layout
+        logits.layout_of_ranks, logits.gathered_views = layout, []
         return logits
 
     @classmethod
@@ -63,28 +87,91 @@ class SplitLogits(Tensor):
                 result = handled(func, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            return func(*_gathered(args, func), **_gathered(kwargs, func))
+            gathering = _Gathering(func)
+            result = func(*gathering.whole(args), **gathering.whole(kwargs))
+            return gathering.end(result)
 
 
-def _part(logits: SplitLogits) -> Tensor:
+def _part(logits: SplitLogits, *, changes: str = "") -> Tensor:
+    """This rank's part; ``changes`` names the operation that is about to change it.
+
+    Raises:
+        RuntimeError: a view along the vocabulary was changed, or would have to change with the part.
+    """
+    for view in logits.gathered_views:
+        if view.counter._version != view.version or (changes and not view.storage.expired()):  # type: ignore[no-untyped-call]
+            name = logits.layout_of_ranks.layer
+            raise RuntimeError(
+                f"{changes or view.operation} in place: the logits of {name} are split over the vocabulary, and what "
+                f"{view.operation} has given is a view of a gathered copy, which does not change with them. Change "
+                f"the logits themselves before {view.operation}, as in logits[..., 0] = value, or use an operation "
+                "that returns a new tensor, such as masked_fill"
+            )
     return logits.as_subclass(Tensor)
 
 
 def _like(part: Tensor, logits: SplitLogits) -> SplitLogits:
-    return SplitLogits.of(part, logits.layout_of_ranks)
+    like = SplitLogits.of(part, logits.layout_of_ranks)
+    if _have_one_storage(part, logits):
+        like.gathered_views = logits.gathered_views
+    return like
 
 
-def _gathered(value: Any, func: Any) -> Any:
-    if isinstance(value, SplitLogits):
-        layout = value.layout_of_ranks
-        layout.on_gather(layout.layer, getattr(func, "__name__", str(func)))
-        return gather_last(_part(value), layout.group, layout.split, f"{layout.layer} gathered")
-    if isinstance(value, list | tuple):
-        found = [_gathered(each, func) for each in value]
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    if isinstance(value, dict):
-        return {key: _gathered(each, func) for key, each in value.items()}
-    return value
+def _have_one_storage(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def _counting_versions() -> AbstractContextManager[Any]:
+    """Within the block tensors count their versions, as those of inference mode do not."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
+class _Gathering:
+    """The whole logits for an operation that is not done on parts."""
+
+    def __init__(self, func: Any) -> None:
+        self._func = func
+        self._operation: str = getattr(func, "__name__", str(func))
+        self._gathered: list[tuple[SplitLogits, Tensor, int]] = []
+
+    def whole(self, value: Any) -> Any:
+        """An argument with whole logits in it."""
+        if isinstance(value, SplitLogits):
+            layout = value.layout_of_ranks
+            layout.on_gather(layout.layer, self._operation)
+            name = f"{layout.layer} gathered"
+            with _counting_versions():
+                whole = gather_last(_part(value), layout.group, layout.split, name)
+            self._gathered.append((value, whole, whole._version))
+            return whole
+        if isinstance(value, list | tuple):
+            found = [self.whole(each) for each in value]
+            return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+        if isinstance(value, dict):
+            return {key: self.whole(each) for key, each in value.items()}
+        return value
+
+    def end(self, result: Any) -> Any:
+        """The operation's result; logits that it has changed in place get the new values."""
+        for logits, whole, version in self._gathered:
+            if whole._version != version:
+                layout = logits.layout_of_ranks
+                name = f"{layout.layer} {self._operation}"
+                _part(logits, changes=self._operation).copy_(split_last(whole, layout.group, layout.split, name))
+                if result is whole:
+                    return logits
+            for each in result if isinstance(result, list | tuple) else (result,):
+                if isinstance(each, Tensor) and _have_one_storage(each, whole):
+                    counter = each.detach()
+                    counter.data = torch.empty(0)  # keeps the counter, and not the memory
+                    storage = StorageWeakRef(whole.untyped_storage())  # type: ignore[no-untyped-call]
+                    logits.gathered_views.append(_View(self._operation, counter, each._version, storage))
+        return result
 
 
 def _shape(logits: SplitLogits) -> torch.Size:
@@ -105,6 +192,23 @@ def _each(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(logits, SplitLogits) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
     return _like(func(_part(logits), *args, **kwargs), logits)
+
+
+def _each_in_place(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """Operations that change each element by itself."""
+    if not isinstance(logits, SplitLogits) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+        return NotImplemented
+    func(_part(logits, changes=func.__name__), *args, **kwargs)
+    return logits
+
+
+def _refused(func: Any, logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    """Operations on a tensor's memory, or its place in the graph."""
+    name = logits.layout_of_ranks.layer
+    raise RuntimeError(
+        f"{func.__name__} on the logits of {name}, which are split over the vocabulary: it would see a rank's part; "
+        "gather them first, by logits = torch.clone(logits), and go on with these"
+    )
 
 
 def _view(func: Any, logits: Any, *shape: Any, **kwargs: Any) -> Any:
@@ -209,11 +313,17 @@ _ELEMENTWISE = (
     Tensor.contiguous,
     Tensor.clone,
     Tensor.detach,
+    Tensor.data.__get__,  # type: ignore[attr-defined]
     Tensor.mul,
     Tensor.div,
     Tensor.__mul__,
     Tensor.__rmul__,
     Tensor.__truediv__,
+)
+_ELEMENTWISE_IN_PLACE = (Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__)
+_OF_THE_GRAPH = (
+    *(Tensor.register_hook, Tensor.retain_grad, Tensor.detach_),
+    *(Tensor.set_, Tensor.resize_, Tensor.data.__set__),  # type: ignore[attr-defined]
 )
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
@@ -227,4 +337,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _item,
     **dict.fromkeys(_METADATA, _plain),
     **dict.fromkeys(_ELEMENTWISE, _each),
+    **dict.fromkeys(_ELEMENTWISE_IN_PLACE, _each_in_place),
+    **dict.fromkeys(_OF_THE_GRAPH, _refused),
 }

@@ -78,6 +78,13 @@ def test_what_does_not_fit_is_refused(world2: World) -> None:
 
 TARGET = torch.randint(CLASSES, (2, 5), generator=torch.Generator().manual_seed(1))
 TARGET[0, 1] = -100
+
+
+def _changed(z: Tensor, change: Callable[[], object]) -> Tensor:
+    change()
+    return F.cross_entropy(z.flatten(0, 1), TARGET.flatten())
+
+
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "view": (lambda z: F.cross_entropy(z.view(-1, CLASSES), TARGET.view(-1)), []),
     "size": (lambda z: F.cross_entropy(z.view(-1, z.size(-1)), TARGET.view(-1)), []),
@@ -98,6 +105,17 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "times a tensor": (lambda z: (z * torch.arange(CLASSES)).sum() + z.softmax(-1).pow(2).sum(), ["mul", "softmax"]),
     "some classes": (lambda z: z[..., 3].sum() + z[0, 1, 2:5].sum(), ["__getitem__", "__getitem__"]),
     "log-softmax": (lambda z: F.nll_loss(F.log_softmax(z.view(-1, CLASSES), 1), TARGET.view(-1)), ["log_softmax"]),
+    "scaled in place": (lambda z: _changed(z, lambda: z.mul_(3).div_(2)), []),
+    "divided in place": (lambda z: _changed(z, lambda: z.__itruediv__(2)), []),
+    "a class": (lambda z: _changed(z, lambda: z.__setitem__((..., 0), -5.0)), ["__setitem__"]),
+    "a class of a part": (lambda z: _changed(z, lambda: z[:, 1:].__setitem__((..., 7), -5.0)), ["__setitem__"]),
+    "each class": (lambda z: _changed(z, lambda: z.__imul__(torch.arange(CLASSES))), ["mul_"]),
+    "masked": (lambda z: _changed(z, lambda: z.masked_fill_(torch.arange(CLASSES) % 3 == 0, -5)), ["masked_fill_"]),
+    "relu": (lambda z: _changed(z, lambda: nn.ReLU(inplace=True)(z)), ["relu"]),
+    "mixed classes": (lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)), ["softmax", "copy_"]),
+    "out": (lambda z: _changed(z, lambda: torch.mul(z.detach(), 3, out=z.detach())), ["mul", "mul"]),
+    "without a gradient": (lambda z: _changed(z, torch.no_grad()(lambda: z.clamp_(max=0.5))), ["clamp_"]),
+    "a view that is used alone": (lambda z: z[..., 3].mul_(2).sum(), ["__getitem__"]),
     "list": (lambda z: torch.cat([z, z]).logsumexp(-1).sum(), ["cat", "cat"]),
 }
 
@@ -115,9 +133,9 @@ def _all_forms(forms: list[str]) -> dict[str, list[str]]:
             own = along_last.part(values, group.rank).requires_grad_()
             gathered: list[str] = []
             layout = LogitsLayout(group, split, "head", lambda layer, operation, g=gathered: g.append(operation))  # type: ignore[misc]
-            logits = SplitLogits.of(own * 1, layout)
+            logits, whole_logits = SplitLogits.of(own * 1, layout), whole * 1
             assert (logits.shape, logits.dim(), len(logits), logits.dtype) == (whole.shape, 3, 2, whole.dtype)
-            expected, actual = compute(whole), compute(logits)
+            expected, actual = compute(whole_logits), compute(logits)
             assert type(actual) is Tensor
             expected.backward()  # type: ignore[no-untyped-call]
             actual.backward()  # type: ignore[no-untyped-call]
@@ -125,11 +143,38 @@ def _all_forms(forms: list[str]) -> dict[str, list[str]]:
             rtol = 1e-6 if name == "cast" else 1e-10
             assert_close(actual, expected, rtol=rtol, atol=rtol / 100)
             assert_close(own.grad, along_last.part(whole.grad, group.rank), rtol=rtol, atol=rtol / 100)  # type: ignore[arg-type]
-            assert torch.equal(logits.argmax(-1), values.argmax(-1))
-            seen[name] = gathered[:-1]
+            seen[name] = list(gathered)
+            if "view" not in name:
+                assert_close(torch.clone(logits), whole_logits.detach(), rtol=1e-12, atol=1e-12)
     return seen
 
 
 def test_losses_of_split_logits(world2: World) -> None:
     for seen in world2.run(_all_forms, list(FORMS)):
         assert seen == {name: gathered for name, (_, gathered) in FORMS.items()}
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    r"select in place.* what select has given": lambda z: (z.select(-1, 0).fill_(-1), z.sum()),
+    r"transpose in place.* what transpose has given": lambda z: (z[:, 1:].transpose(1, 2)[0].mul_(2), z.float()),
+    r"__getitem__ in place": lambda z: (z[..., 0].unsqueeze(0).fill_(-1), F.cross_entropy(z.flatten(0, 1), TARGET)),
+    r"mul_ in place.* what unbind has given": lambda z: (row := z.unbind(-1)[0], z.mul_(2), row),
+    r"__setitem__ in place.* what t has given": lambda z: (row := z[0].t(), z.__setitem__((..., 0), 1), row),
+    r"register_hook on the logits of head": lambda z: z.register_hook(print),
+    r"retain_grad on the logits of head": lambda z: z.retain_grad(),
+}
+
+
+def _changes_that_would_be_lost(is_evaluation: bool) -> None:
+    with tensor_group() as (group, _), torch.inference_mode(is_evaluation):
+        split = ParameterSplit.even(CLASSES, group.size)
+        for message, compute in REFUSED.items():
+            own = torch.randn(2, 5, split.size(group.rank), requires_grad=True) * 1
+            with pytest.raises(RuntimeError, match=message):
+                compute(SplitLogits.of(own, LogitsLayout(group, split, "head")))
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_changes_that_would_be_lost_are_refused(world2: World, is_evaluation: bool) -> None:
+    """Gathered copies were changed, and the logits were not."""
+    world2.run(_changes_that_would_be_lost, is_evaluation)
