@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
+from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.engine.gradient_check import gradient_tolerance
 from lightning_multigpu.engine.step_state import preserved_state
 
@@ -50,13 +50,14 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
     """
     trainer = module.trainer
     stops, loggers = trainer.should_stop, trainer.loggers
-    on_gpu = module.device.type == "cuda"
-    with isolate_rng(include_cuda=on_gpu), preserved_state(module), warnings.catch_warnings():
+    states = collect_rng_states(include_cuda=module.device.type == "cuda")
+    with preserved_state(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             yield
         finally:
+            set_rng_states(states)  # Lightning's isolate_rng does not, where the block raises an error
             trainer.should_stop, trainer.loggers = stops, loggers
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline import running_pipeline
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
@@ -244,3 +245,19 @@ def train_two_heads() -> int:
 
 def test_a_step_that_works_in_training_mode_only_trains(world2: World) -> None:
     assert world2.run(train_two_heads) == [7, 7]
+
+
+def draw_and_fail() -> None:
+    torch.rand(1), random.random()
+    raise RuntimeError("a step fails")
+
+
+def test_a_dry_run_that_raises_an_error_leaves_random_states_as_they_were() -> None:
+    """A trial of split layers that failed on one rank left it with other random numbers in the first step."""
+    module = Classifier()
+    module.trainer = make_trainer(Case(), "auto", 1)
+    before = torch.get_rng_state(), random.getstate()
+    with pytest.raises(RuntimeError, match="a step fails"), without_trace(module):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]

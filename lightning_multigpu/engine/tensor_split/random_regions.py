@@ -23,12 +23,14 @@ class RandomRegions:
         rank: of this process in the group.
 
     Attributes:
-        is_off: regions are left out, and all ranks draw the same numbers everywhere.
+        is_off: all ranks draw the same numbers everywhere, also where a region is open.
+        is_open: activations are split at this point of the step.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.is_off = False
+        self.is_open = False
         self._outside: Tensor | None = None
         self._outside_on_gpu: Tensor | None = None
 
@@ -38,7 +40,10 @@ class RandomRegions:
         Args:
             device: of the activations, whose numbers differ beside those of the CPU.
         """
-        if self._outside is not None or self.is_off:
+        if self.is_open:
+            return
+        self.is_open = True
+        if self.is_off:
             return
         seed = int(torch.randint(_LARGEST_SEED, ()))  # the same on all ranks
         self._outside = torch.get_rng_state()
@@ -49,31 +54,30 @@ class RandomRegions:
 
     def restart(self, device: torch.device, *, inside: bool) -> None:
         """Forgets the region that is open; with ``inside``, numbers differ between ranks from here on."""
-        self._outside = self._outside_on_gpu = None
+        self.forget()
         if inside:
             self.enter(device)
 
     def leave(self, device: torch.device) -> None:
         """From here on all ranks draw the same numbers; outside of a region it does nothing."""
-        if self._outside is None:
-            return
-        torch.set_rng_state(self._outside)
+        if self._outside is not None:
+            torch.set_rng_state(self._outside)
         if self._outside_on_gpu is not None:
             torch.cuda.set_rng_state(self._outside_on_gpu, device)
-        self._outside = self._outside_on_gpu = None
+        self.forget()
 
     def kept(self) -> Callable[[], AbstractContextManager[None]]:
         """Keeps which region is open, and returns what sets it for the time of a block."""
-        state = self._outside, self._outside_on_gpu
+        state = self.is_open, self._outside, self._outside_on_gpu
 
         @contextmanager
         def restored() -> Iterator[None]:
-            before = self._outside, self._outside_on_gpu
-            self._outside, self._outside_on_gpu = state
+            before = self.is_open, self._outside, self._outside_on_gpu
+            self.is_open, self._outside, self._outside_on_gpu = state
             try:
                 yield
             finally:
-                self._outside, self._outside_on_gpu = before
+                self.is_open, self._outside, self._outside_on_gpu = before
 
         return restored
 
@@ -82,4 +86,4 @@ class RandomRegions:
 
         An activation checkpoint computes its part of a step no further than backward needs it.
         """
-        self._outside = self._outside_on_gpu = None
+        self.is_open, self._outside, self._outside_on_gpu = False, None, None

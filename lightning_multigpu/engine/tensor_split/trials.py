@@ -21,10 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.engine.gradient_check import (
@@ -37,41 +34,13 @@ from lightning_multigpu.engine.gradient_check import (
 )
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.random_draws import Draw, NoDropout, misplaced
 from lightning_multigpu.engine.tensor_split.sequence_region import WAYS, SequenceRegion, layer_lists
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
 
 _TRIES = 4
 """Groups of blocks that are tried for each doubling of their number: two bad blocks are found for sure."""
-
-_DROPOUTS = (
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_alpha_dropout,
-    torch.feature_dropout,
-)
-
-
-class NoDropout(TorchFunctionMode):
-    """Within the block nothing is dropped."""
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], *([0.0] if len(args) > 4 else []), *args[5:])
-            kwargs.pop("dropout_p", None)
-        elif func is F.multi_head_attention_forward and "training" in kwargs:
-            kwargs["training"] = False
-        return func(*args, **kwargs)
 
 
 class Sent(NamedTuple):
@@ -84,12 +53,13 @@ class Sent(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What a step computes and sends: losses in training and evaluation, and gradients by name in host memory."""
+    """What a step computes, sends and draws: losses in training and evaluation, gradients by name in host memory."""
 
     loss: float
     gradients: dict[str, Tensor]
     evaluated: float
     traffic: list[Sent]
+    draws: list[Draw]
 
 
 class Left(NamedTuple):
@@ -151,6 +121,7 @@ class Trials:
         self.notes: list[str] = []
         self.traffic: list[Sent] = []
         self._tries_left = 0
+        self._device = next(module.parameters()).device
         self._parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
 
     def run(
@@ -186,6 +157,7 @@ class Trials:
                 if split:
                     self.traffic = self._compute().traffic
         finally:
+            self._begin_step()
             self._group.random.is_off = self._group.sequence_random.is_off = False
         return split, left
 
@@ -264,13 +236,13 @@ class Trials:
                     gathers_at=place,
                     keeps_gathered=self._sequence_split == "keep",
                 )
+                self.regions.append(region)
                 problem = self._problem(whole)
                 if problem is None:
                     done.append(found.name)
-                    self.regions.append(region)
                     self.notes.append(f"activations between the blocks of {found.name} are split along dimension {dim}")
                     break
-                region.undo()
+                self.regions.pop().undo()
                 reasons.append(problem)
             else:
                 self.notes.append(f"activations between the blocks of {found.name} stay whole ({reasons[0]})")
@@ -313,6 +285,9 @@ class Trials:
         if problem is not None:
             return problem
         split = self._compute()
+        problem = self._first_of_ranks(self._misplaced(whole.draws, split.draws))
+        if problem is not None:
+            return problem
         problem, differing = self._difference(whole, split)
         problem = self._first_of_ranks(problem)
         partial = self._partial(differing, split)
@@ -328,6 +303,14 @@ class Trials:
         for name in partial:
             self.summed[name] = self._parameters[name].register_hook(self._sum(name))  # type: ignore[no-untyped-call]
         return None
+
+    def _misplaced(self, whole: Sequence[Draw], split: Sequence[Draw]) -> str | None:
+        """What is wrong about the random numbers that ranks would draw on split layers; a collective of the group."""
+        shapes = [draw.shape for draw in split[: len(whole)]] + [None] * (len(whole) - len(split))
+        own = [len(whole) != len(split), *(draw.shape != shape for draw, shape in zip(whole, shapes, strict=True))]
+        told = torch.tensor(own, dtype=torch.float32, device=self._device)
+        differs, *are_parts = self._group.all_reduce(told, "random numbers").bool().tolist()
+        return "random numbers are drawn in another number" if differs else misplaced(split, are_parts)
 
     def _partial(self, differing: set[str], split: Computed) -> list[str]:
         """Those of the whole parameters whose gradients differ between the ranks of the group; a collective."""
@@ -349,16 +332,34 @@ class Trials:
         return next(filter(None, self._gather(problem)), None)
 
     def _compute(self) -> Computed:
-        with self._traceless(), NoDropout(), taking_gradients(self._parameters) as gradients:
+        self._begin_step()
+        with (
+            self._traceless(),
+            self._no_dropout() as random,
+            taking_gradients(self._parameters) as gradients,
+        ):
             traffic: list[Sent] = []
             with self._observed("forward", traffic):
                 loss = self._loss()
+            draws = list(random.draws)
             with self._observed("backward", traffic):
                 _backward(loss)
-        with self._traceless(), NoDropout(), torch.no_grad():
+        self._begin_step()
+        with self._traceless(), self._no_dropout(), torch.no_grad():
             self._module.eval()
             evaluated = float(self._loss())
-        return Computed(float(loss.detach()), gradients, evaluated, traffic)
+        return Computed(float(loss.detach()), gradients, evaluated, traffic, draws)
+
+    def _no_dropout(self) -> NoDropout:
+        regions = self._group.random, self._group.sequence_random
+        return NoDropout(self._device, lambda: any(region.is_open for region in regions))
+
+    def _begin_step(self) -> None:
+        """A step begins with whole activations; the one before may have raised an error where they are split."""
+        self._group.random.forget()
+        self._group.sequence_random.forget()
+        for region in self.regions:
+            region.begin_step()
 
     @contextmanager
     def _observed(self, direction: Direction, traffic: list[Sent]) -> Iterator[None]:
