@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.profiles import PHASES_S, profile, told, with_all
+from tests.report.shape import assert_follows_profile_schema
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -71,6 +73,11 @@ def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() ->
     assert of_tracks["operators, thread 4"] == [("mm", 50_000, 10_000)]
     assert of_tracks["GPU stream 7"] == [("k", 100_000, 100_000)]
     assert "host-to-device copies" not in of_tracks, "there are none"
+
+
+def test_the_document_follows_its_schema() -> None:
+    for found in (profile(), with_all()):
+        assert_follows_profile_schema(json.loads(json.dumps(found)))
 
 
 def test_text() -> None:
