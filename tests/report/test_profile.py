@@ -182,7 +182,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = rf"{quick} +sync_ps +1.00 +20.0 +40.0 +1.00 +5.00 +67.0 +320 +nothing found$"
     assert re.search(row, printed, re.MULTILINE)
     assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
-    assert main(["report", str(slow)]) == 0
+    assert f"{quick}: samples, 320" in _Page(page.read_text()).texts
+    assert page.read_text().count('role="img" aria-label=') == 2
+    assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
     assert "Profile of ring_ddp" in capsys.readouterr().out
     assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(profile())
 
