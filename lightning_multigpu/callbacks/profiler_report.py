@@ -59,10 +59,10 @@ class ProfilerReport(SilentMonitors):
     The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
     ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
     place. One further step counts where the program reads values of tensors; with ``activations`` another one counts
-    what autograd keeps for backward; with ``operators`` another one records its operators by torch's profiler. Where
-    the ranks of a host have more threads than cores, three more are run with fewer threads, which changes results by
-    rounding alone. Throughput, utilization and memory in use are those of the whole run, from the Trainer's
-    :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or silent ones where it has none.
+    what autograd keeps for backward; with ``operators``, and on GPUs, another one records its operators by torch's
+    profiler. Where the ranks of a host have more threads than cores, three more are run with fewer threads, which
+    changes results by rounding alone. Throughput, utilization and memory in use are those of the whole run, from the
+    Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or silent ones where it has none.
 
     With ``Trainer(profiler="pytorch")`` the operators are those of the training steps that this profiler records, and
     none are recorded beside it. Its steps take longer: keep its schedule apart from the window.
@@ -76,7 +76,8 @@ class ProfilerReport(SilentMonitors):
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
         warmup: steps at its beginning that are not counted.
         active: steps that are counted.
-        operators: whether one step is recorded by torch's profiler, whose first start takes seconds.
+        operators: whether one step is recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
+            where it tells whether the host runs ahead of its GPU.
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks do it: ``torch.func.grad`` and the like raise an error under them, and compiled layers may be compiled
             once more.
@@ -95,7 +96,7 @@ class ProfilerReport(SilentMonitors):
         wait: int = 5,
         warmup: int = 1,
         active: int = 10,
-        operators: bool = False,
+        operators: bool | None = None,
         activations: bool = False,
         link_gbit: float | None = None,
         print_report: bool = True,
@@ -256,7 +257,7 @@ class _Window:
     """
 
     def __init__(
-        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool, activations: bool
+        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool | None, activations: bool
     ) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
@@ -276,7 +277,7 @@ class _Window:
         self._activations = activations
         self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
-        self._records_operators = operators
+        self._records_operators = trainer.strategy.root_device.type == "cuda" if operators is None else operators
         self._operators = OperatorTrace(self.now)
         profiler = _profiler(trainer)
         self._theirs = profiler if isinstance(profiler, PyTorchProfiler) else None

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.operator_trace import OperatorTrace
+from lightning_multigpu.callbacks.profiler_report import _Window
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES
@@ -435,6 +437,17 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: must be (at least|above)"):
         ProfilerReport(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("device", "operators", "records"),
+    [("cuda", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_a_gpu_has_operators_unless_they_are_declined(device: str, operators: bool | None, records: bool) -> None:
+    """Without them nothing would tell whether the host runs ahead of its GPU."""
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, node_rank=0, train_dataloader=None, profiler=None)
+    assert _Window(trainer, 5, 1, 1, operators=operators, activations=False)._records_operators is records
 
 
 def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:
