@@ -145,12 +145,13 @@ def main() -> None:
             print(f"# {case}: {meaning}")
             for value in values:
                 before = profile_of(case, value, remedied=False)
-                after = profile_of(case, value, remedied=True)
                 finding = before["findings"][0]
-                predicted_s, measured_s = finding["step_s"], after["step_s"]
+                predicted_s = finding["step_s"]
+                print(f"{case:16s} {value:8g} {1e3 * before['step_s']:8.1f} {1e3 * predicted_s:9.1f} ", end="",
+                      flush=True)  # the prediction is there before the remedy runs # fmt: skip
+                measured_s = profile_of(case, value, remedied=True)["step_s"]
                 error = (predicted_s - measured_s) / measured_s
-                print(f"{case:16s} {value:8g} {1e3 * before['step_s']:8.1f} {1e3 * predicted_s:9.1f} "
-                      f"{1e3 * measured_s:8.1f} {100 * error:+5.0f}%  {finding['kind']}", flush=True)  # fmt: skip
+                print(f"{1e3 * measured_s:8.1f} {100 * error:+5.0f}%  {finding['kind']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -33,7 +34,7 @@ from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.training_memory import SavedActivations
+from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
 from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text, run_curves
@@ -58,10 +59,10 @@ class ProfilerReport(SilentMonitors):
     The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
     ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
     place. One further step counts where the program reads values of tensors; with ``activations`` another one counts
-    what autograd keeps for backward; with ``operators`` another one records its operators by torch's profiler. Where
-    the ranks of a host have more threads than cores, three more are run with fewer threads, which changes results by
-    rounding alone. Throughput, utilization and memory in use are those of the whole run, from the Trainer's
-    :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or silent ones where it has none.
+    what autograd keeps for backward; with ``operators``, and on GPUs, another one records its operators by torch's
+    profiler. Where the ranks of a host have more threads than cores, three more are run with fewer threads, which
+    changes results by rounding alone. Throughput, utilization and memory in use are those of the whole run, from the
+    Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or silent ones where it has none.
 
     With ``Trainer(profiler="pytorch")`` the operators are those of the training steps that this profiler records, and
     none are recorded beside it. Its steps take longer: keep its schedule apart from the window.
@@ -75,7 +76,8 @@ class ProfilerReport(SilentMonitors):
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
         warmup: steps at its beginning that are not counted.
         active: steps that are counted.
-        operators: whether one step is recorded by torch's profiler, whose first start takes seconds.
+        operators: whether one step is recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
+            where it tells whether the host runs ahead of its GPU.
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks do it: ``torch.func.grad`` and the like raise an error under them, and compiled layers may be compiled
             once more.
@@ -94,7 +96,7 @@ class ProfilerReport(SilentMonitors):
         wait: int = 5,
         warmup: int = 1,
         active: int = 10,
-        operators: bool = False,
+        operators: bool | None = None,
         activations: bool = False,
         link_gbit: float | None = None,
         print_report: bool = True,
@@ -255,7 +257,7 @@ class _Window:
     """
 
     def __init__(
-        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool, activations: bool
+        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool | None, activations: bool
     ) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
@@ -275,7 +277,7 @@ class _Window:
         self._activations = activations
         self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
-        self._records_operators = operators
+        self._records_operators = trainer.strategy.root_device.type == "cuda" if operators is None else operators
         self._operators = OperatorTrace(self.now)
         profiler = _profiler(trainer)
         self._theirs = profiler if isinstance(profiler, PyTorchProfiler) else None
@@ -374,6 +376,7 @@ class _Window:
         if self._meter is not None:
             self._meter.listener = self._heard
         self._watching.enter_context(self._broadcasts_heard())
+        self._watching.enter_context(self._logging_heard(trainer, self._recorder.spans))
         self._ends_s = [self.now()]
         self._next = self._recording
 
@@ -459,6 +462,33 @@ class _Window:
         finally:
             dist.broadcast = broadcast
 
+    @contextmanager
+    def _logging_heard(self, trainer: Trainer, spans: list[Span]) -> Iterator[None]:
+        """Lightning's loop calls loggers outside of all actions that it names."""
+
+        def timed(logger: Logger) -> Callable[..., None]:
+            log_metrics, name = logger.log_metrics, f"[Logger]{type(logger).__name__}.log_metrics"
+
+            def log(*args: Any, **kwargs: Any) -> None:
+                start_s = self.now()
+                try:
+                    log_metrics(*args, **kwargs)
+                finally:
+                    spans.append(Span(start_s, self.now(), name))
+
+            return log
+
+        own = [(logger, vars(logger).get("log_metrics")) for logger in trainer.loggers]
+        for logger, _ in own:
+            logger.log_metrics = timed(logger)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for logger, before in own:
+                del logger.log_metrics
+                if before is not None:  # that somebody else has put there
+                    logger.log_metrics = before  # type: ignore[method-assign]
+
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
         self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
@@ -473,7 +503,11 @@ class _Window:
         elif device.type == "cpu":
             self._limit = host_memory()[::2]
         memory = memory_of(trainer) if self._stages is None else self._stages.memory
-        self._memory = {} if memory is None else asdict(memory)
+        if memory is None:  # optimizer states are elsewhere
+            held = asdict(measured_bytes(trainer.lightning_module.parameters(), []))
+            self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
+        else:
+            self._memory = asdict(memory)
         if _gathered_together(trainer, 0) is None:
             self._clock = ClockOffset(0.0, 0.0)
         else:
@@ -551,10 +585,10 @@ def _data_workers(trainer: Trainer) -> int | None:
 
 
 def _callbacks_s(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds by callback, and by hook of the module, without what is no training."""
+    """Seconds by callback, by hook of the module, and by logger, without what is no training."""
     totals: dict[str, float] = {}
     for span in spans:
-        if phase_of(span.name) == "callbacks" and span.name.startswith(("[Callback]", "[LightningModule]")):
+        if phase_of(span.name) == "callbacks" and span.name.startswith(("[Callback]", "[LightningModule]", "[Logger]")):
             owner, _, hook = span.name.partition("]")[2].rpartition(".")
             name = f"{owner.partition('{')[0]}.{hook}"
             totals[name] = totals.get(name, 0.0) + span.end_s - span.start_s

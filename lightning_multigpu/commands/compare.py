@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="a configuration of fit")
     parser.add_argument("--strategies", required=True, help="names with commas between: ring_ddp,cpu_ps")
     parser.add_argument("--folder", type=Path, default=Path("runs/compared"), help="for the runs; default: %(default)s")
+    parser.add_argument("--open", action="store_true", help="show the page of the comparison in a browser")
     options, further = parser.parse_known_args(list(arguments))
     strategies = [strategy for strategy in options.strategies.split(",") if strategy]
     if not strategies or len({*strategies}) < len(strategies):
@@ -57,4 +59,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
         page_path = options.folder / PAGE_NAME
         document.write_bytes(profile_page.comparison(profiles).encode(), page_path)
         print(f"written to {page_path}")
+        if options.open and not webbrowser.open(page_path.resolve().as_uri()):
+            print("--open: this machine has no browser", file=sys.stderr)
     return 1 if failed else 0

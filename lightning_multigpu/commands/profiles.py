@@ -32,7 +32,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     profiles = {str(folder): _profile(folder) for folder in options.folder}
     if len(profiles) == 1:
         [(folder, profile)] = profiles.items()
-        page_path = Path(folder) / profile_page.FILE_NAME
+        page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)
         document.write_bytes(profile_page.page(profile).encode(), page_path)
         print(f"{profile_text.text(profile)}\nwritten to {page_path}")
         return 0
@@ -43,8 +43,13 @@ def run(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _file(folder: Path) -> Path:
+    """The profile of a folder; the file itself may be named as well."""
+    return folder if folder.name == profile_document.FILE_NAME else folder / profile_document.FILE_NAME
+
+
 def _profile(folder: Path) -> dict[str, Any]:
-    path = folder if folder.name == profile_document.FILE_NAME else folder / profile_document.FILE_NAME
+    path = _file(folder)
     try:
         return profile_document.read(path)
     except OSError as error:

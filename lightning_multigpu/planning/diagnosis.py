@@ -298,15 +298,11 @@ def _callbacks(ranks: Sequence[RankFigures]) -> list[Finding]:
     def own_s(rank: RankFigures) -> float:
         return rank.own_s - rank.callbacks_s.get(name, 0.0)
 
-    return [
-        _finding(
-            "callbacks",
-            ranks,
-            own_s,
-            f"{name} takes {ms(seconds)} of a step of {ms(slowest.step_s)} on rank {slowest.rank}.",
-            "Do its work every n-th batch only.",
-        )
-    ]
+    kind, remedy = "callbacks", "Do its work every n-th batch only."
+    if name.endswith(".log_metrics"):
+        kind, remedy = "logging", "Log less often: Trainer(log_every_n_steps=50), or more."
+    evidence = f"{name} takes {ms(seconds)} of a step of {ms(slowest.step_s)} on rank {slowest.rank}."
+    return [_finding(kind, ranks, own_s, evidence, remedy)]
 
 
 def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
@@ -340,7 +336,7 @@ def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
             ranks,
             lambda rank: rank.own_s - rank.of("other") / 2,
             f"Lightning's loop takes {ms(fixed_s)} of a step of {ms(slowest.step_s)}, whatever the size of the "
-            "batch: logging, learning-rate schedulers, the progress bar.",
+            "batch: results of steps, learning-rate schedulers, the progress bar.",
             "Use larger batches (the time is per as many samples as now), log_every_n_steps=50 or more, and "
             "enable_progress_bar=False or a larger refresh_rate.",
         )

@@ -27,8 +27,8 @@ PHASES = (
 """In the order in which reports show them.
 
 "communication" is the part of the transfers that nothing hides; "stage_wait" the time in which a rank of a pipeline
-waits for messages of other stages; "other" what Lightning's loop does outside of all actions that it names: logging,
-learning-rate schedulers, the progress bar.
+waits for messages of other stages; "callbacks" what callbacks, hooks of the module and loggers do; "other" what
+Lightning's loop does outside of all that: results of steps, learning-rate schedulers, the progress bar.
 """
 
 

@@ -81,6 +81,8 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
         for name, profile in profiles.items()
     ]
     of_runs = [(name, rank["phases_s"]) for name, rank in slowest.items()]
+    rates = [(name, {"samples": rate}) for name, p in profiles.items() if (rate := run_curves.rate(p))]
+    fastest = "Samples a second of each run; the table above has the numbers"
     return _html(
         "Profiles compared",
         [
@@ -90,6 +92,11 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
             legend({phase: _COLOURS[phase] for phase in used}),
             bars("Phases of a step by run; the table below has the numbers", of_runs, _COLOURS, ms),
             table(["run", "strategy", *map(words, used), "step", "samples a second", "diagnosis"], rows),
+            *(
+                ["<h2>Samples a second</h2>", bars(fastest, rates, {"samples": page_figures.BLUE}, number)]
+                if rates
+                else []
+            ),
         ],
     )
 

@@ -36,10 +36,16 @@ def course(curve: Curve) -> tuple[float, float, float]:
     return median(values[:tenth]), median(values), median(values[-tenth:])
 
 
-def samples_a_second(profile: Mapping[str, Any]) -> str:
-    """The median over the whole run, of all ranks together; a dash where it was not measured."""
+def rate(profile: Mapping[str, Any]) -> float | None:
+    """Samples a second: the median over the whole run, of all ranks together; None where it was not measured."""
     courses = [course(curve) for curve in curves(profile, SAMPLES).values()]
-    return number(sum(middle for _, middle, _ in courses)) if courses else "-"
+    return sum(middle for _, middle, _ in courses) if courses else None
+
+
+def samples_a_second(profile: Mapping[str, Any]) -> str:
+    """:func:`rate` as text; a dash where it was not measured."""
+    found = rate(profile)
+    return "-" if found is None else number(found)
 
 
 def peak(curve: Curve) -> float:

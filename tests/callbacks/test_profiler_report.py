@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,16 +19,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.operator_trace import OperatorTrace
+from lightning_multigpu.callbacks.profiler_report import _Window
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import profile_document, profile_page, profile_text
+from tests.report.shape import assert_follows_profile_schema
 from tests.strategies.tasks import make_strategy
 from tests.world import World, rank
 
@@ -35,6 +39,8 @@ STEP_S = 0.1
 HEALTHY_STEP_S = 0.4
 """A busy machine takes a core away for 10 ms at a time, which may not be 5 % of a step with nothing wrong."""
 STEPS = 12
+FEW_STEPS = 7
+"""As many end the window and the step behind it."""
 
 
 class Samples(Dataset[Tensor]):
@@ -53,11 +59,12 @@ class Samples(Dataset[Tensor]):
 
 
 class Net(L.LightningModule):
-    """A step sleeps for ``step_s``; ``fault`` makes it longer."""
+    """A step sleeps for ``step_s``; ``fault`` makes it longer by ``fault_s``."""
 
-    def __init__(self, fault: str = "", step_s: float = STEP_S) -> None:
+    def __init__(self, fault: str = "", step_s: float = STEP_S, fault_s: float = STEP_S) -> None:
         super().__init__()
         self.step_s = step_s
+        self.fault_s = fault_s
         self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         self.fault = fault
 
@@ -66,7 +73,8 @@ class Net(L.LightningModule):
             torch.set_num_threads(8)
         if self.fault == "reads":  # each waits for the device
             read = torch.Tensor.item
-            torch.Tensor.item = lambda tensor: time.sleep(STEP_S / 50) or read(tensor)  # type: ignore[method-assign]
+            wait_s = self.fault_s / 50
+            torch.Tensor.item = lambda tensor: time.sleep(wait_s) or read(tensor)  # type: ignore[method-assign]
 
     def on_fit_end(self) -> None:
         if self.fault == "reads":
@@ -75,20 +83,50 @@ class Net(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self.step_s)
         if self.fault == "straggler" and rank() == 1:
-            time.sleep(STEP_S)
+            time.sleep(self.fault_s)
         if self.fault == "threads" and torch.get_num_threads() == 8:
-            time.sleep(STEP_S)  # as they would get in each other's way
+            time.sleep(self.fault_s)  # as they would get in each other's way
         loss: Tensor = self.layers(batch).square().mean()
+        if self.fault == "logging":
+            self.log("loss", loss)
         if self.fault == "reads":
             self.total = sum(value.item() for value in torch.arange(50.0))  # reads many values
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.fault == "callbacks" or (self.fault == "callbacks of rank 0" and rank() == 0):
-            time.sleep(STEP_S)
+            time.sleep(self.fault_s)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class SlowLogger(Logger):
+    """Takes ``seconds`` on rank 0."""
+
+    name, version = "slow", 0
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        if rank() == 0:
+            time.sleep(self.seconds)
+
+
+class Layer(nn.Linear):
+    """Sleeps for ``sample_s`` a sample."""
+
+    def __init__(self, sample_s: float) -> None:
+        super().__init__(4, 4)
+        self.sample_s = sample_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(len(x) * self.sample_s)
+        return super().forward(x)
 
 
 def profiled(
@@ -125,12 +163,27 @@ def profiled(
 
 
 def run(
-    world: World, directory: Path, fault: str = "", *, step_s: float = STEP_S, operators: bool = False
+    world: World,
+    directory: Path,
+    fault: str = "",
+    *,
+    step_s: float = STEP_S,
+    fault_s: float = STEP_S,
+    operators: bool = False,
+    max_steps: int = STEPS,
 ) -> dict[str, Any]:
     def fit() -> tuple[dict[str, Any] | None, bool, int]:
-        samples = Samples(STEP_S if "input" in fault else 0.0, 1 if fault == "input of one rank" else None)
+        samples = Samples(fault_s if "input" in fault else 0.0, 1 if fault == "input of one rank" else None)
         loader = DataLoader(samples, batch_size=2)
-        return profiled(directory, Net(fault, step_s), loader, make_strategy("ring_ddp"), operators=operators)
+        options = {"logger": SlowLogger(fault_s), "log_every_n_steps": 1} if fault == "logging" else {}
+        # A slow network: two messages of the ring in a step, and half of their time would be saved.
+        ring = make_strategy("ring_ddp", shared_memory=fault != "communication")
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == "communication":
+                send = dist.isend
+                patch.setattr(dist, "isend", lambda *args, **kwargs: time.sleep(fault_s) or send(*args, **kwargs))
+            module = Net(fault, step_s, fault_s)
+            return profiled(directory, module, loader, ring, operators=operators, max_steps=max_steps, **options)
 
     (profile, same_profiler, _), (other, _, left) = world.run(fit)
     assert profile is not None
@@ -141,20 +194,28 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
+    ("fault", "kind", "times"),
     [
-        ("", None),
-        ("input", "input"),
-        ("input of one rank", "input"),
-        ("straggler", "straggler"),
-        ("callbacks", "callbacks"),
-        ("callbacks of rank 0", "callbacks"),  # rank 1 waits for it in a broadcast of Lightning's loop
-        ("reads", "synchronising calls"),
-        ("threads", "threads"),
+        ("", None, 1),
+        ("input", "input", 1),
+        ("input of one rank", "input", 2),
+        ("straggler", "straggler", 1),
+        ("straggler", "straggler", 2),
+        ("callbacks", "callbacks", 2),
+        ("callbacks of rank 0", "callbacks", 1),  # rank 1 waits for it in a broadcast of Lightning's loop
+        ("communication", "communication", 1),
+        ("communication", "communication", 2),
+        ("logging", "logging", 1),
+        ("logging", "logging", 2),
+        ("reads", "synchronising calls", 1),
+        ("reads", "synchronising calls", 2),
+        ("threads", "threads", 1),
+        ("threads", "threads", 2),
     ],
 )
-def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None) -> None:
-    profile = run(world2, tmp_path, fault, step_s=STEP_S if fault else HEALTHY_STEP_S)
+def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None, times: int) -> None:
+    step_s, max_steps = STEP_S if fault else HEALTHY_STEP_S, STEPS if fault == "threads" else FEW_STEPS
+    profile = run(world2, tmp_path, fault, step_s=step_s, fault_s=times * STEP_S, max_steps=max_steps)
     findings = profile["findings"]
     assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(profile)
     if kind == "synchronising calls":
@@ -165,11 +226,38 @@ def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kin
         assert f"rank {1 if 'one' in fault else ''}" in findings[0]["evidence"]
     if kind == "callbacks":
         assert "Net.on_train_batch_end" in findings[0]["evidence"]
+    if kind == "logging":
+        assert "SlowLogger.log_metrics takes" in findings[0]["evidence"]
+    if kind == "communication":
+        assert "accumulate_grad_batches=2" in findings[0]["remedy"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("fault", ["pipeline bubble", "imbalance of stages"])
+def test_the_fault_of_a_pipeline_is_named_first(world2: World, tmp_path: Path, fault: str, times: int) -> None:
+    """Two micro-batches of one sample; stages that compute for as long as each other, or one of them alone."""
+    sample_s = times * STEP_S / 2
+
+    def fit() -> dict[str, Any] | None:
+        module = Net(step_s=0.0)
+        layers = (Layer(0.0 if fault == "imbalance of stages" else sample_s), Layer(sample_s))
+        module.layers = nn.Sequential(*layers)
+        loader = DataLoader(Samples(0.0, None), batch_size=2)
+        strategy = make_strategy("gpipe", num_micro_batches=2)
+        return profiled(tmp_path, module, loader, strategy, max_steps=FEW_STEPS)[0]
+
+    profile, _ = world2.run(fit)
+    assert profile is not None
+    assert profile["findings"][0]["kind"] == fault, profile_text.text(profile)
+    if fault == "imbalance of stages":
+        [last] = [of_rank["rank"] for of_rank in profile["ranks"] if of_rank["stages"]["position"] == 1]
+        assert f"the stages of rank {last} compute" in profile["findings"][0]["evidence"]
 
 
 def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World, tmp_path: Path) -> None:
     profile = run(world2, tmp_path, operators=True)
     assert json.loads((tmp_path / profile_document.FILE_NAME).read_text()) == json.loads(json.dumps(profile))
+    assert_follows_profile_schema(json.loads((tmp_path / profile_document.FILE_NAME).read_text()))
     assert [of_rank["rank"] for of_rank in profile["ranks"]] == [0, 1]
     for of_rank in profile["ranks"]:
         assert len(of_rank["steps"]) == 3
@@ -253,7 +341,9 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     counts = [dict(worker["histogram"]) for worker in profile["servers"]["workers"]]
     assert sum(sum(of_worker.values()) for of_worker in counts) == 20
     assert profile["servers"]["servers"][0]["share"] == 1
-    assert [of_rank["memory"] for of_rank in profile["ranks"]] == [{"activations_bytes": 5 * 2 * 4 * 4}] * 2
+    assert [of_rank["memory"] for of_rank in profile["ranks"]] == [
+        {"parameters_bytes": 320, "gradients_bytes": 320, "activations_bytes": 5 * 2 * 4 * 4}
+    ] * 2
     assert "Staleness of updates" in profile_page.page(profile)
 
 
@@ -347,6 +437,17 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: must be (at least|above)"):
         ProfilerReport(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("device", "operators", "records"),
+    [("cuda", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_a_gpu_has_operators_unless_they_are_declined(device: str, operators: bool | None, records: bool) -> None:
+    """Without them nothing would tell whether the host runs ahead of its GPU."""
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, node_rank=0, train_dataloader=None, profiler=None)
+    assert _Window(trainer, 5, 1, 1, operators=operators, activations=False)._records_operators is records
 
 
 def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from lightning_multigpu.planning.step_phases import PHASES
+
 FIGURE = {"median": float, "p95": float, "mean": float, "last": float}
 KEY = r"(throughput|communication|parameter_server|device)/[a-z0-9_]+"
 STEP = {"num_micro_batches": int, "wall_s": float, "bubble": float, "theoretical_bubble": float}
@@ -64,6 +66,44 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
             for rank in pipeline["ranks"]:
                 memory = {name: int for name in MEMORY if name in rank}
                 check(rank, {"rank": int, "stages": [int], **(TIMES if timed else {}), **memory})
+
+
+def assert_follows_profile_schema(profile: dict[str, Any]) -> None:
+    """As in the docstring of :mod:`lightning_multigpu.report.profile_document`."""
+    check({name: value for name, value in profile.items() if name not in ("link_gbit", "trial", "servers")}, {
+        "schema_version": int, "strategy": {"name": str, "options": dict}, "versions": dict, "origin_s": float,
+        "step_s": float, "ranks": [dict],
+        "operations": [{
+            "operation": str, "group": str, "group_size": int, "count": float, "size_bytes": float,
+            "sent_bytes": float, "memory_bytes": float, "seconds": float,
+        }],
+        "findings": [{"kind": str, "saving_s": float, "step_s": float, "evidence": str, "remedy": str}],
+    })  # fmt: skip
+    if profile["trial"] is not None:
+        check(profile["trial"], {"threads": int, "step_s": float})
+    if profile["link_gbit"] is not None:
+        check(profile["link_gbit"], float)
+    sometimes = {
+        "memory": dict, "limit": list, "over_time": dict, "launches": {"kernels": int, "busy_s": float, "queued": int},
+    }  # fmt: skip
+    for rank in profile["ranks"]:
+        check({name: value for name, value in rank.items() if name not in ("data_workers", "stages")}, {
+            "rank": int, "node": int, "host": str, "threads": int, "cores": int,
+            "clock": {"offset_s": float, "error_s": float}, "step_s": float, "phases_s": dict, "callbacks_s": dict,
+            "transfers_s": float, "waits_s": dict, "operators": list, "reads": list,
+            "steps": [{"start_s": float, "end_s": float, "batches": int, "parts": list, "transfers": list}],
+            **{name: shape for name, shape in sometimes.items() if name in rank},
+        })  # fmt: skip
+        assert rank["phases_s"].keys() <= {*PHASES}
+        assert rank["waits_s"].keys() <= {"gradients", "activations"}
+        assert rank["data_workers"] is None or rank["data_workers"] >= 0
+        for seconds in (rank["phases_s"], rank["callbacks_s"], rank["waits_s"]):
+            check(list(seconds.values()), [float])
+        for step in rank["steps"]:
+            assert [len(part) for part in step["parts"]] == [3] * len(step["parts"])
+            assert [len(transfer) for transfer in step["transfers"]] == [8] * len(step["transfers"])
+        for points in rank.get("over_time", {}).values():
+            check(points, [[float]])
 
 
 def check(value: Any, shape: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.profiles import PHASES_S, profile, told, with_all
+from tests.report.shape import assert_follows_profile_schema
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -71,6 +73,11 @@ def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() ->
     assert of_tracks["operators, thread 4"] == [("mm", 50_000, 10_000)]
     assert of_tracks["GPU stream 7"] == [("k", 100_000, 100_000)]
     assert "host-to-device copies" not in of_tracks, "there are none"
+
+
+def test_the_document_follows_its_schema() -> None:
+    for found in (profile(), with_all()):
+        assert_follows_profile_schema(json.loads(json.dumps(found)))
 
 
 def test_text() -> None:
@@ -175,7 +182,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = rf"{quick} +sync_ps +1.00 +20.0 +40.0 +1.00 +5.00 +67.0 +320 +nothing found$"
     assert re.search(row, printed, re.MULTILINE)
     assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
-    assert main(["report", str(slow)]) == 0
+    assert f"{quick}: samples, 320" in _Page(page.read_text()).texts
+    assert page.read_text().count('role="img" aria-label=') == 2
+    assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
     assert "Profile of ring_ddp" in capsys.readouterr().out
     assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(profile())
 

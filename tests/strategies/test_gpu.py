@@ -15,6 +15,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_multigpu import DataParallelStrategy, PipelineStrategy
+from lightning_multigpu.callbacks import ProfilerReport
 from tests.launch.test_hangs import HangingJob
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.world import World
@@ -174,3 +175,19 @@ def test_two_stages_share_a_gpu(schedule: str, world2: World) -> None:
     reference, _ = train("auto", 1)
     for weights in world2.run(stages_on_one_gpu, schedule):
         assert_close(weights, reference)
+
+
+def test_a_profile_has_what_a_gpu_tells(tmp_path: Path) -> None:
+    report = ProfilerReport(wait=1, warmup=1, active=3, print_report=False)
+    options = {"callbacks": [report], "default_root_dir": tmp_path}
+    trainer = make_trainer(CASE, "auto", 1, accelerator="gpu", **options)
+    trainer.fit(Classifier(), train_loader(CASE, 1))
+    assert report.profile is not None
+    [rank] = report.profile["ranks"]
+    assert rank["launches"]["kernels"] > 0
+    assert rank["launches"]["busy_s"] > 0
+    assert rank["limit"][0] == "GPU"
+    assert any(gpu_s for *_, gpu_s in rank["operators"])
+    page = (tmp_path / "report.html").read_text()
+    assert "on the GPU" in page
+    assert "GPU stream 0" in (tmp_path / "profile_trace.json").read_text()
