@@ -151,21 +151,33 @@ class Recomputation:
         module: the whole module.
         choice: the layers.
         kept: further states that a layer's random numbers depend on.
+        in_threads: several threads run copies of the module, and so share the generators of Python and NumPy: a layer
+            that draws from them is refused.
 
     Attributes:
         names: of the layers.
-        has_run: whether one of them has run with gradients.
 
     Raises:
         ValueError: as of :func:`selected_layers`; or a module around a layer is compiled.
     """
 
-    def __init__(self, module: Module, choice: Choice, kept: Sequence[Kept] = ()) -> None:
+    def __init__(self, module: Module, choice: Choice, kept: Sequence[Kept] = (), *, in_threads: bool = False) -> None:
         self.names = selected_layers(module, choice)
         _check_not_compiled(module, self.names)
-        self.has_run = False
-        self._kept = (_random_numbers, *kept)
+        self._choice = choice
+        self._has_run = False
+        self._kept = (_no_random_numbers if in_threads else _random_numbers, *kept)
         self._checked: set[str] = set()
+
+    def without_effect(self) -> str | None:
+        """Once, after a step: that none of the layers has run with gradients."""
+        if self._has_run:
+            return None
+        self._has_run = True
+        return (
+            f"activation_checkpointing={self._choice!r} has no effect: the first training step calls none of "
+            f"{', '.join(self.names[:3])} with gradients; name modules that it calls"
+        )
 
     @contextmanager
     def installed(self, module: Module) -> Iterator[None]:
@@ -203,7 +215,7 @@ class Recomputation:
                 )
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            self.has_run = True
+            self._has_run = True
             begin = [keep() for keep in self._kept]
             values = {} if name in self._checked else _buffer_versions(layer)
             output = recomputed(layer, own, args, kwargs, partial(_entered, begin), preserve_rng_state=True)
@@ -254,7 +266,7 @@ def recomputed(
         if not ran:
             ran = True
             return forward(*args, **kwargs)
-        with again(), _default_dtype(dtype), _preserved_statistics(layer):
+        with again(), default_dtype(dtype), _preserved_statistics(layer):
             return forward(*args, **kwargs)
 
     leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
@@ -317,6 +329,31 @@ def _random_numbers() -> Callable[[], AbstractContextManager[None]]:
     return drawn_again
 
 
+def _no_random_numbers() -> Callable[[], AbstractContextManager[None]]:
+    """Refuses a second run that draws from the generators of Python and NumPy; torch's are for other code to check."""
+
+    @contextmanager
+    def drawing_none() -> Iterator[None]:
+        before = random.getstate(), numpy.random.get_state(legacy=False)
+        try:
+            yield
+        finally:  # torch ends the second run by an exception, as soon as it has all tensors
+            if random.getstate() != before[0] or not _is_same(numpy.random.get_state(legacy=False), before[1]):
+                raise RecomputationError(
+                    "a layer under activation_checkpointing draws random numbers of Python or NumPy, from generators "
+                    "that all replicas share: it would draw others when backward computes it again. Leave it out of "
+                    "activation_checkpointing, or use strategy='ring_ddp'"
+                )
+
+    return drawing_none
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two states of NumPy's generator are the same."""
+    places = [(state["state"]["pos"], state["has_gauss"]) for state in (first, second)]
+    return places[0] == places[1] and bool(numpy.array_equal(first["state"]["key"], second["state"]["key"]))
+
+
 @contextmanager
 def _entered(begin: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
     with ExitStack() as undo:
@@ -345,8 +382,12 @@ def _check_buffers(name: str, layer: Module, before: Mapping[str, tuple[Tensor, 
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within the block torch's default dtype is ``dtype``, in all threads; where it is so already, nothing is done."""
     before = torch.get_default_dtype()
+    if before == dtype:  # perhaps by a thread that has several others run the block
+        yield
+        return
     torch.set_default_dtype(dtype)
     try:
         yield

@@ -464,12 +464,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         assert self.lightning_module is not None
         with recomputation.installed(self.lightning_module):
             yield
-        if not recomputation.has_run:
-            recomputation.has_run = True
-            rank_zero_warn(
-                f"activation_checkpointing={self._activation_checkpointing!r} has no effect: the first training step "
-                f"calls none of {', '.join(recomputation.names[:3])} with gradients; name modules that it calls"
-            )
+        if (problem := recomputation.without_effect()) is not None:
+            rank_zero_warn(problem)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import asked_precision, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
@@ -74,6 +75,9 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples (the parts of a
             batch are then weighted by their samples), "sum", or, for a mean over something else, a function from a part
             of the batch to its weight (its number of tokens, for example).
+        activation_checkpointing: layers that backward computes again instead of keeping their activations, as of
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Layers may not draw random numbers from a
+            generator that replicas share: torch's on CPUs, and those of Python and NumPy.
 
     Raises:
         ValueError: an option or a setting of the Trainer cannot be used with ``dp``; the message names the value, the
@@ -91,9 +95,11 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         loss_reduction: LossReduction = "mean",
+        activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, ["loss_reduction"])
+        option_checks.check_options(type(self).__name__, options, ["loss_reduction", "activation_checkpointing"])
+        check_choice(activation_checkpointing)
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -105,6 +111,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         self.num_nodes = 1
         self._layer_sync: LayerSync | None = None
         self._loss_reduction: LossReduction = loss_reduction
+        self._activation_checkpointing: Choice = activation_checkpointing
+        self._recomputation: Recomputation | None = None
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
         self._has_warned = False
@@ -112,7 +120,10 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {"loss_reduction": self._loss_reduction}
+        return {
+            "loss_reduction": self._loss_reduction,
+            "activation_checkpointing": self._activation_checkpointing,
+        }
 
     @property
     def devices(self) -> list[torch.device]:
@@ -186,6 +197,12 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         self._metrics = ReplicaMetrics(self.devices)
         self._replicas = ModuleReplicas(self.lightning_module, self.devices, self._metrics.substitute)
         self._threads = ReplicaThreads(self.devices)
+        self._recomputation = None
+        if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
+            several = len(self.devices) > 1
+            self._recomputation = Recomputation(
+                self.lightning_module, self._activation_checkpointing, in_threads=several
+            )
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -222,7 +239,19 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+            output = self._step("training_step", *args, **kwargs)
+        if self._recomputation is not None and (problem := self._recomputation.without_effect()) is not None:
+            rank_zero_warn(problem)
+        return output
+
+    @contextmanager
+    def _recomputing(self, hook: str, replicas: Sequence[nn.Module]) -> Iterator[None]:
+        """Within the block layers of the replicas run so that backward computes them again."""
+        with ExitStack() as undo:
+            if hook == "training_step" and self._recomputation is not None:
+                for replica in replicas:
+                    undo.enter_context(self._recomputation.installed(replica))
+            yield
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +284,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         assert self._threads is not None
         parts = self._scattered(batch)
         if len(parts) == 1:
-            return getattr(module, hook)(parts[0], *others, **options)
+            with self._recomputing(hook, [module]):
+                return getattr(module, hook)(parts[0], *others, **options)
         with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
             replicas = self._replicas.make(len(parts))
         for replica, device in zip(replicas[1:], self.devices[1:], strict=False):
@@ -266,7 +296,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             for replica, part in zip(replicas, parts, strict=True)
         ]
         random_state = torch.get_rng_state()
-        outputs, records = zip(*self._threads.run(calls, hook), strict=True)
+        with self._recomputing(hook, replicas):
+            outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = self.root_device.type == "cpu" and not torch.equal(random_state, torch.get_rng_state())
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()

@@ -83,6 +83,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self.scale_invariant_steps = 0.0  # before a schedule reads it; a checkpoint sets it later
         super().setup_optimizers(trainer)
         self._scaled_rate = None
         if self._adascale is False or not self.optimizers:

@@ -291,18 +291,33 @@ class StopsAt(L.Callback):
         trainer.should_stop = trainer.strategy.scale_invariant_steps >= self.steps  # type: ignore[attr-defined]
 
 
-def stop(path: Path) -> tuple[int, float, list[Any]]:
+class ReadsSteps(Classifier):
+    """Has a schedule over the steps that training is worth, whose first rate is asked for with the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.strategy.scale_invariant_steps  # type: ignore[attr-defined]
+        return super().configure_optimizers()
+
+
+def stop(path: Path) -> tuple[int, float, float, float]:
     strategy = make_strategy("ring_ddp", adascale=True)
     scheduler, rates = GradientAccumulationScheduler({0: 1, 1: 2}), LearningRateMonitor()
     logger = CSVLogger(str(path), name=None, version=0)
     trainer = make_trainer(Case(max_epochs=9), strategy, 2, callbacks=[StopsAt(20), scheduler, rates], logger=logger)
     trainer.fit(Classifier("groups"), train_loader(Case(), 2))
-    return trainer.global_step, strategy.scale_invariant_steps, [*rates.lrs]
+    found = trainer.global_step, strategy.scale_invariant_steps
+    trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
+    trainer.should_stop, trainer.accumulate_grad_batches = False, 1
+    again = ReadsSteps()
+    trainer.fit(again, train_loader(Case(), 2))
+    return *found, again.steps, strategy.scale_invariant_steps
 
 
 def test_training_ends_when_it_is_worth_enough_steps(world2: World, tmp_path: Path) -> None:
     first, second = world2.run(stop, tmp_path)
-    assert first[:2] == second[:2]
-    global_step, steps = first[:2]
+    assert first == second
+    global_step, steps, *of_second_fit = first
     assert 20 <= steps < 24
     assert global_step < 20
+    assert of_second_fit[0] == 0.0, "a second fit has new optimizers"
+    assert 1 <= of_second_fit[1] <= 4, "one step, of two batches of each rank"

@@ -550,5 +550,5 @@ def test_what_travels_is_measured_and_the_savings_of_ring_ddp_are_told(
 
 
 def test_an_option_of_other_strategies_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"has no option 'start_method'. It takes loss_reduction."):
+    with pytest.raises(TypeError, match=r"'start_method'\. It takes activation_checkpointing, loss_reduction\."):
         DataParallelStrategy(start_method="spawn")

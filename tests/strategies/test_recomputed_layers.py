@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,6 +110,51 @@ def test_trains_as_without_and_keeps_less(regime: Regime, world2: World) -> None
         assert_same_weights(result, reference)
         assert result["calls"] == reference["calls"] == 4, "hooks of a layer run once"
         assert result["kept"] < 0.5 * reference["kept"]
+
+
+class SteadyBlock(Block):
+    """Draws what it is told to, and has no statistics of a batch."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.draw()
+        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Steady(Blocks):
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SteadyBlock(draw) for _ in range(4))
+
+
+def replicated(choice: Any, devices: int, draw: Callable[[], Any] = int) -> dict[str, Any]:
+    module, case = Steady(draw), Case(max_epochs=2, num_samples=52)  # the last batch is one of four samples
+    strategy = make_strategy("dp", activation_checkpointing=choice) if devices > 1 else "auto"
+    trainer = make_trainer(case, strategy, devices)
+    trainer.fit(module, train_loader(case, 1))
+    return {"weights": state(module), "kept": max(module.kept)}
+
+
+def test_replicas_of_dp_train_as_one_device_and_keep_less() -> None:
+    plain, again = replicated(False, 2), replicated(True, 2)
+    assert_same_weights(again, replicated(False, 1))
+    assert again["kept"] < 0.5 * plain["kept"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "error"),
+    [
+        (partial(torch.rand, 1), "draws random numbers \\(aten.rand"),
+        (random.random, "draws random numbers of Python or NumPy"),
+        (numpy.random.standard_normal, "draws random numbers of Python or NumPy"),
+    ],
+)
+def test_replicas_of_dp_may_not_draw_from_a_generator_that_they_share(draw: Callable[[], Any], error: str) -> None:
+    with pytest.raises(RuntimeError, match=error):
+        replicated(True, 2, draw)
 
 
 def test_layers_are_chosen_by_class_and_name(world2: World) -> None:

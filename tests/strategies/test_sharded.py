@@ -632,7 +632,7 @@ def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="and EMAWeightAveraging: it would average rounded parameters"):
         trainer.fit(Classifier(), train_loader(CASE, 2))
     monkeypatch.setattr(sharded, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-multigpu\[sharded\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"ninja torch, and then pip install --no-build-isolation 'lightning"):
         make_trainer(CASE, "ddp_sharded", 2)
 
 

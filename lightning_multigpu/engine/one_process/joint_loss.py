@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import comm
 
+from lightning_multigpu.engine.activation_checkpointing import default_dtype
 from lightning_multigpu.engine.one_process.random_numbers import NoDraws, same_generator
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 
@@ -50,6 +51,7 @@ class JointLoss:
     threads: ReplicaThreads
     reducing: Callable[[int], AbstractContextManager[object]]
     may_draw: bool = True
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype, init=False)
     gradient: Tensor = field(init=False)
 
     def value(self) -> Tensor:
@@ -70,7 +72,9 @@ class JointLoss:
     def gradients(self) -> Gradients:
         """The sum of the gradients of all replicas, for each parameter; None where no loss depends on it."""
         calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
-        with _without_hooks(self.parameters[0]), nullcontext() if self.may_draw else same_generator():
+        # Layers that run again do so in the default dtype of their forward passes: threads must not set it one by one.
+        generator = nullcontext() if self.may_draw else same_generator()
+        with default_dtype(self.dtype), _without_hooks(self.parameters[0]), generator:
             found = self.threads.run(calls, "backward")
         self.losses = ()  # their graphs are used up
         if len(found) == 1:
