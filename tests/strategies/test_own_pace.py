@@ -352,6 +352,7 @@ SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
     ({"limit_train_batches": 0.6, "accumulate_grad_batches": 2}, 3 * 4, 3 * 28),
     ({"accumulate_grad_batches": 2}, 3 * 7, 3 * 50),
     ({"max_steps": 17, "max_epochs": -1}, 17, 50 + 16),
+    ({"max_steps": 17, "max_epochs": -1, "loading": {"num_workers": 1}}, 17, 50 + 16),
     ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
 ]
 
