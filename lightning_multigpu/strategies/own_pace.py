@@ -261,7 +261,8 @@ class OwnPace(Callback):
         self._stop_if_over(trainer)
 
     def _stop_if_over(self, trainer: pl.Trainer) -> None:
-        if self._coordination.is_over:
+        has_none = self._coordination.is_exhausted and self._batches is not None and not self._batches.has_next()
+        if self._coordination.is_stopped or has_none:
             trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:

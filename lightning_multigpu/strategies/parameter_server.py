@@ -385,6 +385,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 f"{' and '.join(name for name, is_set in asked.items() if is_set)}: with mode='sync' no gradients are "
                 "stale; leave that out, or use mode='async'"
             )
+        if max_staleness == 0 and (scale_lr_by_staleness or delay_compensation != 0):
+            name = "scale_lr_by_staleness" if scale_lr_by_staleness else "delay_compensation"
+            raise ValueError(
+                f"max_staleness=0: no gradients are stale then, and {name} would do nothing; leave it out, or use "
+                "max_staleness=None or 1 and more"
+            )
         if max_staleness not in (None, 0):
             option_checks.check_positive("max_staleness", max_staleness, whole=True)
         if delay_compensation != 0:

@@ -352,6 +352,7 @@ SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
     ({"limit_train_batches": 0.6, "accumulate_grad_batches": 2}, 3 * 4, 3 * 28),
     ({"accumulate_grad_batches": 2}, 3 * 7, 3 * 50),
     ({"max_steps": 17, "max_epochs": -1}, 17, 50 + 16),
+    ({"max_steps": 17, "max_epochs": -1, "loading": {"num_workers": 1}}, 17, 50 + 16),
     ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
 ]
 
@@ -481,6 +482,9 @@ def test_a_program_goes_on_after_the_fit(world2: World) -> None:
         ({"max_staleness": 3}, "max_staleness: with mode='sync' no gradients are stale"),
         ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),
         ({"mode": "async", "max_staleness": 1.5}, "max_staleness=1.5"),
+        ({"mode": "async", "max_staleness": 0, "scale_lr_by_staleness": True}, "and scale_lr_by_staleness would do"),
+        ({"mode": "async", "max_staleness": 0, "delay_compensation": 0.1}, "max_staleness=0: no gradients are stale"),
+        ({"mode": "async", "scale_lr_by_staleness": "yes"}, "scale_lr_by_staleness='yes' is not a bool"),
         ({"mode": "async", "delay_compensation": -0.1}, "delay_compensation=-0.1"),
         ({"delay_compensation": 0.1, "scale_lr_by_staleness": True}, "scale_lr_by_staleness and delay_compensation"),
     ],

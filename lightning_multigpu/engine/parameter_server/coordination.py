@@ -17,16 +17,20 @@ class Coordination:
 
     Args:
         servers: the connections of this worker.
+
+    Attributes:
+        is_exhausted: the run has no more batches for this worker, which may have some that it has yet to train on.
     """
 
     def __init__(self, servers: ServerConnections) -> None:
         self._servers = servers
         self._run = 0
+        self.is_exhausted = False
 
     def start(self) -> None:
         """Waits until worker 0 begins to train, which has loaded its checkpoint then."""
         self._run += 1
-        self._servers.is_stopped = False
+        self._servers.is_stopped = self.is_exhausted = False
         if self._servers.worker == 0:
             self._servers.post(0, {"kind": "start", "run": self._run})
         else:
@@ -50,7 +54,7 @@ class Coordination:
             with self._waits():
                 self.pause()
                 fields = self._answer_to({"kind": "next", **of_epoch, "waits": True})
-        self._servers.is_stopped = self._servers.is_stopped or bool(fields["is_over"])
+        self.is_exhausted = bool(fields["is_over"])
         number = fields["number"]
         return None if number is None else int(number)
 
@@ -74,8 +78,8 @@ class Coordination:
             self._servers.answers("epoch is trained", _FIRST)
 
     @property
-    def is_over(self) -> bool:
-        """True once worker 0 has stopped training, or the run has taken all of its batches."""
+    def is_stopped(self) -> bool:
+        """True once worker 0 has stopped training: this worker trains on none of the batches that it has."""
         return self._servers.is_stopped
 
     def stop(self, *, epoch: int, at_once: bool) -> None:

@@ -113,7 +113,7 @@ class ServerConnections:
         lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
             are left.
         joined_in: the epoch of the job that this worker has joined; None for one of the first workers.
-        is_stopped: worker 0 has ended training, or all batches are taken.
+        is_stopped: worker 0 has ended training.
     """
 
     def __init__(

@@ -571,7 +571,7 @@ def test_an_epoch_and_the_end_of_training() -> None:
         awaited.join(20)
         stopped = threading.Thread(target=first.coordination.stop, kwargs={"epoch": 0, "at_once": True})
         stopped.start()
-        while not second.coordination.is_over:
+        while not second.coordination.is_stopped:
             time.sleep(0.01)
         assert second.coordination.next_batch(**dealt) is None
         stopped.join(0.2)
