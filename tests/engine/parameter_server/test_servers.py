@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import pytest
@@ -33,7 +33,7 @@ from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.sharding import Split
-from lightning_multigpu.engine.parameter_server.wire import checksums, device_checksum, packed
+from lightning_multigpu.engine.parameter_server.wire import bytes_of, checksums, device_checksum, packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
@@ -258,6 +258,59 @@ def test_servers_with_and_without_snapshots_are_not_mixed() -> None:
         found.servers[1]._saved = saved
         words = "parameter server 1 goes on from a snapshot, and 0 does not: start all of them with --resume"
         found.workers.run(lambda worker: work(worker, words))
+
+
+def test_a_snapshot_does_not_wait_for_a_quiet_moment_of_asynchronous_workers() -> None:
+    """Some worker was always in the middle of a step, and the server wrote no snapshot until the end of the job."""
+    buckets = [{"dtype": "float32", "pieces": [[3]]}] * 2
+    plan = {"class": "torch.optim.sgd:SGD", "split": "elements", "buckets": buckets, "groups": [[[0, 0], [1, 0]]]}
+    values = [dict(optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0).defaults)]
+    tensors: list[Tensor] = []
+    content = {"defaults": values[0], "values": values, "weights": [torch.zeros(3)] * 2, "state": []}
+    hello = {"kind": "hello", "num_workers": 2, "num_servers": 1, "consistency": asdict(Consistency(False))}
+    with ThreadPoolExecutor(1) as pool, job() as found, contextlib.ExitStack() as ends:
+        [server] = found.servers
+        channels = [ends.enter_context(contextlib.closing(connect("127.0.0.1", server.port, SECRET, timeout_s=5)))
+                    for _ in range(2)]  # fmt: skip
+        for worker, channel in enumerate(channels):
+            channel.send({**hello, "worker": worker})
+            told: dict[str, Any] = {"kind": "configure", "optimizer": 0, "number": 0, "plan": plan}
+            told["body"] = packed(content if worker == 0 else None, tensors if worker == 0 else [], what="")
+            channel.send(told, [bytes_of(tensor) for tensor in tensors] if worker == 0 else [])
+            channel.send({"kind": "pull", "optimizer": 0})
+
+        def push(worker: int, round_: int, bucket: int) -> None:
+            told = {"kind": "push", "optimizer": 0, "bucket": bucket, "round": round_, "kinds": [1]}
+            channels[worker].send(told, [bytes_of(torch.ones(3))])
+
+        def is_within(worker: int, round_: int) -> bool:
+            with server._changing:
+                now = server._optimizers[0]._round_of(worker) if server._optimizers else None
+                return now is not None and now.number == round_ and now.num_sent == 1
+
+        def begin(worker: int, round_: int) -> None:
+            """Sends one of two buckets; waits until the server has updated it, or holds it back."""
+            body = packed(values if worker == 0 else [], [], what="")
+            channels[worker].send({"kind": "step", "optimizer": 0, "round": round_, "values": body})
+            push(worker, round_, 0)
+            num_looks = 0
+            while not is_within(worker, round_) and num_looks < 200:
+                num_looks += server._is_saving
+                time.sleep(0.001)
+
+        begin(0, 0)
+        saving = pool.submit(server.snapshot)
+        for round_ in range(100):
+            begin(1, round_)
+            push(0, round_, 1)
+            if saving.done():
+                break
+            begin(0, round_ + 1)
+            push(1, round_, 1)
+        weights_saved = saving.result(timeout=30)[0]["weights"]
+        assert torch.equal(weights_saved[0], weights_saved[1]), "no step is there in part"
+        for channel in channels[::-1]:
+            channel.send({"kind": "goodbye"})
 
 
 def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
