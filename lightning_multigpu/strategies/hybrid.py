@@ -299,6 +299,10 @@ class HybridStrategy(StagedStrategy):
         return groups if self._axis is None else [*groups, (self._axis.peers, self._axis.replicated())]
 
     @override
+    def split_plan(self) -> SplitPlan | None:
+        return None if self._axis is None else self._axis.plan
+
+    @override
     def stage_record(self) -> StageRecord | None:
         record = super().stage_record()
         if record is None:  # ranks with the same part of every layer are a pipeline of their own in reports

@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.planning.stage_costs import StageCosts
+from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -228,9 +230,11 @@ class Logits(Dealt):
 def logits(ranks: int, **options: Any) -> dict[str, Any]:
     task, noting = Logits(), Noting("")
     strategy = make_strategy("hybrid", **options) if ranks > 1 else "auto"
-    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting])
+    report = RunReport(print_table=False, write_file=False)
+    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting, report])
     trainer.fit(task)
-    return {"weights": state(task), "tokens": float(trainer.callback_metrics["tokens"]), "held": noting.held}
+    tokens = float(trainer.callback_metrics["tokens"])
+    return {"weights": state(task), "tokens": tokens, "held": noting.held, "report": report.report}
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)], ids=str)
@@ -243,6 +247,13 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
         assert_close(result["weights"], reference["weights"], 1e-9)
         assert result["tokens"] == reference["tokens"]
         assert result["held"] < 0.6 * reference["held"]
+        report = result["report"]
+        assert_follows_schema(report)
+        assert len(report["tensor_split"]["ranks"]) == shape[1] * shape[2], "those of one pipeline"
+        hidden = next(each for each in report["tensor_split"]["blocks"] if each["shape"] == "first, second")
+        sent, output = sum(each["sent_bytes"] for each in hidden["traffic"]), hidden["activation_bytes"]
+        assert sent == 2 * output, "by the formula, of two ranks: an all-reduce forward and one backward"
+        assert len(report["pipeline"]["pipelines"]) == shape[0] * shape[2]
     assert pipeline == {} or results[0]["held"] == 0, "the last stage has no parameters"
 
 

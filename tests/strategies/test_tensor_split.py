@@ -21,6 +21,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -170,6 +172,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **LAYERS, **TOKENS)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(num_key_value_heads=2, **LAYERS, **TOKENS)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, head_dim=6, **LAYERS, **TOKENS)),
     "bert": lambda: BertForSequenceClassification(BertConfig(num_labels=3, **LAYERS, **NO_DROPOUT, **TOKENS)),
     "t5": lambda: T5ForConditionalGeneration(
@@ -201,6 +204,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 FOUND: dict[str, dict[str, int]] = {
     "gpt2": {"vocabulary": 1, "attention": 2, "first, second": 2},
     "llama": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
+    "phi3": {"vocabulary": 1, "gate, up, down": 2},  # its attention reads the heads of a config that all layers share
     "qwen3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "bert": {"vocabulary": 1, "attention": 2, "first, second": 3},
     "t5": {"vocabulary": 1, "attention": 2, "first, second": 4},  # its own attention has a bias for each head
@@ -215,7 +219,7 @@ FOUND: dict[str, dict[str, int]] = {
     "equal layers": {"vocabulary": 1, "first, second": 2},
 }
 # These compute norms, softmax or losses in float32 whatever the precision.
-RTOL = dict.fromkeys(("gpt2", "llama", "qwen3", "t5", "bert"), 1e-4)
+RTOL = dict.fromkeys(("gpt2", "llama", "phi3", "qwen3", "t5", "bert"), 1e-4)
 
 # Pooling before a classifier; attention to an encoder, a second input; weights that attention computes in vain.
 UNUSUAL_TRAFFIC = ("bert", "t5", "multihead", "decoder")

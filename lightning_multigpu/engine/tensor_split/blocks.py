@@ -199,7 +199,8 @@ def _block_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping
     if len(names) >= 2:
         (_, fused), (o_in, _) = sizes[:2]
         heads = _heads_near(parts, names[0], names[1])
-        if heads and o_in % heads[0] == 0 and fused == o_in + 2 * (o_in // heads[0]) * heads[1]:
+        is_gate = fused == 2 * o_in and not _counts_heads(parts, names[0], names[1])
+        if heads and not is_gate and o_in % heads[0] == 0 and fused == o_in + 2 * (o_in // heads[0]) * heads[1]:
             unit = o_in // heads[0]
             of_keys = unit * heads[1]
             group = o_in // heads[1]
@@ -247,6 +248,11 @@ def _ancestors(parts: Mapping[str, Module], first: str, last: str) -> list[str]:
             break
     other = last.rpartition(".")[0]
     return found if other in found else [*found, other]
+
+
+def _counts_heads(parts: Mapping[str, Module], first: str, last: str) -> bool:
+    """Whether a module around the layers has an attribute of its own about heads, and not just a ``config``."""
+    return any("head" in name for each in _ancestors(parts, first, last) for name in vars(parts[each]))
 
 
 def _heads_near(parts: Mapping[str, Module], first: str, last: str) -> tuple[int, int] | None:

@@ -46,6 +46,9 @@ class TensorAxis:
         peers: the same ranks, for everything else.
         plan, sequence_split: as of :class:`.TensorSplitStrategy`.
         on_split: called with the plan of the split, once there is one.
+
+    Attributes:
+        plan: of the split; None before the first batch.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class TensorAxis:
         self._model = model
         self._on_split = on_split
         self._layers = layers_within(model.chain, model.module, group, plan, sequence_split)
+        self.plan: SplitPlan | None = None
         self._inside: frozenset[int] = frozenset()
         self._summed: list[str] = []
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -105,7 +109,7 @@ class TensorAxis:
             gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
-        plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
+        self.plan = plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
         rank_zero_info(summary(plan))
         if self._on_split is not None:
             self._on_split(plan)
