@@ -6,6 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
+from lightning_multigpu.communication.rendezvous import own_host
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
@@ -542,12 +544,24 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         host = "127.0.0.1"
         if self.num_nodes > 1:
             host = source_address(self.run_context.main_address) or host
+            self._check_reachable(host)
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
         self._processes, self._places = [ServerProcess(host, secret, num_threads=threads) for _ in own], own
         found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
         everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
         return [everywhere[k] for k in range(len(nodes))]
+
+    def _check_reachable(self, host: str) -> None:
+        """Refuses an address of a server that leads every host to itself; a collective."""
+        told = self.gather_objects((own_host(), host))
+        at_home = [(name, address) for name, address in told if ip_address(address).is_loopback]
+        if at_home and len({name for name, _ in told}) > 1:
+            raise ValueError(
+                f"MASTER_ADDR={self.run_context.main_address} leads to {at_home[0][1]} on {at_home[0][0]}, where "
+                "parameter servers would listen, and ranks of other hosts do not reach them there; set it to an "
+                "address of the network on all hosts, or name servers, such as servers=['10.0.0.5:7000']"
+            )
 
     @override
     def _serve(self, optimizer: Optimizer) -> Served:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from lightning_multigpu.communication.job_secret import JOB_SECRET
+from lightning_multigpu.strategies import parameter_server
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
@@ -378,3 +379,19 @@ class Interrupted(Classifier):
 def test_a_server_that_is_killed_ends_the_run_and_is_named(world2: World) -> None:
     words = r"parameter server 0 of 1 \(127.0.0.1 port \d+\) has ended"
     world2.run_raising(RuntimeError, words, lambda: fit(Interrupted(), "sync_ps"))
+
+
+def on_two_hosts() -> None:
+    node = rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NODE_RANK", str(node))
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(parameter_server, "own_host", lambda: f"node{node}")
+        trainer = make_trainer(Case(max_epochs=1), make_strategy("sync_ps"), 1, num_nodes=2)
+        trainer.fit(Classifier(), train_loader(Case(), 2))
+
+
+def test_servers_that_other_hosts_cannot_reach_are_refused(world2: World) -> None:
+    """MASTER_ADDR leads to the loopback of the first host: ranks of others looked for the server at their own."""
+    words = r"MASTER_ADDR=127.0.0.1 leads to 127.0.0.1 on node0, .*set it to an address of the network on all hosts"
+    world2.run_raising(ValueError, words, on_two_hosts)
