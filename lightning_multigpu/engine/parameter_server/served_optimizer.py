@@ -718,6 +718,10 @@ class ServedOptimizer:
         rounds = self._rounds.values() if self._common is None else (self._common,)
         return not any(round_now.num_sent for round_now in rounds)
 
+    def is_within_round(self, worker: int) -> bool:
+        """Whether a step of the worker has updated a part of the weights only."""
+        return self._round_of(worker).num_sent > 0
+
     def checksum(self) -> int:
         """A number that differs for other weights."""
         return int(checksum([bucket.weights for bucket in self._buckets]).sum())

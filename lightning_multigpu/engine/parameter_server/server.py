@@ -50,6 +50,7 @@ _LAST_WORDS_S = 5.0
 _LOOK_S = 1.0  # at machines that may be gone
 _SILENCE_S = 0.5, 86_400.0
 _LATE_S = 2.0
+_SAVES_WITHIN_S = 1.0
 
 
 class Server:
@@ -84,6 +85,7 @@ class Server:
         self._last_word: Any = None
         self._await_last_word: set[int] = set()
         self._is_stopping = self._has_taken_over = False
+        self._is_saving = False
         self._problem, self._replica_goes_on = "", False
         self._is_over = threading.Event()
         self._listener = Listener(host, port, secret, self._welcome)
@@ -122,13 +124,24 @@ class Server:
         return self._job is None or self._num_come >= self._job.num_workers
 
     def snapshot(self) -> dict[int, dict[str, Any]]:
-        """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any."""
+        """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any.
+
+        Workers begin no step meanwhile, so that the moment comes: those which are within a step end it. For the rest of
+        a step an asynchronous worker has 1 s, since it may be stopped; the snapshot has a part of its step otherwise,
+        as the weights have when a worker is lost.
+        """
         with self._changing:
             served = self._optimizers
-            self._changing.wait_for(
-                lambda: self._is_over.is_set() or all(each.is_between_rounds for each in served.values())
-            )
-            return {number: each.snapshot() for number, each in served.items()}
+            self._is_saving = True
+            try:
+                self._changing.wait_for(
+                    lambda: self._is_over.is_set() or all(each.is_between_rounds for each in served.values()),
+                    _SAVES_WITHIN_S if self._may_lose_workers else None,
+                )
+                return {number: each.snapshot() for number, each in served.items()}
+            finally:
+                self._is_saving = False
+                self._changing.notify_all()
 
     def end(self, problem: str, *, replica_goes_on: bool = False) -> None:
         """Ends :meth:`serve`; workers that are still there see their connections close.
@@ -322,7 +335,7 @@ class Server:
         if kind == "push":
             served = self._optimizer(fields)
             memory = member.memory[served.number, fields["bucket"]] if fields.get("in_memory") is True else None
-            with self._turn():
+            with self._turn(worker):
                 room = served.room_for_push(
                     fields.get("bucket"),
                     fields.get("kinds"),
@@ -332,7 +345,7 @@ class Server:
                 )
             if memory is None and room is not None:
                 channel.receive_into([bytes_of(room)])
-            with self._turn():
+            with self._turn(worker):
                 if memory is not None and room is not None:
                     member.memory_in += room.nbytes
                 served.push(
@@ -355,7 +368,7 @@ class Server:
             raise WireError(f"a message {str(kind)[:40]!r} came with {payload_bytes} bytes")
         if kind == "goodbye":
             return False
-        with self._turn():
+        with self._turn(worker):
             if kind == "statistics":
                 member.post({"kind": "statistics", **self._statistics()})
                 return True
@@ -381,10 +394,17 @@ class Server:
         return True
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Holds the lock for a message, which may have to wait for those of other workers."""
+    def _turn(self, worker: int) -> Iterator[None]:
+        """Holds the lock for a worker's message, which may have to wait for those of others, or for a snapshot."""
         start_s = time.perf_counter()
         with self._changing:
+            self._changing.wait_for(
+                lambda: (
+                    not self._is_saving
+                    or self._is_over.is_set()
+                    or any(served.is_within_round(worker) for served in self._optimizers.values())
+                )
+            )
             self._waited_s += time.perf_counter() - start_s
             yield
             self._changing.notify_all()  # who waits for a moment between rounds
