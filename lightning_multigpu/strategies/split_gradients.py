@@ -1,6 +1,9 @@
-"""Clipping by the norm of whole gradients, and skipped steps, where ranks hold parts of parameters."""
+"""Gradients where ranks hold parts of parameters: clipping, skipped steps, and hooks that read them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
@@ -8,13 +11,21 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
+
+_WITH_HOOKS = ("post_backward", HOOKS_BEFORE_STEP)
+"""Methods of a precision plugin that call the hooks of a module and of callbacks."""
 
 
 class SplitGradients:
     """Clips by the norm of all ranks' gradients, and skips a step with inf or nan on all ranks or on none.
+
+    ``on_after_backward`` and ``on_before_optimizer_step`` read whole gradients and parameters: see
+    :class:`.WholeReads`.
 
     It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`.
 
@@ -27,14 +38,28 @@ class SplitGradients:
         self._plugin = plugin
         self._group = group
         vars(plugin)["clip_grad_by_norm"] = self._clip
+        for name in _WITH_HOOKS:
+            vars(plugin)[name] = self._reading(getattr(plugin, name))
         self._overflow = CommonOverflow(plugin, self._any_rank)
 
     def end(self) -> None:
         """Gives the plugin and its scaler their own methods back."""
-        vars(self._plugin).pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", *_WITH_HOOKS):
+            vars(self._plugin).pop(name, None)
         self._overflow.end()
 
+    def _reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(*args: Any) -> Any:
+            with WholeReads(self._group):
+                return method(*args)
+
+        return reading
+
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        with torch._C.DisableTorchFunction():  # it looks at parts
+            self._clip_parts(optimizer, clip_val)
+
+    def _clip_parts(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
             return

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -983,3 +984,47 @@ def test_a_step_that_does_not_run_in_float32_is_tried_as_it_is_trained(world2: W
         assert result["split"] == {"vocabulary": 1, "first, second": 1}
         (note,) = result["plan"].notes
         assert "since in float32 training_step raises RuntimeError: mat1 and mat2 must have the same dtype" in note
+
+
+class ReadsGradients(Task):
+    """Its hooks read whole gradients and weights, and change them."""
+
+    def __init__(self) -> None:
+        super().__init__("fused")
+        self.norms: list[float] = []
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            size = parameter.grad.numel() ** 0.5
+            parameter.grad.mul_(parameter.norm() / parameter.grad.norm() * size / 100)
+        self.model.embedding.weight.grad[3] = 0.0  # type: ignore[index, union-attr]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms += [float(norm) for norm in grad_norm(self, 2).values()]
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+
+
+def reads_gradients(ranks: int) -> dict[str, Any]:
+    task = ReadsGradients()
+    strategy = make_strategy("tensor_split") if ranks > 1 else "auto"
+    make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False).fit(task, text())
+    return {"weights": state(task), "norms": task.norms}
+
+
+def test_hooks_read_whole_gradients(world2: World) -> None:
+    """They read a rank's part: norms of Lightning's grad_norm were too small, and ranks clipped by different ones."""
+    reference = reads_gradients(1)
+    for result in world2.run(reads_gradients, 2):
+        assert_same_weights(result, reference)
+        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
+
+
+def changes_a_view() -> None:
+    task = Task("fused")
+    task.on_after_backward = lambda: task.model.embedding.weight.grad[3].zero_()  # type: ignore[method-assign, index, union-attr]
+    make_trainer(Case(max_epochs=1), make_strategy("tensor_split"), 2, use_distributed_sampler=False).fit(task, text())
+
+
+def test_a_view_of_a_gradient_that_a_hook_changes_is_refused(world2: World) -> None:
+    world2.run_raising(RuntimeError, "a view that __getitem__ has given of a split layer's", changes_a_view)
