@@ -152,7 +152,10 @@ class RunReport(SilentMonitors):
         elif not trainer.is_global_zero:
             return
         else:
-            gathered = [(document.RankRecord(**record), told) for record, told in self._gathered]
+            gathered = [
+                (document.RankRecord(**{**record, "memory": StageMemory(**record["memory"])}), told)
+                for record, told in self._gathered
+            ]
         records, (about, servers, _) = [record for record, _ in gathered], gathered[0][1]
         name, options = identify(trainer.strategy)
         one_device = None
@@ -225,7 +228,7 @@ class RunReport(SilentMonitors):
 
 
 def memory_of(trainer: Trainer) -> StageMemory | None:
-    """The bytes that this rank holds; None where optimizer states are elsewhere."""
+    """The bytes that this rank holds; None where the strategy does not say."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
     if isinstance(strategy, ObservedStrategy):
         held = strategy.held_bytes()

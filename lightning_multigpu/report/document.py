@@ -33,7 +33,7 @@ class RankRecord:
     stages: StageRecord | None = None
     """Steps and memory of its stages, under a pipeline."""
     memory: StageMemory | None = None
-    """What it held at the end of training, without a pipeline and where states are not on servers."""
+    """What it held at the end of training, without a pipeline."""
 
 
 def build(

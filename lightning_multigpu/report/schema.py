@@ -20,7 +20,7 @@ Version 2::
       "communication_ms": {purpose: number},                      only where a meter measured communication
       "one_device": ONE_DEVICE,                                   only with RunReport(compare_with_one_device=True)
       "parameter_servers": SERVERS,                               only where servers made the updates
-      "memory": [{"rank": int, **MEMORY}],                        one a rank; not with stages or servers
+      "memory": [{"rank": int, **MEMORY}],                        one a rank; not with stages
       "tensor_split": SPLIT,                                      only where layers were split over ranks
       "pipeline": PIPELINE                                        only where the model was split into stages
     }

@@ -98,8 +98,8 @@ class ObservedStrategy:
     def held_bytes(self) -> HeldBytes | None:
         """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
 
-        Buffers in which gradients travel count as gradients; optimizer states that are offloaded to the host do not
-        count. None where servers make the updates.
+        Buffers in which gradients travel count as gradients; optimizer states that are offloaded to the host, or
+        on servers, do not count.
         """
         return None
 

@@ -152,10 +152,6 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             for optimizer, state in states:  # a checkpoint may be saved after the fit
                 optimizer.load_state_dict(state)
 
-    @override
-    def held_bytes(self) -> None:
-        return None
-
     # Training
 
     @contextmanager

@@ -188,6 +188,8 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
     report, logged = first["report"], first["logged"]
     assert_follows_schema(report)
     assert json.loads((tmp_path / "multigpu_report.json").read_text()) == report
+    held = {"parameters_bytes": PARAMETER_BYTES, "gradients_bytes": PARAMETER_BYTES, "optimizer_bytes": 0}
+    assert report["memory"] == [{"rank": rank, **held} for rank in range(2)], "states are on the servers"
     servers, workers = report["parameter_servers"]["servers"], report["parameter_servers"]["workers"]
     shard_bytes = PARAMETER_BYTES // len(servers)
     for server in servers:
