@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +42,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Serves one job; returns 0 if it has ended well, else 1.
 
     Raises:
-        UsageError: an option or a setting is unknown or out of its range, the address cannot be listened at, or there
-            is no secret.
+        UsageError: an option or a setting is unknown or out of its range, the address cannot be listened at, the
+            snapshot cannot be written, or there is no secret.
         SystemExit: for ``--help``.
     """
     options = _options(_parser(name), arguments)
@@ -54,6 +56,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32', and set it for the servers and the workers"
         )
     saved = _loaded(options.resume)
+    _check_can_write(options.snapshot)
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
@@ -123,6 +126,29 @@ def _loaded(path: str | None) -> dict[int, Any] | None:
     if not isinstance(loaded, dict) or loaded.keys() != {_MARK} or not loaded[_MARK]:
         raise UsageError(f"--resume {path}: it is no snapshot that '{PROGRAM} serve --snapshot' has written")
     return dict(loaded[_MARK])
+
+
+def _check_can_write(path: str | None) -> None:
+    """Makes the directory of a file, and a file without a name in it.
+
+    Raises:
+        UsageError: the system refuses that.
+    """
+    if path is None:
+        return
+    directory = os.path.dirname(os.path.abspath(path))
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.path.exists(directory):
+            os.makedirs(directory)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--snapshot {path}: no file can be written there ({error.strerror}); name a file in a directory in which "
+            "this user may write"
+        ) from error
 
 
 @contextmanager

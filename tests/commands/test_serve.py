@@ -28,6 +28,7 @@ from tests.strategies.test_own_pace import EVERY, Seen, loader, trained_on
 from tests.world import World
 
 SECRET = "0123456789abcdef" * 4
+NOWHERE = ["--host", "192.0.2.1"]
 CASE = Case(optimizer="adamw", max_epochs=2, trainer={"gradient_clip_val": 0.3})
 
 
@@ -177,9 +178,19 @@ def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
         ("", [], f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32'"),
         (SECRET, ["--snapshot-every-s", "0"], "--snapshot-every-s 0.0 is out of range; give a number above 0"),
         (SECRET, ["--resume", __file__], "test_serve.py: it cannot be read as a snapshot"),
+        (
+            SECRET,
+            ["--snapshot", f"{__file__}/a.pt"],
+            "test_serve.py/a.pt: no file can be written there (Not a directory)",
+        ),
+        (
+            SECRET,
+            [*NOWHERE, "--snapshot", "/"],
+            "--snapshot /: no file can be written there (Is a directory); name a file in",
+        ),
         ("short", [], f"{JOB_SECRET} has 5 characters; it must have 32 or more"),
         (SECRET, ["--port", "70000"], "--port 70000 is not between 0 and 65535"),
-        (SECRET, ["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 7000: "),
+        (SECRET, NOWHERE, "cannot listen on 192.0.2.1 port 7000: "),
         (SECRET, ["--prot", "1"], "--prot"),
     ],
 )
