@@ -6,7 +6,8 @@ Two models: 4 x Linear(d, 4 d) - GELU - Linear(4 d, d), where a size is d and th
 (norm, attention with 8 heads, norm, feed-forward of 4 d), where a size is d, samples and tokens of a sample. A step is
 forward, backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes.
 "sequence" splits activations between blocks as sequence_split=True does, and "sequence, gathered again" as
-"gather_again". The ways take turns; the one process computes while the other rank waits.
+"gather_again". The ways take turns; the one process computes while the other rank waits. What a rank holds is counted
+with AdamW, in bytes of parameters and states; --turns 0 prints this alone.
 """
 
 from __future__ import annotations
@@ -199,10 +200,22 @@ def work(rank: int, port: int, sizes: Sequence[tuple[int, ...]], gpt: Sequence[t
     dist.destroy_process_group()
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters, and of the states that a step of AdamW makes."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *states])
+
+
 def _print(title: str, found: dict[str, list[float]], ways: dict[str, nn.Module]) -> None:
-    numels = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in ways.items()}
-    print(f"{title}; {numels['split'] / numels['one process']:.3f} of the parameters on each rank")
+    share = held_bytes(ways["split"]) / held_bytes(ways["one process"])
+    print(f"{title}; {share:.3f} of the parameters and states of AdamW on each rank", flush=True)
     for name, seconds in found.items():
+        if not seconds:
+            continue
         ratio = statistics.median(ours / other for ours, other in zip(found["split"], seconds, strict=True))
         low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
         print(f"  {name:24} {middle:9.2f} ms  ({low:.2f} - {high:.2f})   split / this {ratio:.2f}", flush=True)
