@@ -245,7 +245,7 @@ def test_a_metric_whose_state_cannot_be_merged_is_refused() -> None:
     module.correlation = torchmetrics.PearsonCorrCoef()
     with pytest.raises(ValueError, match=r"PearsonCorrCoef cannot be merged .* its state 'mean_x' has dist_reduce_fx"):
         train(module, 2)
-    with pytest.raises(ValueError, match="RunningMean cannot be merged .* it counts each update"):
+    with pytest.raises(ValueError, match=r"RunningMean cannot be merged .* it counts each update"):
         train(_Smooths(in_step=True), 2)
     alone, replicated = _Smooths(in_step=False), _Smooths(in_step=False)
     train(alone, 1)
