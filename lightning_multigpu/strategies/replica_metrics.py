@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MinMaxMetric, Running
 
 
 class ReplicaMetrics:
@@ -43,10 +44,14 @@ class ReplicaMetrics:
         return own
 
     def merge(self) -> None:
-        """Adds the states of all copies that were updated to the module's metrics."""
+        """Adds the states of all copies that were updated to the module's metrics.
+
+        Raises:
+            ValueError: a metric counts each update, and every replica makes one.
+        """
         for _, (part, copied) in sorted(self._copies.items(), key=lambda item: item[0][1]):
             for metric, of_replica in zip(_metrics_in(part), _metrics_in(copied), strict=True):
-                if of_replica.update_called:
+                if of_replica.update_called or (isinstance(of_replica, Running) and of_replica._num_vals_seen):
                     _merge(metric, of_replica, self._devices[0])
                     of_replica.reset()
 
@@ -77,6 +82,12 @@ def _metrics_in(part: nn.Module) -> Iterator[Metric]:
 
 def _merge(metric: Metric, of_replica: Metric, device: torch.device) -> None:
     """Puts the states of both, in this order, into ``metric``."""
+    if isinstance(metric, Running | MinMaxMetric):
+        raise ValueError(
+            f"{type(metric).__name__} cannot be merged over the replicas of dp: it counts each update, and each replica "
+            "makes one for its part of the batch; update it in on_train_batch_end or on_validation_batch_end, from what "
+            "the step returns, or use strategy='ring_ddp'"
+        )
     if of_replica.device != device:
         of_replica = copy.deepcopy(of_replica).to(device)
     count = metric.update_count + of_replica.update_count if metric.update_called else of_replica.update_count

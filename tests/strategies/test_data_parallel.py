@@ -219,11 +219,38 @@ def test_logs_metrics_and_outputs_are_those_of_the_batch() -> None:
     assert float(replicated.trainer.callback_metrics["of two_epoch"]) == pytest.approx(float(sums[0]) / counts[0])
 
 
+class _Smooths(Classifier):
+    """Keeps the mean of its last losses, by a metric that it updates in the step or after it."""
+
+    def __init__(self, *, in_step: bool) -> None:
+        super().__init__()
+        self.in_step = in_step
+        self.recent = torchmetrics.RunningMean(window=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.in_step:
+            self.recent(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if not self.in_step:
+            self.recent(outputs["loss"].detach())
+
+
 def test_a_metric_whose_state_cannot_be_merged_is_refused() -> None:
+    """A running mean had the values of the first replica alone."""
     module = Classifier()
     module.correlation = torchmetrics.PearsonCorrCoef()
     with pytest.raises(ValueError, match=r"PearsonCorrCoef cannot be merged .* its state 'mean_x' has dist_reduce_fx"):
         train(module, 2)
+    with pytest.raises(ValueError, match=r"RunningMean cannot be merged .* it counts each update"):
+        train(_Smooths(in_step=True), 2)
+    alone, replicated = _Smooths(in_step=False), _Smooths(in_step=False)
+    train(alone, 1)
+    train(replicated, 2)
+    assert float(replicated.recent.compute()) == pytest.approx(float(alone.recent.compute()), rel=1e-6)
 
 
 class _Evaluated(Classifier):

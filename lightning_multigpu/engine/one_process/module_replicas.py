@@ -87,7 +87,7 @@ class ModuleReplicas:
                 # A method that is kept as an attribute or a hook would go on with the module's own tensors.
                 if isinstance(value, MethodType):
                     object.__setattr__(copy, name, bound(value))
-                elif isinstance(value, dict) and value and name.endswith("_hooks"):
+                elif isinstance(value, dict) and "_hooks" in name:  # its own, also for hooks that a step registers
                     object.__setattr__(copy, name, type(value)((key, bound(hook)) for key, hook in value.items()))
         return whole
 

@@ -49,6 +49,22 @@ def test_methods_kept_as_attributes_are_those_of_the_replica() -> None:
     torch.testing.assert_close(second.call(x), module.linear(x))
 
 
+class HooksItself(nn.Module):
+    """Registers a hook in its first forward pass, as models of transformers do to keep hidden states."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_forward_hook(lambda module, inputs, output: None)
+        return x
+
+
+def test_hooks_that_a_step_registers_are_those_of_the_replica() -> None:
+    """The replicas shared an empty table of hooks: with two replicas the hook was there twice, and on the module."""
+    replicas = ModuleReplicas(HooksItself(), CPUS).make(3)
+    for replica in replicas:
+        replica(torch.ones(()))
+    assert [len(replica._forward_hooks) for replica in replicas] == [1, 1, 1]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
