@@ -84,9 +84,9 @@ def _merge(metric: Metric, of_replica: Metric, device: torch.device) -> None:
     """Puts the states of both, in this order, into ``metric``."""
     if isinstance(metric, Running | MinMaxMetric):
         raise ValueError(
-            f"{type(metric).__name__} cannot be merged over the replicas of dp: it counts each update, and each replica "
-            "makes one for its part of the batch; update it in on_train_batch_end or on_validation_batch_end, from what "
-            "the step returns, or use strategy='ring_ddp'"
+            f"{type(metric).__name__} cannot be merged over the replicas of dp: it counts each update, and each "
+            "replica makes one for its part of the batch; update it in on_train_batch_end or "
+            "on_validation_batch_end, from what the step returns, or use strategy='ring_ddp'"
         )
     if of_replica.device != device:
         of_replica = copy.deepcopy(of_replica).to(device)
