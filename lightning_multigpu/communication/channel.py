@@ -12,7 +12,8 @@ A frame is a JSON object and a payload, each of bounded length. Nothing is unpic
 own transports encrypt nothing either, so that a job across hosts belongs on a network of its own.
 
 Who has not proved to know the secret is a stranger. Strangers send :data:`_HELLO_BYTES` bytes at most, within
-:data:`_PATIENCE_S` seconds, and the oldest of too many has to leave, so that they keep no member out.
+:data:`_PATIENCE_S` seconds, and the oldest of too many has to leave, so that they keep no member out. A member that had
+to leave comes again. Who gives a wrong proof is told so, and does not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HELLO_BYTES = _NONCE_BYTES + _PROOF_BYTES
+_REFUSAL = b"refused".ljust(_PROOF_BYTES)
 _PATIENCE_S = 10.0
 _TRY_S = 5.0
 _MAX_STRANGERS = 64
@@ -178,7 +180,7 @@ class Channel:
 def connect(
     host: str, port: int, secret: bytes, *, timeout_s: float, before_retry: Callable[[], None] = lambda: None
 ) -> Channel:
-    """Connects to a :class:`Listener` of the job; one that does not listen yet is tried again.
+    """Connects to a :class:`Listener` of the job; one that does not listen yet, or breaks off, is tried again.
 
     Args:
         host: where it listens.
@@ -194,28 +196,43 @@ def connect(
     while True:
         try:
             sock = socket.create_connection((host, port), timeout=min(_TRY_S, timeout_s))
-            break
         except OSError as error:
-            left_s = deadline_s - time.monotonic()
-            if not isinstance(error, ConnectionRefusedError | TimeoutError) or left_s <= 0:
-                raise ChannelError(f"no connection to {host} port {port}: {error.strerror or error}") from error
-            before_retry()
-            time.sleep(min(_PAUSE_S, left_s))
-    try:
-        sock.settimeout(_PATIENCE_S)
-        theirs, ours = _take(sock, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
-        sock.sendall(ours + _proof(secret, "connecting", theirs, ours))
-        answer = _take(sock, _PROOF_BYTES)
-        if not hmac.compare_digest(answer, _proof(secret, "listening", theirs, ours)):
-            raise ChannelError(f"{host} port {port} does not know the secret of this job")
-    except OSError as error:
-        sock.close()
-        if isinstance(error, ChannelError):
-            raise
-        raise ChannelError(
-            f"{host} port {port} has not let this process in ({error.strerror or error}): is it a server of this job?"
-        ) from error
-    return Channel(sock)
+            problem, cause = f"no connection to {host} port {port}: {error.strerror or error}", error
+            may_retry = isinstance(error, ConnectionRefusedError | TimeoutError)
+        else:
+            try:
+                if not _is_let_in(sock, secret):
+                    raise ChannelError(f"{host} port {port} does not know the secret of this job")
+                return Channel(sock)
+            except OSError as error:
+                sock.close()
+                if isinstance(error, ChannelError):
+                    raise
+                why = error.strerror or str(error)
+                problem = f"{host} port {port} has not let this process in ({why}): is it a server of this job?"
+                # A listener to which many strangers come breaks off the proofs of the oldest, who may be a member.
+                cause, may_retry = error, not isinstance(error, TimeoutError | PermissionError)
+        left_s = deadline_s - time.monotonic()
+        if not may_retry or left_s <= 0:
+            raise ChannelError(problem) from cause
+        before_retry()
+        time.sleep(min(_PAUSE_S, left_s))
+
+
+def _is_let_in(sock: socket.socket, secret: bytes) -> bool:
+    """Exchanges proofs with a listener; False if the listener's is wrong.
+
+    Raises:
+        PermissionError: the listener has refused this process's proof.
+        OSError: the connection has ended before.
+    """
+    sock.settimeout(_PATIENCE_S)
+    theirs, ours = _take(sock, _NONCE_BYTES), os.urandom(_NONCE_BYTES)
+    sock.sendall(ours + _proof(secret, "connecting", theirs, ours))
+    answer = _take(sock, _PROOF_BYTES)
+    if answer == _REFUSAL:
+        raise PermissionError("it has another secret")
+    return hmac.compare_digest(answer, _proof(secret, "listening", theirs, ours))
 
 
 class Listener:
@@ -284,6 +301,7 @@ class Listener:
             hello = _take(sock, _HELLO_BYTES)
             theirs, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(self._secret, "connecting", ours, theirs)):
+                sock.sendall(_REFUSAL)
                 raise ConnectionError("it does not know the secret")
             sock.sendall(_proof(self._secret, "listening", ours, theirs))
         except OSError:

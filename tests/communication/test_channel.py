@@ -164,6 +164,7 @@ def test_what_was_proved_on_one_connection_proves_nothing_on_another() -> None:
             member = connect(HOST, port, SECRET, timeout_s=10)
             members.next().close()
             second.sendall(bytes(64))
+            assert second.recv(32) == b"refused".ljust(32)
             assert second.recv(32) == b"", "it is closed"
             member.close()
 
@@ -177,6 +178,24 @@ def test_silent_strangers_keep_no_member_out() -> None:
             theirs = members.next()
             assert theirs.receive() == ({"kind": "hello"}, 0)
             theirs.close()
+
+
+def test_a_member_that_strangers_push_out_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers came between the two proofs of a member, the oldest had to leave, and the job ended."""
+    draw, floods = os.urandom, [100, 100]
+    with listening() as (port, members), contextlib.ExitStack() as strangers:
+
+        def draw_among_strangers(number: int) -> bytes:
+            if threading.current_thread() is threading.main_thread() and floods:
+                for _ in range(floods.pop()):
+                    sock = strangers.enter_context(socket.create_connection((HOST, port), timeout=10))
+                    assert len(sock.recv(32)) == 32, "the listener has met it"
+            return draw(number)
+
+        monkeypatch.setattr(os, "urandom", draw_among_strangers)
+        with contextlib.closing(connect(HOST, port, SECRET, timeout_s=30)), contextlib.closing(members.next()):
+            assert not floods
+            assert members.empty()
 
 
 @pytest.mark.parametrize(
