@@ -490,8 +490,10 @@ def _graphs() -> dict[str, Tensor]:
 
 
 _hf = _of_transformers
-_OWN_SAMPLES = "the loss compares the samples of a rank's part of the batch only; check_loss=True refuses it"
-_STATISTICS = "BatchNorm's statistics are those of a rank's part or of a micro-batch"
+_OWN_SAMPLES = (
+    "the loss compares the samples of a device's part of the batch only; check_loss=True of ring_ddp refuses it"
+)
+_STATISTICS = "BatchNorm's statistics are those of a device's part or of a micro-batch"
 
 STRANGERS: tuple[Stranger, ...] = (
     Stranger("ALBERT, masked tokens", _hf("AlbertConfig", "AlbertForMaskedLM", embedding_size=8), _text),

@@ -3,9 +3,9 @@
     python -m benchmarks.strangers [--only NAME ...] [--strategies NAME ...] [--page docs/does_my_model_run.md]
 
 Each module of :mod:`benchmarks.strange_modules` is trained for six batches of four samples in 64-true precision, by
-SGD: on one device, then by two ranks of this host under each strategy, on the same global batches. The weights are
-compared afterwards. A strategy that refuses a module is tried once more with the option that its message names and the
-module is known to train with.
+SGD: on one device, then by two ranks of this host (under dp: two replicas in one process) under each strategy, on the
+same global batches. The weights are compared afterwards. A strategy that refuses a module is tried once more with the
+option that its message names and the module is known to train with.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Batches(L.LightningDataModule):
         return DataLoader(_Samples(self._data), batch_size=BATCH_SIZE // count, sampler=order)
 
 
-def train(stranger: Stranger, strategy: Any, num_ranks: int) -> dict[str, Tensor]:
+def train(stranger: Stranger, strategy: Any, num_devices: int) -> dict[str, Tensor]:
     """The weights after training; only those of rank 0 are whole."""
     torch.manual_seed(0)
     module = stranger.make()
@@ -105,7 +105,7 @@ def train(stranger: Stranger, strategy: Any, num_ranks: int) -> dict[str, Tensor
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="cpu",
-            devices=num_ranks,
+            devices=num_devices,
             strategy=strategy,
             precision="64-true",
             max_epochs=1,
@@ -121,7 +121,12 @@ def train(stranger: Stranger, strategy: Any, num_ranks: int) -> dict[str, Tensor
 
 
 def _rank(
-    connection: Connection, stranger: Stranger, strategy: str, options: Mapping[str, Any], seat: dict[str, str]
+    connection: Connection,
+    stranger: Stranger,
+    strategy: str,
+    options: Mapping[str, Any],
+    num_devices: int,
+    seat: dict[str, str],
 ) -> None:
     """One process: trains, and sends either the weights or how it ended."""
     os.environ.update(seat)
@@ -131,7 +136,7 @@ def _rank(
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
     try:
-        weights = train(stranger, _strategy(strategy, options), int(seat.get("WORLD_SIZE", 1)))
+        weights = train(stranger, _strategy(strategy, options), num_devices)
         answer: Any = {name: tensor.numpy() for name, tensor in weights.items()}
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
@@ -150,12 +155,14 @@ def _strategy(name: str, options: Mapping[str, Any]) -> Any:
 
 def outcome(stranger: Stranger, strategy: str, options: Mapping[str, Any]) -> Any:
     """The weights of rank 0 by name, or of the rank that failed (whether it refused, reason, traceback)."""
-    alone = strategy == "auto"
+    regime = next((regime for regime in REGIMES if regime.name == strategy), None)
+    num_processes = NUM_RANKS if regime is not None and regime.strategy.starts_ranks else 1
+    num_devices = 1 if regime is None else NUM_RANKS
     port = free_port()
     context = multiprocessing.get_context("fork")
     connections: list[Connection] = []
     processes = []
-    for rank in range(1 if alone else NUM_RANKS):
+    for rank in range(num_processes):
         seat = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -165,7 +172,9 @@ def outcome(stranger: Stranger, strategy: str, options: Mapping[str, Any]) -> An
             "NODE_RANK": "0",
         }
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(there, stranger, strategy, options, {} if alone else seat))
+        process = context.Process(
+            target=_rank, args=(there, stranger, strategy, options, num_devices, seat if num_processes > 1 else {})
+        )
         process.start()
         there.close()
         connections.append(here)
@@ -209,7 +218,7 @@ def verdict(stranger: Stranger, strategy: str, expected: dict[str, Any], options
 
 def _second_attempt(stranger: Stranger, strategy: str, first: Verdict) -> dict[str, Any]:
     """Options for a strategy that has refused the module; empty where there are none."""
-    if "find_unused_parameters" in first.reason and strategy == "ring_ddp":
+    if "find_unused_parameters" in first.reason and strategy in ("ring_ddp", "ddp_sharded"):
         return {"find_unused_parameters": True}
     regime = next(regime for regime in REGIMES if regime.name == strategy)
     if first.kind != "refused" or "schedule" not in regime.options or not stranger.split_points:

@@ -99,7 +99,7 @@ def test_configuration_saves_the_newest_state(path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ["ring_ddp", "cpu_ps", "sharded_ps", "gpipe", "single_device"])
+@pytest.mark.parametrize("name", ["ring_ddp", "ddp_sharded", "dp", "cpu_ps", "sharded_ps", "gpipe", "single_device"])
 def test_configuration_trains(tmp_path: Path, name: str) -> None:
     config = str(ROOT / f"configs/{name}.yaml")
     run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--trainer.max_epochs=1")
