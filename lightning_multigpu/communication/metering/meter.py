@@ -192,7 +192,7 @@ class Meter:
     def flush(self) -> None:
         """Waits for the events of all ended steps, so that :attr:`steps` is complete.
 
-        A transfer that nobody waits for any more, because training was ended, is left out.
+        A transfer that no thread waits for any more, because training has ended, is left out.
         """
         if self._stream_origin is not None:
             torch.cuda.synchronize()
