@@ -28,7 +28,7 @@ OnFailure = Callable[[Failure], None]
 
 
 class NoGuardianError(GuardianError):
-    """Nobody listens at the guardian's address, or another user or container does."""
+    """No process listens at the guardian's address, or the process that does belongs to another user or container."""
 
 
 _LONGEST_LOOK_S = 0.5
@@ -147,7 +147,7 @@ class GuardianClient:
         self._send("can be lost")
 
     def announced(self) -> None:
-        """Tells that this rank shows the failure in the terminal itself: the guardian then does not."""
+        """Tells the guardian that this rank shows the failure in the terminal, so that the guardian does not."""
         self._send("announced")
 
     def uses_temporary(self, directory: str) -> None:
@@ -184,7 +184,7 @@ class GuardianClient:
         self._send("interrupted", number=number)
 
     def finish(self) -> Failure | None:
-        """Tells that this rank has come to the end of its run; waits until all ranks have, or one has failed.
+        """Tells that this rank has reached the end of its run; waits until all ranks have, or one has failed.
 
         Returns:
             The failure, or None if the run has ended well for all.
@@ -307,7 +307,7 @@ class GuardianClient:
             os.kill(self._process, signal.SIGKILL)
 
     def _gives_up(self) -> bool:
-        """Decides to kill a stopped guardian. Nobody resumes it from then on: it would die in its report's middle."""
+        """Decides to kill a stopped guardian. From then on no process resumes it: it would die within its report."""
         with self._deciding:
             if not self._leaving.is_set():
                 # Until then the host's other ranks shall see the same, also if this one leaves.
@@ -407,7 +407,7 @@ class GuardianClient:
 
 
 def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
-    """Connects; waits while so many others stand in line that the kernel lets nobody else join it."""
+    """Connects; waits while the kernel's queue of connections is full."""
     while True:
         try:
             return sock.connect("\0" + address)
