@@ -1,4 +1,4 @@
-"""Recorder of the actions that Lightning tells its profiler."""
+"""Recorder of the actions that Lightning reports to its profiler."""
 
 from __future__ import annotations
 
