@@ -33,7 +33,7 @@ class SplitCLI(TrainingCLI):
         path: where the plan is written as JSON; None for nowhere.
 
     Raises:
-        UsageError: something is wrong that keeps from training, or the strategy splits no layers.
+        UsageError: a setting makes training impossible, or the strategy splits no layers.
         ValueError: no layer can be split, or the plan of the configuration does not fit.
     """
 
