@@ -1,7 +1,7 @@
 """Misspelt strategies and classes, found by names and source files alone: importing Lightning or torch takes seconds.
 
-Only names that cannot be right are refused. Other names, for example a bare class name or one that a module creates when
-it is imported, are checked later by importing them.
+Only names that cannot be right are refused. Other names, for example a bare class name or one that a module creates at
+its import, are checked later by importing them.
 """
 
 from __future__ import annotations

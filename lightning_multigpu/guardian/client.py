@@ -88,7 +88,7 @@ class GuardianClient:
             raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
         if why := foreign(sock):
             sock.close()
-            raise NoGuardianError(f"at the guardian's address listens {why}: no guardian of rank {rank}")
+            raise NoGuardianError(f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}")
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
@@ -143,7 +143,7 @@ class GuardianClient:
             ValueError: this is rank 0, whose end always is the end of the job.
         """
         if self.rank == 0:
-            raise ValueError("rank 0 cannot be lost: the results are there; let only the other ranks declare it")
+            raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
     def announced(self) -> None:
@@ -244,7 +244,7 @@ class GuardianClient:
         self._met.wait(timeout_s)
         if self.failure is not None or not self._met.is_set():
             why = f"no answer within {timeout_s:g} s" if self.failure is None else self.failure.describe()
-            raise GuardianError(f"node {node_rank} ({host_name()}) is not welcome at {address} port {port}: {why}")
+            raise GuardianError(f"node {node_rank} ({host_name()}) is not accepted at {address} port {port}: {why}")
 
     def goodbye(self) -> None:
         """Ends this rank's part: from here on its end is no failure, and no failure is told to it."""
@@ -351,7 +351,7 @@ class GuardianClient:
         try:
             secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
         except ValueError as error:
-            raise GuardianError(f"the secret that rank {self.rank} was given is none: {error}") from error
+            raise GuardianError(f"the secret of rank {self.rank} is not valid: {error}") from error
         own = nonce()
         answer = proof(secret, "rank", str(challenge.get("nonce")))
         self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)

@@ -133,7 +133,7 @@ class Guardian:
         self.withdraw()
 
     def kill(self) -> None:
-        """Ends it at once and without a word: not all ranks could be started, and those that were are being ended."""
+        """Ends it at once without a message: not all ranks could be started, and the started ones are being ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._link.close()

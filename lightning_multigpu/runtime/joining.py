@@ -202,7 +202,7 @@ class Joining:
             )
         listed = ", ".join(f"{address}, the address of {names[address]}: {why}" for address, why in found.items())
         return (
-            f"{own} cannot connect to {listed}. See to the routes and firewalls between the two hosts, or name another "
+            f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
             "interface by GLOO_SOCKET_IFNAME"
         )
 
