@@ -22,7 +22,7 @@ class ActionRecorder(Profiler):
         super().__init__()
         self.inner = inner
         self.spans: list[Span] = []
-        """Those that have ended, in the order of their ends."""
+        """Actions that have ended, in the order of their ends."""
         self._clock = clock
         self._open: list[tuple[str, float]] = []
 

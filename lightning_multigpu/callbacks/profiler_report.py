@@ -42,7 +42,7 @@ from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _TRIAL_STEPS = 3
 _CALLBACKS = 8
-"""As many take the most time, and are told of."""
+"""The number of callbacks to list, those that take the most time."""
 _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
 
 

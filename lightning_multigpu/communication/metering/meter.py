@@ -49,7 +49,7 @@ class Meter:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
         self.listener: Callable[[list[Transfer], list[Interval]], None] | None = None
-        """Given the transfers of each step, once all their times are known, and the intervals that nothing hid."""
+        """Called with the transfers of each step, once all their times are known, and with the exposed intervals."""
         self._notes: CollectiveObserver | None = None
         self.now = clock
         """The meter's clock, in seconds."""
