@@ -1,4 +1,4 @@
-"""Recorder of the actions that Lightning tells its profiler."""
+"""Recorder of the actions that Lightning reports to its profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ActionRecorder(Profiler):
         super().__init__()
         self.inner = inner
         self.spans: list[Span] = []
-        """Those that have ended, in the order of their ends."""
+        """Actions that have ended, in the order of their ends."""
         self._clock = clock
         self._open: list[tuple[str, float]] = []
 

@@ -101,7 +101,7 @@ class CommunicationMonitor(Monitor):
     - `parameter_server/push_ms` (ms): time in which gradients were on their way to the host or to servers; over the
       steps that had such a push.
     - `parameter_server/pull_ms` (ms): time from the request of a step to the arrival of all new weights.
-    - `parameter_server/queue_ms` (ms): time that what a rank sends in a step waited at a server, which was busy with
+    - `parameter_server/queue_ms` (ms): time for which a rank's requests in a step waited at a server that was busy with
       other ranks; mean since the last log, on the server where it is longest. Where it is a large part of `pull_ms`,
       the server's processor is the bottleneck: use more servers, or larger batches.
     - `parameter_server/bytes_in/0` and `parameter_server/bytes_out/0` (bytes): received and sent by server 0 since the

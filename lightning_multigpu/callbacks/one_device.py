@@ -53,8 +53,8 @@ class Alone:
 class OneDevice:
     """The comparison of one fit. All methods but :meth:`comparison` are called on every rank.
 
-    The copy trains on the first batch of rank 0 and is thrown away; of the run nothing changes. On a CPU the copy has
-    the intra-op threads of all ranks of the host together, at most one for each core: as many as one process would use.
+    The copy trains on the first batch of rank 0 and is thrown away; the run does not change. On a CPU the copy has the
+    intra-op threads of all ranks of the host together, at most one for each core: as many as one process would use.
 
     Args:
         trainer: of the fit.
@@ -129,7 +129,7 @@ class OneDevice:
 
 
 def _objection(trainer: Trainer, module: LightningModule) -> str | None:
-    """The reason why a copy cannot train alone, the same on all ranks; None without one."""
+    """The reason why a copy cannot train alone, the same on all ranks; None if it can."""
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return "the run has one rank"

@@ -127,7 +127,7 @@ class NvmlProbe:
 
 
 class HostMemory(NamedTuple):
-    """Main memory in use, by all processes, and the most that can be, in bytes.
+    """Main memory in use by all processes, and its limit, in bytes.
 
     ``place`` is "host", or "container" where the control group of this process has a lower limit.
     """

@@ -42,12 +42,12 @@ from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _TRIAL_STEPS = 3
 _CALLBACKS = 8
-"""As many take the most time, and are told of."""
+"""The number of callbacks to list, those that take the most time."""
 _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
 
 
 class ProfilerReport(SilentMonitors):
-    """Profiles a window of optimizer steps on all ranks, and says why they take the time that they take.
+    """Profiles a window of optimizer steps on all ranks, and says which parts of a step take its time.
 
     At the end of training rank 0 prints for each rank how a step was spent (see
     :mod:`lightning_multigpu.planning.step_phases`), and the diagnosis: each reason for long steps with its evidence,
@@ -67,7 +67,7 @@ class ProfilerReport(SilentMonitors):
     With ``Trainer(profiler="pytorch")`` the operators are those of the training steps that this profiler records, and
     none are recorded beside it. Its steps take longer: keep its schedule apart from the window.
 
-    The figures come from the actions that Lightning tells its profiler, which goes on to be told of them, from the
+    The figures come from the actions that Lightning reports to its profiler, which still receives them, from the
     strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
     ``async_ps`` ranks of other hosts keep their own clock. On GPUs the phases are those of the host, which runs ahead
     of the device.

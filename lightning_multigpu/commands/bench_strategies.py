@@ -70,7 +70,7 @@ MODEL_NAMES = ("mlp", "gpt")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the table when all turns are taken, and writes what was asked for.
+    """Prints the table after all turns, and writes the files that the options name.
 
     Returns:
         0; 1 where a strategy failed.

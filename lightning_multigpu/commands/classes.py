@@ -14,11 +14,11 @@ WHERE = "modules are looked for in the current directory and among the installed
 
 
 class ClassNotFoundError(LookupError):
-    """There is no such class, or its module cannot be imported; the message is a clause that says which."""
+    """There is no such class, or its module cannot be imported; the message says which of the two."""
 
 
 def find_class(path: str) -> type | None:
-    """The class at a dotted path, or the known class of that bare name; None for what is found and is no class.
+    """The class at a dotted path, or the known class of that bare name; None if the object there is no class.
 
     Raises:
         ClassNotFoundError: nothing is found.

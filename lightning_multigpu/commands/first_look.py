@@ -1,4 +1,4 @@
-"""``fit``, ``validate``, ``test`` and ``predict``, as far as they do without Lightning, whose import takes seconds.
+"""The part of ``fit``, ``validate``, ``test`` and ``predict`` that does not import Lightning, which takes seconds.
 
 A misspelt setting, strategy or class is refused at once, ``--help`` prints the most used options, and ranks that the
 command line will need are started while this process imports Lightning.

@@ -18,7 +18,7 @@ Settings = MutableMapping[str, Any]
 
 
 def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """``--a=1 --b 2 -c x`` as ("a", "1"), ("b", "2"), ("c", "x"); what prints something instead is left out."""
+    """``--a=1 --b 2 -c x`` as ("a", "1"), ("b", "2"), ("c", "x"); options that only print are left out."""
     index = 0
     while index < len(arguments):
         argument = arguments[index]

@@ -18,7 +18,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlan
 
 
 def planned(arguments: Sequence[str], wanted: argparse.Namespace) -> PipelinePlans | None:
-    """The plans that ``wanted``, the options of the plan, asks for; ``arguments`` are those of ``fit``.
+    """The plans for the options ``wanted`` of ``pipeline plan`` and the ``arguments`` of ``fit``.
 
     None on the ranks of a tensor group but the first.
     """
@@ -27,7 +27,7 @@ def planned(arguments: Sequence[str], wanted: argparse.Namespace) -> PipelinePla
 
 
 class PlanningCLI(TrainingCLI):
-    """Makes everything that ``fit`` would make, and plans in its place.
+    """Makes the same objects as ``fit``, and plans instead of training.
 
     Args:
         arguments: options of ``fit``.
@@ -37,7 +37,7 @@ class PlanningCLI(TrainingCLI):
         plans: what was asked for.
 
     Raises:
-        UsageError: something is wrong that keeps from training, or from planning.
+        UsageError: a setting makes training or planning impossible.
     """
 
     plans: PipelinePlans

@@ -116,7 +116,7 @@ def taken_out(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def find(path: str) -> Resumption:
-    """The run to resume, of which ``path`` is a directory or a checkpoint.
+    """The run to resume; ``path`` is its directory or one of its checkpoints.
 
     Raises:
         UsageError: there is no complete checkpoint.
@@ -190,7 +190,7 @@ def _load(config: Path) -> Mapping[str, Any]:
 
 
 def _differences(saved: Any, now: Any, key: str) -> list[str]:
-    """Settings with two values; one that only the newer code of a class knows has none to compare."""
+    """Settings that differ; a setting that only the newer code of a class has is not compared."""
     return [f"{name} was {was}, and is {now}" for name, was, now in _differing(saved, now, key)]
 
 

@@ -1,7 +1,7 @@
 """Misspelt strategies and classes, found by names and source files alone: importing Lightning or torch takes seconds.
 
-Only what cannot be right is refused. What is left open, for example a bare class name or a module that makes its names
-when it is imported, is checked later by importing it.
+Only names that cannot be right are refused. Other names, for example a bare class name or one that a module creates at
+its import, are checked later by importing them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAKES_NAMES = re.compile(r"import \*|__getattr__|\b(?:exec|globals|locals|setat
 
 
 def check_strategy(name: str) -> None:
-    """Checks that a strategy's name is no slip of the pen in a name of this pack.
+    """Checks that a strategy's name is not a misspelt name of this pack.
 
     Another name may be Lightning's, or one that the user's own module registers. Such a name often contains one of this
     pack's ("my_ring_ddp"), which a misspelt one does not.

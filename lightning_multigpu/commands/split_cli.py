@@ -33,7 +33,7 @@ class SplitCLI(TrainingCLI):
         path: where the plan is written as JSON; None for nowhere.
 
     Raises:
-        UsageError: something is wrong that keeps from training, or the strategy splits no layers.
+        UsageError: a setting makes training impossible, or the strategy splits no layers.
         ValueError: no layer can be split, or the plan of the configuration does not fit.
     """
 
@@ -60,7 +60,7 @@ class SplitCLI(TrainingCLI):
         self.trainer.fit(model, datamodule=datamodule)
         if not shown.is_over:
             raise UsageError(
-                "the training loader has given no batch to try the split on; see to it that fit would train on one "
+                "the training loader has given no batch to try the split on; check that fit would train on one "
                 "(data, limit_train_batches, max_epochs, max_steps)"
             )
 

@@ -11,9 +11,9 @@
 A frame is a JSON object and a payload, each of bounded length. Nothing is unpickled, and nothing is encrypted: torch's
 own transports encrypt nothing either, so that a job across hosts belongs on a network of its own.
 
-Who has not proved to know the secret is a stranger. Strangers send :data:`_HELLO_BYTES` bytes at most, within
-:data:`_PATIENCE_S` seconds, and the oldest of too many has to leave, so that they keep no member out. A member that had
-to leave comes again. Who gives a wrong proof is told so, and does not.
+A process that has not proved that it knows the secret is a stranger. A stranger sends :data:`_HELLO_BYTES` bytes at
+most, within :data:`_PATIENCE_S` seconds. Of too many strangers the oldest is dropped, so that they keep no member out.
+A member whose connection was dropped connects again. A stranger whose proof is wrong is told so, and does not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TCP_INFO = struct.Struct("2xB53xI")  # linux/tcp.h, struct tcp_info: tcpi_retra
 
 
 class ChannelError(ConnectionError):
-    """The other end cannot be reached or trusted, has left, or has sent what is no frame."""
+    """The other end cannot be reached or trusted, has left, or has sent something other than a frame."""
 
 
 class Channel:
@@ -99,8 +99,9 @@ class Channel:
     def end_if_silent(self) -> None:
         """Ends the connection if what was sent is sent again and again without an answer.
 
-        The kernel's probes (:meth:`watch`) find a machine that is gone only where nothing is on its way to it. Its
-        limit for what is (``TCP_USER_TIMEOUT``) would also end a connection whose other process does not read.
+        The kernel's probes (:meth:`watch`) find a machine that is gone only while no data is on its way to it. The
+        kernel's limit for data on its way (``TCP_USER_TIMEOUT``) would also end a connection whose other process does
+        not read.
         """
         if self._limit_s is None or not hasattr(socket, "TCP_INFO"):
             return
@@ -131,7 +132,7 @@ class Channel:
         """The fields of the next frame, and the length of its payload, which is to be received next.
 
         Raises:
-            ChannelError: the other end is gone, or sends what is no frame.
+            ChannelError: the other end is gone, or sends something other than a frame.
         """
         fields_bytes, payload_bytes = _LENGTHS.unpack(self._receive_bytes(_LENGTHS.size))
         if fields_bytes > _MAX_FIELDS_BYTES or payload_bytes > _MAX_PAYLOAD_BYTES:
@@ -190,7 +191,7 @@ def connect(
         before_retry: called after each try but the last, every 5 s or more often; what it raises ends the search.
 
     Raises:
-        ChannelError: nobody answers there in time, or somebody who does not know the secret.
+        ChannelError: no process answers there in time, or the process that answers does not know the secret.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -263,7 +264,7 @@ class Listener:
         return int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Accepts nobody any more, and sends strangers away; members stay."""
+        """Accepts no further connections, and closes those of strangers; members stay."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

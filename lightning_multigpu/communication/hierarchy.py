@@ -160,7 +160,7 @@ class HierarchicalAllReduce:
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced again and again into shared memory, where it is reduced without copies.
 
-        A collective of the host's ranks, which takes long; it does nothing for a tensor that was moved before.
+        A slow collective of the host's ranks; it does nothing for a tensor that was moved before.
 
         Args:
             tensor: one-dimensional, with a storage of its own; its views move along.

@@ -59,7 +59,7 @@ class MainStore:
         """Rank 0 listens, unless the address is another host's and rank 0 is there; the others connect.
 
         Raises:
-            RendezvousError: the port is taken, the address is wrong, or nobody listens there in time.
+            RendezvousError: the port is taken, the address is wrong, or no process listens there in time.
         """
         if self.rank != 0 or self.is_kept:
             return self._connect()
@@ -149,7 +149,7 @@ class MainStore:
         return False
 
     def _problem(self) -> str | None:
-        """Why nobody can be reached there, or None if somebody listens."""
+        """The reason why no connection is possible, or None if a process listens there."""
         try:
             with socket.create_connection((self.address, self.port), timeout=_PROBE_S):
                 return None

@@ -182,7 +182,7 @@ class Rendezvous:
         self._guard(settle)
 
     def _raise_verdict(self) -> None:
-        """Raises the verdict if there is one, once all have read it: then no rank hears of another's error instead."""
+        """Raises the verdict if there is one, once all ranks have read it, so that no rank raises another's error."""
         if not self._store.check([_VERDICT]):
             return
         verdict = self._store.get(_VERDICT).decode()

@@ -129,7 +129,7 @@ class Host:
 
 
 class EmulatedHosts:
-    """A context manager that puts up hosts and takes them down again, whatever the way out.
+    """A context manager that creates hosts and deletes them at its end, also after an error.
 
     A SIGTERM that arrives in the meantime ends the process through the context manager, unless the program has a
     handler of its own. Hosts of a killed process are taken down by the next use on this machine.

@@ -53,7 +53,7 @@ class NamespaceSet:
 
         Args:
             label: unique within the set.
-            hosts_file: what processes that :func:`command_in` starts find in /etc/hosts in place of the machine's own.
+            hosts_file: content of /etc/hosts for processes of :func:`command_in`, in place of the machine's own.
         """
         name = f"{_PREFIX}-{self.token}-{label}"
         self.names.append(name)  # before it is there: an interrupt may come when ``ip`` has made it
@@ -65,7 +65,7 @@ class NamespaceSet:
         return name
 
     def delete(self) -> None:
-        """Ends what runs in the namespaces and deletes them; afterwards nothing of the set is left.
+        """Ends all processes in the namespaces and deletes the namespaces; afterwards nothing of the set is left.
 
         In a process that was forked from the owner it does nothing.
 
@@ -107,7 +107,7 @@ def check_available() -> None:
 
 
 def ip(*arguments: str) -> str:
-    """Runs ``ip`` and returns what it printed; raises :class:`HostsUnavailable` with what the kernel objected to."""
+    """Runs ``ip`` and returns its output; raises :class:`HostsUnavailable` with the kernel's reason."""
     return _command("ip", *arguments)
 
 
@@ -132,7 +132,7 @@ def existing() -> list[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Deletes the namespaces whose owner is gone without having done so (killed, power cut); returns their names.
+    """Deletes namespaces that their owner could not delete (killed, power cut); returns their names.
 
     Those that cannot be deleted stay for the next call.
     """
@@ -205,7 +205,7 @@ def _lock_path(token: str) -> Path:
 
 
 def _create_locked(path: Path) -> int:
-    """Locked under another name first: a file that is seen under its own is one whose owner lives or is dead."""
+    """Locks the file under another name first: under its own name it is never seen without its owner's lock."""
     temporary = path.with_suffix(".new")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

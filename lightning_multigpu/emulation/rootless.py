@@ -26,7 +26,7 @@ def check_rootless() -> None:
     """Checks that this user may make user namespaces.
 
     Raises:
-        HostsUnavailable: with what the kernel objected to, and what would help.
+        HostsUnavailable: with the kernel's reason and the fix.
     """
     if sys.platform != "linux":
         raise HostsUnavailable(f"network namespaces exist on Linux only, this is {sys.platform}")

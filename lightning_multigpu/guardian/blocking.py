@@ -1,4 +1,4 @@
-"""Work that a file system, or a pipe that nobody reads, may keep for ever: the guardian's loop does not wait for it."""
+"""Work that may block for ever in a file system or a full pipe, so that the guardian's loop does not wait for it."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def done_within(limit_s: float, work: Callable[[], None]) -> bool:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Opens a file that is written, but none that somebody else has put a symbolic link in place of."""
+    """Opens a file for writing; refuses a symbolic link in its place."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

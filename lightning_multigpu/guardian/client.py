@@ -28,7 +28,7 @@ OnFailure = Callable[[Failure], None]
 
 
 class NoGuardianError(GuardianError):
-    """Nobody listens at the guardian's address, or another user or container does."""
+    """No process listens at the guardian's address, or the process that does belongs to another user or container."""
 
 
 _LONGEST_LOOK_S = 0.5
@@ -88,7 +88,7 @@ class GuardianClient:
             raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
         if why := foreign(sock):
             sock.close()
-            raise NoGuardianError(f"at the guardian's address listens {why}: no guardian of rank {rank}")
+            raise NoGuardianError(f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}")
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
@@ -143,11 +143,11 @@ class GuardianClient:
             ValueError: this is rank 0, whose end always is the end of the job.
         """
         if self.rank == 0:
-            raise ValueError("rank 0 cannot be lost: the results are there; let only the other ranks declare it")
+            raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
     def announced(self) -> None:
-        """Tells that this rank shows the failure in the terminal itself: the guardian then does not."""
+        """Tells the guardian that this rank shows the failure in the terminal, so that the guardian does not."""
         self._send("announced")
 
     def uses_temporary(self, directory: str) -> None:
@@ -184,7 +184,7 @@ class GuardianClient:
         self._send("interrupted", number=number)
 
     def finish(self) -> Failure | None:
-        """Tells that this rank has come to the end of its run; waits until all ranks have, or one has failed.
+        """Tells that this rank has reached the end of its run; waits until all ranks have, or one has failed.
 
         Returns:
             The failure, or None if the run has ended well for all.
@@ -244,7 +244,7 @@ class GuardianClient:
         self._met.wait(timeout_s)
         if self.failure is not None or not self._met.is_set():
             why = f"no answer within {timeout_s:g} s" if self.failure is None else self.failure.describe()
-            raise GuardianError(f"node {node_rank} ({host_name()}) is not welcome at {address} port {port}: {why}")
+            raise GuardianError(f"node {node_rank} ({host_name()}) is not accepted at {address} port {port}: {why}")
 
     def goodbye(self) -> None:
         """Ends this rank's part: from here on its end is no failure, and no failure is told to it."""
@@ -307,7 +307,7 @@ class GuardianClient:
             os.kill(self._process, signal.SIGKILL)
 
     def _gives_up(self) -> bool:
-        """Decides to kill a stopped guardian. Nobody resumes it from then on: it would die in its report's middle."""
+        """Decides to kill a stopped guardian. From then on no process resumes it: it would die within its report."""
         with self._deciding:
             if not self._leaving.is_set():
                 # Until then the host's other ranks shall see the same, also if this one leaves.
@@ -351,7 +351,7 @@ class GuardianClient:
         try:
             secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
         except ValueError as error:
-            raise GuardianError(f"the secret that rank {self.rank} was given is none: {error}") from error
+            raise GuardianError(f"the secret of rank {self.rank} is not valid: {error}") from error
         own = nonce()
         answer = proof(secret, "rank", str(challenge.get("nonce")))
         self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)
@@ -407,7 +407,7 @@ class GuardianClient:
 
 
 def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
-    """Connects; waits while so many others stand in line that the kernel lets nobody else join it."""
+    """Connects; waits while the kernel's queue of connections is full."""
     while True:
         try:
             return sock.connect("\0" + address)

@@ -1,6 +1,6 @@
 """Discovery of a host's guardian by ranks that this pack has not started.
 
-torchrun, srun or a shell start every rank by itself, so that no rank inherits what another one knows. The ranks and
+torchrun, srun or a shell start every rank by itself, so that no rank inherits variables of another one. The ranks and
 their guardian meet at a UNIX address that follows from the job. The kernel says which user and PID namespace each
 process belongs to: only processes of the same ones trust each other, and only to them the guardian tells the job's
 secret. Whoever else has taken the address keeps nobody from starting: the guardian then listens at a longer one, which
@@ -121,7 +121,7 @@ class _Owner(NamedTuple):
 
 
 def _owner(address: str) -> _Owner | None:
-    """As the kernel knows it; None if nobody answers."""
+    """The owner, as the kernel knows it; None if no process answers."""
     with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
         sock.settimeout(1)
         sock.connect("\0" + address)

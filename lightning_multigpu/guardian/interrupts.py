@@ -22,7 +22,7 @@ _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C
 class Interrupts:
     """Counter of interrupts in the guardian, which a terminal signals together with the ranks.
 
-    Lightning ignores SIGINT once it has seen the first one, so that no rank can see the second. Ranks tell of those
+    Lightning ignores SIGINT once it has received the first one, so that no rank notices the second. Ranks report those
     that reach one of them only.
 
     Attributes:
@@ -50,7 +50,7 @@ class Interrupts:
         return max(self._received, self._told) if self.counts else 0
 
     def show_first(self) -> None:
-        """Says in the terminal what the first one does; unless nobody reads there."""
+        """Says in the terminal what the first one does, unless the terminal's pipe is full."""
         if self.number and not self._shown and sys.stderr is not None:
             self._shown = True
             try:

@@ -51,12 +51,12 @@ class Shutdown:
         self.waits += lines
 
     def hurry(self, now_s: float) -> None:
-        """Leaves ranks only the time to be told: the user has asked for the end, and needs no file about it."""
+        """Leaves ranks only the time to receive the message: the user has asked for the end, and needs no file."""
         self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
         self._wants_file = False
 
     def announce(self, rank: WatchedRank) -> None:
-        """Takes down that ``rank`` shows the failure in this host's terminal, if it lives to do so."""
+        """Records that ``rank`` shows the failure in this host's terminal, unless it ends before."""
         self._announced = rank
 
     def is_late(self, now_s: float) -> bool:
@@ -104,8 +104,8 @@ class Shutdown:
     def tidy_up(self, ranks: Ranks) -> None:
         """Removes files of ranks that said goodbye after the failure, and were ended before they could remove them.
 
-        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. One that lives on for seconds
-        keeps what is its own.
+        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. A rank that lives on for
+        seconds keeps its own files.
         """
         deadline_s = clock_s() + _TIDY_LIMIT_S
         left = [(rank.process, rank.temporary) for rank in ranks if rank.temporary is not None]
@@ -118,8 +118,8 @@ class Shutdown:
                 time.sleep(_TIDY_LOOK_S)
 
     def _text(self, traceback: str) -> str:
-        """The message: the failed rank's traceback, whom the guardian had to end, what the others waited in, and,
-        last, what happened."""
+        """The message: the failed rank's traceback, the ranks that the guardian had to end, the others' collectives,
+        and, last, the failure."""
         lines = [traceback.rstrip()] if traceback else []
         others = [rank for rank in self._killed if rank.rank != self.failure.rank]
         if others:
@@ -132,7 +132,7 @@ class Shutdown:
         return "\n".join(lines) + "\n"
 
     def _line(self) -> str:
-        """The message on a host that only hears of the failure: many hosts may share a terminal."""
+        """The message on a host without the failed rank, in one line: many hosts may share a terminal."""
         return f"The job failed: {self.failure.sentence()}{in_one_line(self.waits)}"
 
 

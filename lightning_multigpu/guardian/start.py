@@ -70,7 +70,7 @@ class Guardian:
                 more; None for no report.
             directory: where files that describe a failure or a hang are written, or None for no file.
             address: where ranks find it that do not inherit the environment; it then tells its secret to processes of
-                the same user. None for a name that nobody can guess, and no such trust.
+                the same user. None for a random name; the guardian then tells its secret to no process.
 
         Raises:
             ValueError: a number is out of its range.
@@ -124,7 +124,7 @@ class Guardian:
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
     def stop(self) -> None:
-        """Closes the connection: the guardian ends when nobody is at work any more, whether or not all ranks have come.
+        """Closes the connection: the guardian ends when no rank is at work, whether or not all ranks have come.
 
         Ranks that are started from here on do not look for it.
         """
@@ -133,14 +133,14 @@ class Guardian:
         self.withdraw()
 
     def kill(self) -> None:
-        """Ends it at once and without a word: not all ranks could be started, and those that were are being ended."""
+        """Ends it at once without a message: not all ranks could be started, and the started ones are being ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._link.close()
         self.withdraw()
 
     def withdraw(self) -> None:
-        """Takes the environment variables back: the ranks have been started, and nobody else is to look for it."""
+        """Removes the environment variables once the ranks have been started: no other process may use them."""
         for name, value in self.environment.items():
             if os.environ.get(name) == value:
                 del os.environ[name]

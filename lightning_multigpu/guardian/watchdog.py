@@ -105,7 +105,7 @@ class Watchdog:
     def _serve(self) -> None:
         """Handles what comes until it is time to look at the ranks: a tick later, or soon after something has come.
 
-        Not at once: strangers who come again and again would have the guardian look all the time.
+        It does not look at once: strangers that connect one after another would make it look all the time.
         """
         since_s = clock_s()
         until_s = since_s + self._tick_s
@@ -135,12 +135,12 @@ class Watchdog:
         return self._hosts.all_done
 
     def _read_rest(self) -> None:
-        """Reads what ranks said before they ended; it may have come since the last look."""
+        """Reads the last messages of ranks that have ended; they may have come since the last look."""
         for connection in list(self._connections):
             self._read(connection)
 
     def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
-        """True while ranks may still come that would look for a guardian in vain, and wait for long."""
+        """True while ranks may still come: without a guardian they would wait for long."""
         return self._is_public and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
 
     def _observe(self) -> None:
@@ -208,7 +208,7 @@ class Watchdog:
         return not left
 
     def _lost_have_ended(self) -> bool:
-        """Kills lost ranks whose time is over, and ends what they leave; one that said goodbye ends by itself."""
+        """Kills lost ranks whose time is over, and ends their workers; a rank that said goodbye ends by itself."""
         ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
         left = [rank for rank in self._ranks.lost if rank not in ended and not rank.said_goodbye]
         for rank in left:
@@ -318,7 +318,7 @@ class Watchdog:
         connection.close()
 
     def _read(self, connection: Connection) -> None:
-        """Reads what a rank says. That it closes its connection means nothing: only its process counts."""
+        """Reads a rank's messages. A closed connection means nothing: only the rank's process counts."""
         for message in connection.arriving():
             try:
                 if connection in self._strangers:

@@ -20,7 +20,7 @@ _blocked: set[int] = set()  # processes whose command line a thread is still wai
 
 
 class Workers:
-    """The descendants of ranks. They are noted while the rank lives: afterwards the kernel says they are nobody's."""
+    """The descendants of ranks. They are noted while the rank lives: later the kernel no longer links them."""
 
     def __init__(self) -> None:
         self._noted: dict[int, dict[int, int]] = {}

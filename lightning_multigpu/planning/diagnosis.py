@@ -155,7 +155,7 @@ def diagnose(
     can_compress: bool = False,
     own_pace: bool = False,
 ) -> list[Finding]:
-    """What makes the steps long, the largest saving first, then limits that the run is near to.
+    """The reasons for long steps, the largest saving first, then limits that the run is near to.
 
     The list is empty if nothing would save 5 % of a step.
 
@@ -193,7 +193,7 @@ def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] 
 
 
 def _exposed_s(ranks: Sequence[RankFigures]) -> float:
-    """The time of a step in which the slowest rank waits for transfers: that of the others has waiting for it in it."""
+    """The time of a step in which the slowest rank waits for transfers; other ranks' times include the wait for it."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     return min(slowest.of("communication"), *(rank.of("communication") for rank in ranks))
 
@@ -327,7 +327,7 @@ def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
 
 
 def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
-    """What does not grow with the batch is paid half as often with twice the batch."""
+    """With twice the batch, costs that do not grow with the batch occur half as often."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     fixed_s = slowest.of("other")
     return [
@@ -400,7 +400,7 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
 
 
 def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard]) -> list[Finding]:
-    """Ranks wait for the server with the most to do: with even shares, for as much less."""
+    """Ranks wait for the busiest server; even shares shorten that wait in proportion."""
     total, shares = sum(shard.sent_bytes for shard in shards), sum(shard.share for shard in shards)
     if len(shards) < 2 or not total:
         return []

@@ -31,9 +31,9 @@ class RankRecord:
     communication_ms: Mapping[str, float] = field(default_factory=dict)
     """Its communication in a step by purpose, in ms."""
     stages: StageRecord | None = None
-    """Steps and memory of its stages, under a pipeline."""
+    """The steps and the memory of its stages, under a pipeline."""
     memory: StageMemory | None = None
-    """What it held at the end of training, without a pipeline."""
+    """The memory that it held at the end of training; None under a pipeline."""
 
 
 def build(

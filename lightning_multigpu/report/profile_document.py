@@ -159,7 +159,7 @@ def hidden_s(rank: Mapping[str, Any]) -> float:
 
 
 def clock_error_s(profile: Mapping[str, Any]) -> float:
-    """The most by which the times of a rank can be wrong on the clock of rank 0; 0 where clocks were not compared."""
+    """The largest possible error of a rank's times on the clock of rank 0; 0 where clocks were not compared."""
     return max(float(rank["clock"]["error_s"]) for rank in profile["ranks"])
 
 

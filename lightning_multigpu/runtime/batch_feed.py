@@ -36,7 +36,7 @@ class BatchFeed:
 
     Args:
         uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-        signals: travel with what the ranks say of each training batch.
+        signals: travel with the ranks' messages about each training batch.
 
     Attributes:
         loss_scale: what this rank's loss of the present batch is multiplied by.
@@ -82,7 +82,7 @@ class BatchFeed:
         return self._agreed(dealt, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
-        """Looks up what the ranks have said of the batch that is about to be trained on."""
+        """Looks up the ranks' messages about the next training batch."""
         self.loss_scale, self.shares, self.counts = 1.0, [], True
         loader = trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
@@ -92,7 +92,7 @@ class BatchFeed:
             self.counts = announcement.samples[rank] > 0
 
     def silence_warning(self) -> None:
-        """Keeps Lightning from saying that samples are repeated in validation and test: dealt out by us, none is."""
+        """Silences Lightning's warning about repeated samples in evaluation: this pack's samplers repeat none."""
         warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
         self._filter = warnings.filters[0]
 

@@ -1,4 +1,4 @@
-"""Holds signals back until all ranks have come to the same batch.
+"""Holds signals back until all ranks have reached the same batch.
 
 A scheduler signals each rank wherever it is, and so may a user. Lightning's handlers save a checkpoint or tell the
 other ranks, which are collectives: run at once, one rank would wait in its handler while another waits for it in the
@@ -22,7 +22,7 @@ from lightning_multigpu.guardian.interrupts import SAME_INTERRUPT_S
 
 
 class DeferredSignals:
-    """Replaces the handlers of signals by one that takes note of them.
+    """Replaces the handlers of signals by one that records them.
 
     A process that was forked while they are held, a loader's worker, ignores them: its rank decides when it ends.
 

@@ -1,8 +1,8 @@
 """Turns the failure of one rank into the same, named failure of all ranks.
 
 A rank that raises tells the guardian of its host and aborts its process groups. The guardians tell all other ranks,
-whose groups are aborted too, so that nobody waits in them. Each of those ranks then raises what
-:meth:`~lightning_multigpu.guardian.Failure.exception` makes of the text that came.
+which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception that
+:meth:`~lightning_multigpu.guardian.Failure.exception` makes from the text of the failure.
 
 Guardians need Linux. Elsewhere the other ranks learn of a failure as torch tells it: a closed connection, or the end
 of a collective's timeout.
@@ -139,7 +139,7 @@ class FailureWatch:
         return None if self.client is None else self.client.flight_recorder
 
     def hear(self, failure: Failure) -> None:
-        """Takes another rank's failure from the guardian; called in a thread of its own."""
+        """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
             self._signals.follow_failure(failure.what)
@@ -330,7 +330,7 @@ def _raise(error: BaseException) -> None:
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
-    """Sees to it that a process of a failed job, once it exits, does so in time.
+    """Limits the time that the exit of a process of a failed job may take.
 
     Then the guardian does not watch any more, and threads of a back end can wait for hosts that are gone. A program
     that goes on after the failure is left in peace until it exits. With ``from_exit`` the time begins there: what was

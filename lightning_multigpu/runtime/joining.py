@@ -116,7 +116,7 @@ class Joining:
 
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
-        """Limits the time in which everything that connects ranks has to be done; then connections are cut."""
+        """Limits the time for connecting the ranks; after it, connections are cut."""
         if dist.is_initialized():
             self.watch.begin(lambda: None)
             yield
@@ -202,7 +202,7 @@ class Joining:
             )
         listed = ", ".join(f"{address}, the address of {names[address]}: {why}" for address, why in found.items())
         return (
-            f"{own} cannot connect to {listed}. See to the routes and firewalls between the two hosts, or name another "
+            f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
             "interface by GLOO_SOCKET_IFNAME"
         )
 
@@ -251,7 +251,7 @@ def _guardian_options(run: RunContext) -> dict[str, Any]:
 
 
 def _latest_s(run: RunContext) -> float:
-    """Seconds that a guardian waits for ranks to join: the ranks, who know more, speak first."""
+    """Seconds that a guardian waits for ranks to join; longer than the ranks wait, whose errors say more."""
     return run.join_timeout_s + run.failure_timeout_s
 
 

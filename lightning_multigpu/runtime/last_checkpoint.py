@@ -103,7 +103,7 @@ def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
 def with_last_found(function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
     """The arguments of what a Trainer launches, with the path of the newest checkpoint in the place of ``"last"``.
 
-    A rank other than 0 that finds none goes by what rank 0 has found, see :func:`await_file`.
+    A rank other than 0 that finds none takes the file that rank 0 has found, see :func:`await_file`.
 
     Raises:
         ValueError: rank 0 finds no complete checkpoint where this run saves; Lightning would begin anew with a warning.
@@ -177,7 +177,7 @@ def await_file(path: str | os.PathLike[str], check: Callable[[], object]) -> Non
 
 
 def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFile]:
-    """All checkpoints in ``directory`` or below it that a run can resume from, in no order."""
+    """All checkpoints in ``directory`` or below it that a run can resume from, in any order."""
     system, root = url_to_fs(os.fspath(directory))
     found = []
     for path in system.find(root):

@@ -16,9 +16,9 @@ def silence_tips() -> None:
 
 
 def silence_deprecations(rank: int) -> None:
-    """Ignores what one library says to another of deprecated names; a rank but the first ignores all of theirs.
+    """Ignores a deprecation that one library causes in another; ranks but the first ignore all libraries' deprecations.
 
-    Warnings about the user's own code stay on every rank, but for one that says the same on all of them.
+    Warnings about the user's own code stay on every rank, except one with the same text on all of them.
     """
     warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
     if rank != 0:

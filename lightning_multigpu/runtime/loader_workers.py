@@ -21,7 +21,7 @@ _STARTS = re.compile(r"/multiprocessing/popen_\w+\.py$")
 
 
 def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
-    """Lets the workers of a loader go on at Ctrl-C, which a terminal sends to all processes: the rank ends them.
+    """Makes the workers of a loader ignore Ctrl-C, which a terminal sends to all processes: the rank ends them.
 
     Workers that are forked ignore it with the handler of their rank. Those that a spawned rank starts are new
     interpreters, which would end in the middle of a batch that the ranks have agreed to finish.
@@ -36,7 +36,7 @@ def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
 
 @contextmanager
 def without_news_of_workers() -> Iterator[None]:
-    """Within the block the end of a loader's worker raises nothing in this thread.
+    """Context manager in which the end of a loader's worker raises nothing in this thread.
 
     torch raises it wherever the main thread is: also where the error that the same worker has caused is being handled.
     """
@@ -52,7 +52,7 @@ def without_news_of_workers() -> Iterator[None]:
 
 
 def note_refused_worker(error: BaseException, rank: int) -> None:
-    """Adds what to do to an error by which the system has refused a process that a rank wanted to start."""
+    """Adds the fix to the system's error where it refuses a rank a new process."""
     starts = any(_STARTS.search(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
     if starts and (hint := refusal(error)):
         error.add_note(f"rank {rank} cannot start a worker process: {hint}; or lower the loader's num_workers")

@@ -1,4 +1,4 @@
-"""The process groups of a run: joined at its start, left at its end, whatever the way out."""
+"""The process groups of a run: joined at its start, left at its end, also after an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ProcessGroups:
         store: through which the ranks have met; not needed where this process is in their world already.
 
     Attributes:
-        also_cut: what else ranks may wait in: called by :meth:`cut`, before anything of its own; must not raise.
+        also_cut: called by :meth:`cut` first, to end other waits of this rank; must not raise.
         settle_control: waits a moment for a transfer of :meth:`control` that nobody waits for; returns whether it has
             ended. Where a connection is cut in the instant in which both ends begin to send, Gloo can lose a transfer:
             it never ends, and whoever destroys the group waits for the group's timeout. So transfers get a moment
@@ -178,7 +178,7 @@ class ProcessGroups:
                 log.warning("NCCL has not ended its collectives within %g s, and is left as it is", _ABORT_S)
 
     def leave(self, *, failed: bool) -> None:
-        """Destroys what this run has made. After a failure that includes the world: it has been aborted.
+        """Destroys the groups of this run. After a failure that includes the world, which has been aborted.
 
         Groups that cannot be aborted stay: to destroy them would take as long.
         """

@@ -37,7 +37,7 @@ class RunSignals(DeferredSignals):
         """Holds SIGINT from now on; loaders fork their workers later, which therefore ignore it.
 
         Args:
-            environment: Lightning's cluster environment, which knows of SLURM.
+            environment: Lightning's cluster environment, which detects SLURM.
             patience_s: how long a signal waits for the agreement.
             on_interrupt: called with 1 and 2 at the first and second SIGINT; None where nobody ends the job at the
                 second.
@@ -101,7 +101,7 @@ class RunSignals(DeferredSignals):
             self.follow(number)
 
     def end(self, trainer: pl.Trainer | None) -> None:
-        """Gives the signals back; ``trainer`` is about to give back what it has found."""
+        """Gives the signals back; ``trainer`` is about to restore the handlers from before it."""
         if trainer is not None:
             self._restore_at_teardown(trainer)
         if self._pusher is not None:

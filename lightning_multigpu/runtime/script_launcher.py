@@ -81,7 +81,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
 
     def _start_ranks(self, guardian: Guardian | None) -> None:
-        """Starts the other ranks of this host; where one cannot be started, those that were are ended."""
+        """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
         try:
             self._start_processes()
         except BaseException as error:
@@ -110,14 +110,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
-        """Signals the other ranks of this host. They know of a Ctrl-C, and get time to end in order before SIGKILL."""
+        """Signals the other ranks of this host. After a Ctrl-C they get time to end in order before SIGKILL."""
         if signum == signal.SIGKILL:
             _wait(self.procs, self._run.failure_timeout_s)
         super().kill(signum)
 
 
 class ChildWatch(threading.Thread):
-    """Tells the guardian how children end, which some kernels tell their parent only.
+    """Tells the guardian the exit statuses of children, which some kernels tell their parent only.
 
     Args:
         ranks: the children by their global ranks.

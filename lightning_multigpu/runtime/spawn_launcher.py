@@ -177,7 +177,7 @@ class SpawnLauncher(MultiProcessingLauncher):
         self.update_main_process_results(trainer, result.extra)
 
     def collect(self, trainer: pl.Trainer, returned: Any) -> _Result:
-        """In a rank: what the process that has started it needs."""
+        """In a rank: the results for the process that has started it."""
         weights = trainer.lightning_module.state_dict()  # on all ranks: metrics synchronise
         return _Result(
             returned,
@@ -209,7 +209,7 @@ class _Failed(NamedTuple):
 
     Attributes:
         message: what is to be printed about it.
-        pickled: its exception, where that is its own and pickle takes it.
+        pickled: its exception, if it is this rank's own and can be pickled.
     """
 
     message: FailureMessage
@@ -296,7 +296,7 @@ def _pickled(error: Exception) -> bytes | None:
 
 
 class _Ranks:
-    """The processes, each with a pipe of its own: what one that is killed leaves half-written harms no other."""
+    """The processes, each with a pipe of its own, so that an incomplete answer of a killed one harms no other."""
 
     def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian | None) -> None:
         self._timeout_s = run.failure_timeout_s

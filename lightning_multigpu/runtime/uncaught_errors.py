@@ -1,7 +1,7 @@
-"""Printing of a failed run's exception that nobody has caught.
+"""Printing of a failed run's uncaught exception.
 
-The exception itself stays whole, for a program that catches it. Python hands one that nobody catches to
-``sys.excepthook``, which is a function of this module from a failure on. It prints the failure of the job: with its
+The exception itself stays whole, for a program that catches it. Python passes an uncaught one to ``sys.excepthook``,
+which is a function of this module from a failure on. The function prints the failure of the job: with its
 folded traceback on the rank that has failed, in one line elsewhere. Exceptions that have nothing to do with the failure
 go to the hook before it, and a hook of the user's own is left in its place.
 """
@@ -97,7 +97,7 @@ def resume_advice(checkpoint: str | None) -> str:
 
 
 def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
-    """Lets this process print ``message`` in place of ``error``, or of what is raised from it, if nobody catches it."""
+    """Lets this process print ``message`` in place of an uncaught ``error``, or of an exception raised from it."""
     with contextlib.suppress(AttributeError):  # a class with slots
         setattr(error, _MESSAGE, message)
     before = sys.excepthook

@@ -147,7 +147,7 @@ class Contender:
                 self._seconds += [max(call) for call in zip(*answers, strict=True)]
 
     def result(self, operation: Operation, size: int) -> Result | None:
-        """The row; None where an earlier row has told why there are no more."""
+        """The row; None where an earlier row has the reason why there are no more."""
         checked = self._ask(Check()) if self.out is None else None
         common: dict[str, Any] = {"operation": operation, "implementation": self.implementation.name}
         if checked is None:

@@ -185,7 +185,7 @@ def _cause(failures: Sequence[Failure], num_agents: int) -> Failure:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, below those that the kernel gives to outgoing connections."""
+    """A free TCP port, below the range that the kernel gives to outgoing connections."""
     generator = random.SystemRandom()
     for _ in range(100):
         port = generator.randrange(20000, 32000)

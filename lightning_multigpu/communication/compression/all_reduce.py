@@ -27,7 +27,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 
 
 class CompressedAllReduce:
-    """Sums or averages CPU tensors of gradients over the ranks of a group, all of which end with the same bits.
+    """Sums or averages CPU tensors of gradients over the ranks of a group; all ranks end with the same bits.
 
     All ranks of the group must make the same calls in the same order; which thread calls does not matter, but only one
     at a time. Sums are made in float32 whatever the tensors are.

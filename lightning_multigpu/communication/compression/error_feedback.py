@@ -79,7 +79,7 @@ class ErrorFeedback:
         return {name: found[name].view(self._shapes[name]) for name in sorted(found)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the place of all errors; ``state`` is copied."""
+        """Replaces all errors by a copy of ``state``."""
         self._tensors.clear()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         self._others = {name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(-1)

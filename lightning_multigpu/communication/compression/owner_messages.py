@@ -40,7 +40,7 @@ class Messages:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks of the group, the next one first: not everybody sends to the same one at the same time."""
+        """The other ranks of the group, the next one first, so that not all send to the same rank at once."""
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:

@@ -177,7 +177,7 @@ class WarmStarts:
         return {name: self._factors[name].clone() for name in sorted(self._factors)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the place of all factors; ``state`` is copied."""
+        """Replaces all factors by a copy of ``state``."""
         self._factors = {name: factor.detach().to("cpu", torch.float32, copy=True) for name, factor in state.items()}
         self._of_this_step = {}
 
@@ -303,7 +303,7 @@ class _Round:
         )
 
     def wait_for_sends(self) -> None:
-        """Waits until all is sent: a message whose work is dropped before may never arrive."""
+        """Waits until all messages are sent: a message may never arrive if its work is dropped earlier."""
         wait_all(self._sends)
 
     def is_finite(self) -> bool:

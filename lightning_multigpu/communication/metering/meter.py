@@ -49,7 +49,7 @@ class Meter:
             raise ValueError(f"history={history}: the meter must keep at least 1 step")
         self.steps: deque[StepTraffic] = deque(maxlen=history)
         self.listener: Callable[[list[Transfer], list[Interval]], None] | None = None
-        """Given the transfers of each step, once all their times are known, and the intervals that nothing hid."""
+        """Called with the transfers of each step, once all their times are known, and with the exposed intervals."""
         self._notes: CollectiveObserver | None = None
         self.now = clock
         """The meter's clock, in seconds."""
@@ -192,7 +192,7 @@ class Meter:
     def flush(self) -> None:
         """Waits for the events of all ended steps, so that :attr:`steps` is complete.
 
-        A transfer that nobody waits for any more, because training was ended, is left out.
+        A transfer that no thread waits for any more, because training has ended, is left out.
         """
         if self._stream_origin is not None:
             torch.cuda.synchronize()

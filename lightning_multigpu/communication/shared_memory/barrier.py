@@ -95,7 +95,7 @@ class Barrier:
                 self._initialise(cell, 1, 0)
 
     def arrive(self) -> None:
-        """Announces this rank; after their wait the others see what it has written before."""
+        """Announces this rank; after their wait the others see everything that it has written before."""
         for cell in self._theirs:
             self._post(cell)
 

@@ -85,7 +85,7 @@ class HangReports:
             self._collect()
 
     def heard(self, host: Hashable, message: Message) -> None:
-        """A message of another host's guardian, of one of :data:`KINDS`.
+        """Handles a message of another host's guardian, of one of :data:`KINDS`.
 
         Raises:
             TypeError, ValueError: it has not the form that it should.
@@ -160,7 +160,7 @@ def _append(path: str, entry: str) -> None:
 
 
 def show(text: str) -> None:
-    """Prints on standard error, but does not wait for a pipe that nobody reads."""
+    """Prints on standard error, but does not wait for a full pipe."""
     done_within(_WRITE_S, lambda: _print(text))
 
 

@@ -10,13 +10,14 @@
          |  /  \\  |
       node 2 ---- node 3
 
-Silence, a closed connection and a reported failure are failures of the job on all hosts. Whoever finds one ends its own
-ranks and passes it on, so that a host that is cut off says so by itself, and a cut between two others is seen as well.
+Silence, a closed connection and a reported failure are failures of the job on all hosts. The guardian that finds one
+ends its own ranks and passes the failure on. So a host that is cut off reports the failure by itself, and all hosts
+learn of a cut between two others.
 
 The job's secret keeps out other jobs, port scanners, and whoever can send packets to the port or alter those that pass:
 each message is sealed with it. Rank 0 makes the secret, and it comes to the other hosts through the process group or
-the store of the job, which encrypt nothing: who reads along there has it too. Against them only a network of one's own
-helps, as for the gradients and the exceptions that pass there.
+the store of the job, which encrypt nothing: whoever reads them has the secret too. Only a network of the job's own
+protects the secret, and likewise the gradients and the exceptions that travel there.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class Hosts:
         self._ask(Connection(sock), 0, "")
 
     def forgive(self, now_s: float) -> None:
-        """Begins to wait anew: this guardian has been paused and may have overheard the others."""
+        """Begins to wait anew: this guardian has been paused and may have missed messages of the others."""
         for peer in self._peers:
             peer.heard_s = now_s
 
@@ -379,7 +380,7 @@ class Hosts:
             peer.challenge()
 
     def _oldest_of_the_crowd(self) -> Peer:
-        """The stranger that makes room for another: of the address from which most have come."""
+        """The stranger to drop for a new one: of the address with the most strangers."""
         crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
         return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
 
@@ -393,7 +394,7 @@ class Hosts:
         self._awaited = everybody - {self._own_rank} - {peer.node_rank for peer in self._peers if peer.trusted}
 
     def _came(self, peer: Peer) -> None:
-        """A guardian is trusted from now on; after the last one nobody else is let in."""
+        """Trusts a guardian from now on; after the last one no other is accepted."""
         if peer.node_rank is not None:
             self._awaited.discard(peer.node_rank)
         if not self._awaited and self._num_nodes > 1:

@@ -13,8 +13,8 @@ A proof is an HMAC of the role and the other's nonce, so that the secret never t
 one exception: a rank that could inherit no secret may ask for it before it says hello (``ask``, ``secret``), over the
 UNIX socket, where the kernel says to both ends who the other is: see :func:`foreign`.
 
-Whoever has not proved that yet is a stranger: :data:`MAX_STRANGER_BYTES` are read of what a stranger sends, and no
-file descriptor is taken.
+A process that has not proved that yet is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes of a stranger are read,
+and no file descriptor is taken.
 
 Between hosts, every line after that is sealed: see :class:`Seal`.
 """
@@ -52,7 +52,7 @@ Message = dict[str, Any]
 
 
 class ProtocolError(ValueError):
-    """The other end has sent something that is no message, or a message that is not allowed now."""
+    """The other end has sent something other than a message, or a message that is not allowed now."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
@@ -108,9 +108,9 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def foreign(sock: socket.socket, *, may_have_ended: bool = True) -> str:
-    """What is foreign about the process at the other end of a UNIX socket; empty for one that may be of the same job.
+    """The reason why the process at the other end of a UNIX socket cannot be of the same job; empty if it can.
 
-    That is one of the same user in the same PID namespace: with host networking, containers share UNIX addresses.
+    It can if it has the same user and PID namespace: with host networking, containers share UNIX addresses.
 
     Args:
         sock: the socket.
@@ -181,7 +181,7 @@ class Connection:
         is_stranger: the other end has to introduce itself before :meth:`trust` is called: until then little is read.
 
     Attributes:
-        closed: the other end is gone, or has sent what is no message.
+        closed: the other end is gone, or has sent something other than a message.
         why: what the system, or the check of a message, says of that; empty if the other end has just closed it.
     """
 
@@ -209,9 +209,9 @@ class Connection:
         self._outgoing, self._incoming = outgoing, incoming
 
     def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
-        """Sends, or closes: who leaves its messages unread for so long that no more fit in is as good as gone.
+        """Sends, or closes the connection if the other end has not read for so long that no more messages fit in.
 
-        An error does not close: what the other end said before it left is still to be read, and then its end.
+        An error does not close the connection: earlier messages of the other end, and its end, are still to be read.
         """
         if self.closed:
             return
@@ -231,7 +231,7 @@ class Connection:
             self._close("it does not read what it is sent")
 
     def receive(self) -> list[Message]:
-        """The messages that have arrived, without waiting for more, and not all of somebody who never stops."""
+        """The messages that have arrived, without waiting for more; at most a bounded number at a time."""
         return list(self.arriving())
 
     def arriving(self) -> Iterator[Message]:
