@@ -662,12 +662,15 @@ class ServedOptimizer:
             group["params"] = [piece for piece in group["params"] if piece in chosen]
             if divide_rate_by > 1 and "lr" in group:
                 group["lr"] = group["lr"] / divide_rate_by
+        values = [dict(group) for group in optimizer.param_groups]
         try:
             if chosen:
                 optimizer.step()
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise WireError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
+        else:
+            self._check_values_stay(values)
         finally:
             for group, (pieces, rate) in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = pieces
@@ -675,6 +678,18 @@ class ServedOptimizer:
                     group["lr"] = rate
             for piece in chosen:
                 piece.grad = None
+
+    def _check_values_stay(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Raises WireError if the step has changed values of its groups, which the next step gets from worker 0."""
+        assert self._optimizer is not None
+        for before, now in zip(values, self._optimizer.param_groups, strict=True):
+            changed = [name for name, value in now.items()
+                       if value is not before.get(name) and repr(value) != repr(before.get(name))]  # fmt: skip
+            if changed:
+                raise WireError(
+                    f"{type(self._optimizer).__name__} changes {', '.join(map(repr, changed))} of its groups in its "
+                    "step, and servers take these values from rank 0 in each step: use strategy='cpu_ps'"
+                )
 
     def _send(self, round_now: _Round, complete: Sequence[_Pushes]) -> None:
         """Sends to all workers, once a round. Nothing changes it until all have received it and have pushed again."""

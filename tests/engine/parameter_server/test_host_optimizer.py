@@ -54,6 +54,15 @@ class NormedSGD(optim.SGD):
         return super().step(closure)
 
 
+class DecayingSGD(optim.SGD):
+    """It keeps a number of its own in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["momentum"] = 0.9 * group["momentum"]
+        return super().step(closure)
+
+
 def weights() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     shapes = [(7, 5), (3, 3), (11, 2)]
@@ -320,7 +329,12 @@ def unusual() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with host_memory() as memory:
         parameters = weights()
-        optimizer: Optimizer = NormedSGD(groups_of(parameters), lr=0.1)
+        optimizer: Optimizer = DecayingSGD(groups_of(parameters), lr=0.1, momentum=0.9)
+        trained(memory, optimizer, parameters, range(STEPS)).close()
+        found["values"] = [p.detach() for p in parameters]
+
+        parameters = weights()
+        optimizer = NormedSGD(groups_of(parameters), lr=0.1)
         trained(memory, optimizer, parameters, range(STEPS)).close()
         found["one rank updates all"] = [p.detach() for p in parameters]
         assert "step" not in vars(optimizer), "the optimizer has its own step again"
@@ -382,7 +396,9 @@ def test_unusual_steps(world2: World) -> None:
     for step in range(STEPS):
         parameters[0].grad = averaged(step)[0]
         optimizer.step()
+    decaying, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
     for result in world2.run(unusual):
+        assert_equal(result["values"], [p.detach() for p in decaying])
         assert_equal(result["one rank updates all"], [p.detach() for p in normed])
         assert_equal(result["unused"], [p.detach() for p in parameters])
         assert result["a group that came later, on one rank"].tolist() == [0.5] * 3, "the mean of 1 and of no gradient"

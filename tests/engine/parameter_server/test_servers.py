@@ -38,6 +38,7 @@ from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
     VALUES,
+    DecayingSGD,
     NormedSGD,
     assert_equal,
     averaged,
@@ -613,6 +614,15 @@ def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
         remote = RemoteOptimizer(optimizer, connections)
         with pytest.raises(ValueError, match="an option of SGD is of type builtin_function_or_method"):
             _ = remote.imbalance
+
+
+def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
+    """Each step began with the values of worker 0, and went another way than on one device."""
+    words = "DecayingSGD changes 'momentum' of its groups in its step, .*: use strategy='cpu_ps'"
+    parameters = weights()
+    optimizer = DecayingSGD(parameters, lr=0.1, momentum=0.9)
+    with job(num_workers=1) as found, found.connections(0) as connections, pytest.raises(ServerError, match=words):
+        train(connections, parameters, optimizer, range(STEPS))
 
 
 def test_who_looks_for_servers_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
