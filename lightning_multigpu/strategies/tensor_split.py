@@ -282,7 +282,9 @@ class TensorSplitStrategy(RingDDPStrategy):
             self._decide(*args, *kwargs.values())
         assert self._layers is not None
         self._layers.begin_step()
-        outputs = self._whole_outputs(super().training_step(*args, **kwargs))
+        with self._layers.guarded():
+            outputs = super().training_step(*args, **kwargs)
+        outputs = self._whole_outputs(outputs)
         self._layers.end_step()
         return outputs
 

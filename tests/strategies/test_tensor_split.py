@@ -1028,3 +1028,40 @@ def changes_a_view() -> None:
 
 def test_a_view_of_a_gradient_that_a_hook_changes_is_refused(world2: World) -> None:
     world2.run_raising(RuntimeError, "a view that __getitem__ has given of a split layer's", changes_a_view)
+
+
+class ReadsWeights(Task):
+    """Its step reads a weight from a batch on."""
+
+    def __init__(self, first: int, read: Any) -> None:
+        super().__init__("fused")
+        self.first = first
+        self.read = read
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        weight = self.model.embedding.weight
+        assert weight.device.type == "cpu"
+        return loss + self.read(weight) if index >= self.first else loss
+
+
+def norm_of(weight: torch.Tensor) -> Any:
+    return weight.norm()
+
+
+def rows_of(weight: torch.Tensor) -> Any:
+    return 0 * weight.shape[0]
+
+
+def reads_weights(first: int, read: Any) -> list[str]:
+    task, strategy = ReadsWeights(first, read), make_strategy("tensor_split")
+    make_trainer(Case(max_epochs=1), strategy, 2, use_distributed_sampler=False).fit(task, text())
+    return [each.shape for each in strategy.split_plan().blocks]
+
+
+def test_a_step_that_reads_parts_of_weights_is_refused(world2: World) -> None:
+    """A penalty that a step added after the first batch was that of a rank's part."""
+    for read, operation in ((norm_of, "norm"), (rows_of, "shape")):
+        world2.run_raising(RuntimeError, f"embedding.weight by {operation} outside", reads_weights, 1, read)
+    assert "vocabulary" not in world2.run(reads_weights, 0, norm_of)[0], "what the first batch reads stays whole"
+    assert "vocabulary" in world2.run(reads_weights, 0, rows_of)[0]
