@@ -337,7 +337,7 @@ class _Window:
                     "end_s": end_s,
                     "batches": batches,
                     "parts": [[p.name, p.start_s, p.end_s] for p in self._parts(within, start_s, end_s)],
-                    "callbacks_s": _callbacks_s(within),
+                    "callbacks_s": _callbacks_s(within, start_s, end_s),
                     "transfers": [
                         [t.operation, t.group, t.group_size, *t.interval(), t.size_bytes, t.sent_bytes, t.memory_bytes]
                         for t in self._transfers
@@ -584,12 +584,12 @@ def _data_workers(trainer: Trainer) -> int | None:
     return workers if isinstance(workers, int) else None
 
 
-def _callbacks_s(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds by callback, by hook of the module, and by logger, without what is no training."""
+def _callbacks_s(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
+    """Seconds of a step by callback, by hook of the module, and by logger, without what is no training."""
     totals: dict[str, float] = {}
     for span in spans:
         if phase_of(span.name) == "callbacks" and span.name.startswith(("[Callback]", "[LightningModule]", "[Logger]")):
             owner, _, hook = span.name.partition("]")[2].rpartition(".")
             name = f"{owner.partition('{')[0]}.{hook}"
-            totals[name] = totals.get(name, 0.0) + span.end_s - span.start_s
+            totals[name] = totals.get(name, 0.0) + min(span.end_s, end_s) - max(span.start_s, start_s)
     return dict(sorted(totals.items(), key=lambda item: -item[1])[:_CALLBACKS])

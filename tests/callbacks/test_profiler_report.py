@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.profiler_report import _Window
+from lightning_multigpu.callbacks.profiler_report import _callbacks_s, _Window
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.planning.launch_queue import LaunchQueue
-from lightning_multigpu.planning.step_phases import PHASES
+from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report import profile_document, profile_page, profile_text
 from tests.report.shape import assert_follows_profile_schema
 from tests.strategies.tasks import make_strategy
@@ -230,6 +230,14 @@ def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kin
         assert "SlowLogger.log_metrics takes" in findings[0]["evidence"]
     if kind == "communication":
         assert "accumulate_grad_batches=2" in findings[0]["remedy"]
+
+
+def test_a_callback_counts_for_as_long_as_it_runs_in_the_step() -> None:
+    """The last step ends inside ProfilerReport.on_train_batch_end, whose later work was named as a slow callback."""
+    hooks = [f"[Callback]{name}.on_train_batch_end" for name in ("Before", "ProfilerReport{}")]
+    spans = [Span(0.5, 2.0, hooks[0]), Span(2.5, 9.0, hooks[1])]
+    found = {"Before.on_train_batch_end": 1.0, "ProfilerReport.on_train_batch_end": 0.5}
+    assert _callbacks_s(spans, 1.0, 3.0) == found
 
 
 @pytest.mark.parametrize("times", [1, 2])
