@@ -26,7 +26,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class MainStore:
-    """Opens the store; no wait lasts longer than a few seconds without a check whether the job has failed.
+    """Opens the store; checks every few seconds of a wait whether the job has failed.
 
     Args:
         address, port: where rank 0 is reached.

@@ -1,7 +1,7 @@
 """The rendezvous of ranks before there is a process group.
 
-Every rank leaves a note in the store of rank 0, and reads the notes of the others until all have come. A problem that
-keeps ranks from joining is then known by rank and host, where a back end would only wait::
+Every rank writes a note into the store of rank 0, and reads the notes of the others until all have come. So an error
+names the rank and the host that keep ranks from joining, where a back end would only wait::
 
     rank 0               rank 1               rank 2
     opens the store

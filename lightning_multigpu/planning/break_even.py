@@ -1,4 +1,4 @@
-"""Below which bandwidth a compression pays.
+"""The bandwidth below which a compression pays.
 
 Of each byte of a tensor, an all-reduce over N hosts sends f = 2(N-1)/N from every host. A compression that makes bytes
 r times fewer sends f/r, and costs c seconds of computing. At a bandwidth B it takes f/(rB) + c seconds a byte in place
@@ -41,7 +41,7 @@ def break_even_bytes_per_s(cost_s_per_byte: float, ratio: float, *, world_size: 
 
 
 def measured_cost_s_per_byte(plain_s: float, compressed_s: float, ratio: float, num_bytes: int) -> float:
-    """What compressing costs for each byte of a tensor, as two all-reduces of it over the same link tell.
+    """The cost of compressing each byte of a tensor, from two all-reduces of the tensor over the same link.
 
     All of the time without compression counts as sending, so that the cost is rather too high, and a break-even from it
     rather too low.

@@ -1,4 +1,4 @@
-"""Diagnosis of a profiled run: what makes a step long, by the time that a remedy would save.
+"""Diagnosis of a profiled run: the reasons for a long step, by the time that a remedy would save.
 
 A step of ranks that wait for each other takes as long as the slowest rank's own work, and the communication that this
 rank cannot hide::

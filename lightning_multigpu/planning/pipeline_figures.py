@@ -1,4 +1,4 @@
-"""The step of a pipeline, and what more micro-batches or equal stages would make of it."""
+"""The step of a pipeline, and its prediction with more micro-batches or with equal stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a tensor split: which blocks of layers are split, what each rank holds, and what each block sends."""
+"""The plan of a tensor split: the blocks of layers that are split, each rank's memory, and each block's traffic."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SplitBlocks:
     activation_bytes: int
 
     def formula_bytes(self, num_ranks: int) -> float:
-        """What a rank sends by the formula of Megatron-LM: an all-reduce of the output forward, and one backward."""
+        """Bytes that a rank sends by Megatron-LM's formula: an all-reduce of the output forward, and one backward."""
         return 2 * 2 * (num_ranks - 1) / num_ranks * self.activation_bytes
 
 

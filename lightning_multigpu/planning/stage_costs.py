@@ -123,7 +123,7 @@ class StageCosts:
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Bytes of the stage's layers and of what stands before or behind them, and of the tensors saved for backward.
+        """Bytes of the stage's layers and the modules before or behind them, and of the tensors saved for backward.
 
         Parameters that every rank holds are not counted.
         """

@@ -42,7 +42,7 @@ class Span:
 
 
 def phase_of(action: str) -> str | None:
-    """The phase of an action that Lightning's profiler is told of; None leaves it to the action around it."""
+    """The phase of an action that Lightning reports to its profiler; None for the phase of the action around it."""
     name = action.rpartition(".")[2]
     if name.endswith("_next"):
         return "data_wait"
@@ -88,7 +88,7 @@ def seconds_of(parts: Iterable[Span]) -> dict[str, float]:
 
 
 def _covered(cut: list[Span], top: Span) -> list[Span]:
-    """``cut`` with ``top`` laid over it; what of ``top`` is outside of it is left out."""
+    """``cut`` with ``top`` laid over it; parts of ``top`` outside of it are left out."""
     result: list[Span] = []
     for span in cut:
         start_s, end_s = max(span.start_s, top.start_s), min(span.end_s, top.end_s)

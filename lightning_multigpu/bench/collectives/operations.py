@@ -163,7 +163,7 @@ class Buffers:
         return iter(tensor.chunk(self.world_size))
 
     def fill(self, pattern: Pattern) -> None:
-        """Fills the input, and spoils the output so that a call that does nothing is noticed."""
+        """Fills the input, and overwrites the output so that a call that does nothing is noticed."""
         self.output.fill_(-1)
         if not (self.operation.name == "broadcast" and self.rank != 0):
             pattern.fill(self.input, self.rank)

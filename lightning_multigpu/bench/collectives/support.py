@@ -108,7 +108,7 @@ def _try(contender: Contender, operation: Operation) -> tuple[str, str | None]:
 
 
 def lines(cells: Sequence[Cell]) -> list[str]:
-    """The table: one row an operation, one column a back end and device; below it what the words mean."""
+    """The table: one row an operation, one column a back end and device; below it the meanings of its entries."""
     columns = list(dict.fromkeys((cell.implementation, cell.device_type) for cell in cells))
     by_place = {(cell.implementation, cell.device_type, cell.operation): _SHOWN[cell.status] for cell in cells}
     operations = list(dict.fromkeys(cell.operation for cell in cells))

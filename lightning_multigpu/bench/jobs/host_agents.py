@@ -1,11 +1,11 @@
-"""Jobs over all hosts: every agent runs the same bench, each with the ranks of its own host.
+"""Jobs over all hosts: every agent runs the same bench with the ranks of its own host.
 
 ::
 
     agent 0  -- answers of ranks 0, 1 -->  store  <-- answers of ranks 2, 3 --  agent 1
     agent 0  <--------- answers of all ranks, in rank order, as JSON --------->  agent 1
 
-All agents see the same answers, so that they take the same decisions without commands from each other.
+All agents get the same answers, and so make the same decisions without commands from each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks of a job on one host: their processes are started, asked in turn, and ended whatever they do."""
+"""The ranks of a job on one host: their processes are started, asked in turn, and ended in any case."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Contender:
 def contender(text: str) -> Contender:
     """Reads ``name``, ``name:option=value`` or ``name:option=value,other={key: value}``; values are YAML.
 
-    The strategy is made once, so that it refuses wrong values here and not in a rank.
+    The strategy is made once here, so that wrong values raise before any rank starts.
 
     Raises:
         ValueError: no such strategy or option, a value that it refuses, or a name that starts processes of its own.

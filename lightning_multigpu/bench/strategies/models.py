@@ -42,7 +42,7 @@ class BenchMLP(LightningModule):
 class BenchGPT(LightningModule):
     """A GPT over bytes, 8 blocks of width 256 and 4 heads: 6.5 M parameters; SGD.
 
-    Bytes (batch, 65), each but the first to be told from those before it.
+    Bytes (batch, 65); the target of each position is the next byte.
     """
 
     default_batch_size = 4
@@ -76,7 +76,7 @@ MODELS: dict[str, type[LightningModule]] = {"mlp": BenchMLP, "gpt": BenchGPT}
 
 
 class SameBatch(Dataset[Any]):
-    """``length`` samples of which any ``batch_size`` are the same batch, so that loading takes no time.
+    """``length`` samples; every batch of them is the same one, so that loading takes no time.
 
     Args:
         batch: what ``training_step`` gets.

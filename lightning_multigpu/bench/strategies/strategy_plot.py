@@ -1,4 +1,4 @@
-"""The picture of a strategies bench: the step of each strategy, and what of it is communication."""
+"""The picture of a strategies bench: the step of each strategy, and its communication."""
 
 from __future__ import annotations
 

@@ -105,13 +105,13 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def synchronise(device: torch.device) -> None:
-    """Returns when the device has done all that it was given."""
+    """Returns when the device has completed all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class CoreWait:
-    """Tells how long the thread that made it was ready to run while other threads had the cores.
+    """The time for which the thread that made it was ready to run while other threads had the cores.
 
     It reads a file of Linux that stays open within the block; elsewhere it tells 0.
     """

@@ -1,4 +1,4 @@
-"""The interface of an observer that is told of collectives while they are under way."""
+"""The interface of an observer of collectives that are under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The all-reduce between ranks of one host through memory that they share; no socket carries a byte of it.
+"""The all-reduce between ranks of one host through shared memory, without sockets.
 
 A tensor is worked off in chunks that stay in cache, several at once (:mod:`.shared_buffers`). Each chunk of an
 all-reduce goes through three stages::
@@ -73,7 +73,7 @@ class SharedMemoryAllReduce:
         self._in_place = InPlaceTensors(self.rank, self._exchange)
 
     def move(self, tensor: Tensor, key: int) -> None:
-        """Moves a tensor's memory to where all ranks reach it, so that it is reduced without copies from now on.
+        """Moves a tensor into memory that all ranks share, so that it is reduced without copies from now on.
 
         A collective; no other thread may work on the tensor meanwhile.
 
@@ -226,7 +226,7 @@ class SharedMemoryAllReduce:
         self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average, to_all=True), _nothing)
 
     def _sum_chunks(self, parts: Sequence[Tensor], average: bool, *, to_all: bool = False) -> None:
-        """This rank's part becomes the sum of all, chunk by chunk while they are in cache; or every part does."""
+        """Sums this rank's part, or every part, chunk by chunk while the chunks are in cache."""
         size = _IN_PLACE_BYTES // parts[0].element_size()
         # The first two are read before anything is written; a later one would be lost before its turn.
         scratch = None if self.rank < 2 else parts[0].new_empty(min(size, parts[0].numel()))
@@ -240,7 +240,7 @@ class SharedMemoryAllReduce:
                     part.copy_(out)
 
     def _sum(self, sources: tuple[Tensor, ...], out: Tensor, average: bool) -> None:
-        """``out`` becomes the sum of ``sources``, which are as long as it, in their order."""
+        """Sets ``out`` to the sum of ``sources``, in their order; all have the same length."""
         first, second, *others = sources
         if out.dtype in _SUMMED_IN_FLOAT32:
             total = first.float()
