@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Embedding, Module, Parameter
+from torch.nn import Embedding, Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -25,7 +25,6 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     order_of_calls,
     planned_block,
 )
-from lightning_multigpu.engine.tensor_split.guarded_reads import GuardedReads
 from lightning_multigpu.engine.tensor_split.layers import gather_last, is_linear
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
@@ -132,8 +131,6 @@ class SplitLayers:
         self._copies: list[tuple[Module, RemovableHandle]] = []
         self._gathered: dict[str, str] = {}
         self._summed: dict[str, RemovableHandle] = {}
-        self._reads = GuardedReads()
-        self._split_parameters: list[tuple[str, Parameter]] = []
 
     def close(self) -> list[str]:
         """Removes the hooks of the split, which sum gradients over the ranks; returns the names of the parameters.
@@ -167,17 +164,12 @@ class SplitLayers:
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
         """
-
-        def guarded_step() -> Any:
-            with self._reads.during(self._find_split(), is_trial=True):
-                return step()
-
         optimizers = list(optimizers)
         held, asked = held_bytes(self._module.parameters(), optimizers), self._sequence_split
         trials = Trials(
             self._module,
             self._group,
-            guarded_step,
+            step,
             traceless=traceless,
             gather=gather,
             precisions=precisions,
@@ -200,7 +192,7 @@ class SplitLayers:
             own[: self._group.size],
         )
         self._check(plan)
-        self.split, self._split_parameters = split, self._find_split()
+        self.split = split
         self._regions = trials.regions
         for optimizer in optimizers:
             self.cut_state(optimizer)
@@ -266,13 +258,6 @@ class SplitLayers:
                     rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
 
         return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Within the block, a step, reads of split parameters outside of their layers raise: :class:`.GuardedReads`."""
-        return self._reads.during(self._split_parameters)
-
-    def _find_split(self) -> list[tuple[str, Parameter]]:
-        return [(name, each) for name, each in self._module.named_parameters() if split_of(each) is not None]
 
     def begin_step(self) -> None:
         """A step begins, with whole activations."""

@@ -282,9 +282,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             self._decide(*args, *kwargs.values())
         assert self._layers is not None
         self._layers.begin_step()
-        with self._layers.guarded():
-            outputs = super().training_step(*args, **kwargs)
-        outputs = self._whole_outputs(outputs)
+        outputs = self._whole_outputs(super().training_step(*args, **kwargs))
         self._layers.end_step()
         return outputs
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.guarded_reads import unguarded
 from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -135,13 +134,11 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
             input = query if self.entry is None else self.entry(query)
             sums = self.entry is None
             return list(column_linear(input, self.in_proj_weight, self.in_proj_bias, self, sums=sums).chunk(3, -1))
-        with unguarded():
-            weights = (
-                [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-                if self.in_proj_weight is None
-                else self.in_proj_weight.chunk(3)
-            )
-            biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        if self.in_proj_weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        else:
+            weights = list(self.in_proj_weight.chunk(3))
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         entered: dict[int, Tensor] = {}
         for tensor in (query, key, value):
             if id(tensor) not in entered:

@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
-from lightning_multigpu.engine.tensor_split.guarded_reads import unguarded
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
@@ -64,8 +63,7 @@ class _Split:
         self.meter_name = name or type(self).__name__
 
     def _out_in(self) -> Tensor:
-        with unguarded():
-            weight: Tensor = self.weight.t() if self.is_transposed else self.weight
+        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
         return weight
 
 
@@ -349,13 +347,9 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             padding = self.padding_idx - start
         if stop == start:
-            with unguarded():
-                zeros = self.weight.sum(0)  # through which gradients can flow
-            rows = zeros.expand(*input.shape, -1)
+            rows = self.weight.sum(0).expand(*input.shape, -1)  # zeros, through which gradients can flow
         else:
-            own = (input - start).masked_fill(elsewhere, 0)
-            with unguarded():
-                rows = F.embedding(own, self.weight, padding)
+            rows = F.embedding((input - start).masked_fill(elsewhere, 0), self.weight, padding)
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         output: Tensor = _Sum.apply(rows, self)  # type: ignore[no-untyped-call]
         return output
@@ -426,18 +420,18 @@ class _ColumnLinear(Function):
         if part is not None:  # gathered where it has entered the block
             ctx.part = part.dim, part.bounds
             ctx.save_for_backward(part.tensor, weight)
-            return F.linear(input, *_values(weight, bias))
+            return F.linear(input, weight, bias)
         if dim is not None:
             ctx.bounds = layer.group.bounds(layer.sequence_length or input.shape[dim] * layer.group.size)
             whole = layer.group.all_gather(input, dim, ctx.bounds, layer.meter_name)
         ctx.save_for_backward(whole if layer.keeps_gathered else input, weight)
-        return F.linear(whole, *_values(weight, bias))
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
-        layer, (weight,) = ctx.layer, _values(weight)
+        layer = ctx.layer
         group, dim, name = layer.group, layer.sequence_dim, layer.meter_name
         rows = _rows(gradient)
         of_input = pending = of_weight = None
@@ -464,7 +458,6 @@ class _RowLinear(Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: RowSplitLinear) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(input, weight)
-        weight, bias = _values(weight, bias)
         output = _joined(F.linear(input, weight), layer)
         return output if bias is None else output.add_(bias)
 
@@ -472,7 +465,6 @@ class _RowLinear(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
-        (weight,) = _values(weight)
         gradient = _whole_gradient(gradient, input.shape, ctx.layer)
         rows = _rows(gradient)
         of_input = of_weight = None
@@ -572,12 +564,6 @@ def _whole_gradient(gradient: Tensor, shape: torch.Size, layer: Any) -> Tensor:
     return whole
 
 
-def _values(*parameters: Tensor | None) -> tuple[Any, ...]:
-    """The values of parameters, which a step's own code must not read: see :class:`.GuardedReads`."""
-    with unguarded():
-        return tuple(None if parameter is None else parameter.detach() for parameter in parameters)
-
-
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor as a matrix, also where this rank has no columns of it."""
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
@@ -587,12 +573,10 @@ def _along_last(split: ParameterSplit) -> ParameterSplit:
     return ParameterSplit(-1, split.ranges)
 
 
-def cast(input: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """An input and parameters in the dtype of autocast, if that is on."""
-    kind = input.device.type
+def cast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the dtype of autocast, if that is on."""
+    kind = next(tensor for tensor in tensors if tensor is not None).device.type
     if not torch.is_autocast_enabled(kind):
-        return input, *parameters
+        return tensors
     dtype = torch.get_autocast_dtype(kind)
-    with unguarded():
-        own = [None if parameter is None else parameter.to(dtype) for parameter in parameters]
-    return input.to(dtype), *own
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
