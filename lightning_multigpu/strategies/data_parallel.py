@@ -298,7 +298,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         random_state = torch.get_rng_state()
         with self._recomputing(hook, replicas):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
-        has_drawn = self.root_device.type == "cpu" and not torch.equal(random_state, torch.get_rng_state())
+        has_drawn = not torch.equal(random_state, torch.get_rng_state())
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
         sizes = [leading_size(part) or 1 for part in parts]
@@ -318,7 +318,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             parameters_of(replicas),
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
-            may_draw=not has_drawn,
+            has_drawn=has_drawn,
+            may_draw=not has_drawn or self.root_device.type != "cpu",
         ).value()
         if not isinstance(outputs[0], Mapping):
             return loss

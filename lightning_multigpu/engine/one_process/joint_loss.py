@@ -42,6 +42,7 @@ class JointLoss:
         parameters: of each replica, in one order; those of the first are the module's.
         threads: of the replicas.
         reducing: entered while the gradients are summed, with their bytes.
+        has_drawn: the forward passes have drawn from torch's generator on the CPU. Backward leaves it as it finds it.
         may_draw: False on CPUs where the forward passes have drawn random numbers; see :class:`.NoDraws`.
     """
 
@@ -50,6 +51,7 @@ class JointLoss:
     parameters: Sequence[Sequence[Tensor]]
     threads: ReplicaThreads
     reducing: Callable[[int], AbstractContextManager[object]]
+    has_drawn: bool = False
     may_draw: bool = True
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype, init=False)
     gradient: Tensor = field(init=False)
@@ -73,7 +75,7 @@ class JointLoss:
         """The sum of the gradients of all replicas, for each parameter; None where no loss depends on it."""
         calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
         # Layers that run again do so in the default dtype of their forward passes: threads must not set it one by one.
-        generator = nullcontext() if self.may_draw else same_generator()
+        generator = same_generator() if self.has_drawn else nullcontext()
         with default_dtype(self.dtype), _without_hooks(self.parameters[0]), generator:
             found = self.threads.run(calls, "backward")
         self.losses = ()  # their graphs are used up

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
-from lightning_multigpu.engine.one_process.joint_loss import summed
+from lightning_multigpu.engine.one_process.joint_loss import JointLoss, summed
+from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 
 
 def test_gradients_that_share_memory_are_not_changed_in_place() -> None:
@@ -22,3 +25,17 @@ def test_parameters_that_only_some_replicas_use() -> None:
     sums = summed([[None, None], [gradient, None]], [torch.zeros(2)] * 2)
     assert sums[0] is gradient
     assert sums[1] is None
+
+
+def test_backward_on_gpus_leaves_the_generator_of_the_cpu_as_it_is() -> None:
+    """Threads that each set it within a checkpoint could leave it in an old state, on CPUs and on GPUs."""
+    before = torch.get_rng_state()
+    parameter = torch.ones(2, requires_grad=True)
+    losses = [(parameter * torch.rand(2)).sum() for _ in range(2)]
+    losses[1].register_hook(lambda _: torch.set_rng_state(before))  # as threads leave it
+    drawn = torch.get_rng_state()
+    threads = ReplicaThreads([torch.device("cpu")] * 2)
+    parameters = [[parameter], [parameter]]
+    JointLoss(losses, [0.5, 0.5], parameters, threads, lambda _: nullcontext(), has_drawn=True).value().backward()
+    threads.close()
+    assert torch.equal(torch.get_rng_state(), drawn)
