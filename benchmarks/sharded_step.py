@@ -1,6 +1,7 @@
-"""Step time of ``ddp_sharded`` against FairScale's OSS and ShardedDataParallel in a plain torch loop.
+"""Step time and memory of ``ddp_sharded`` against FairScale's OSS and ShardedDataParallel in a plain torch loop.
 
     python -m benchmarks.sharded_step [--ranks 2 4] [--models mlp gpt] [--turns 12] [--steps 5]
+    python -m benchmarks.sharded_step --memory [--ranks 2 4] [--models mlp gpt]
 
 The models: an MLP of 6.3 M parameters (six Linear(1024, 1024) with ReLU and Linear(1024, 10)), batch 64 a rank; and the
 GPT of :mod:`benchmarks.plain_gpt` (6.5 M parameters), batch 8 a rank. AdamW in float32, one intra-op thread a rank.
@@ -9,6 +10,10 @@ All run in the same processes, in turns: within ``Trainer.fit`` a callback stops
 steps of each plain loop. A step of the Trainer is from ``on_train_batch_start`` to ``on_train_batch_end``, so that the
 hooks and loggers of Lightning count, and loading does not. The loops are FairScale's with the buckets of
 ``ddp_sharded`` (1 MiB a rank), with its own default (8 M elements), and stock DistributedDataParallel.
+
+``--memory`` measures instead the bytes that each rank holds after its third step, under ``ddp_sharded`` and
+``ring_ddp`` in the same processes. Beside the optimizer states is what FairScale's OSS predicts for the rank: two
+moments of each parameter that OSS gives to it, and 4 bytes for the count of steps of each.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from typing_extensions import override
 
 from benchmarks.heading import heading
 from benchmarks.plain_gpt import batch_of, gpt, loss_of
-from lightning_multigpu import ShardedStrategy
+from lightning_multigpu import RingDDPStrategy, ShardedStrategy
 from lightning_multigpu.bench.strategies.models import repeated
 from lightning_multigpu.engine.training_memory import measured_bytes
 from tests.world import free_port
@@ -146,6 +151,48 @@ class Turns(L.Callback):
         dist.barrier()
 
 
+class Holds(L.Callback):
+    """Notes the bytes that each rank holds after a batch, and what OSS predicts for its optimizer states."""
+
+    def __init__(self, name: str) -> None:
+        self._make = MODELS[name][0]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        from fairscale.optim import OSS
+
+        shards = OSS(self._make().parameters(), optim=torch.optim.AdamW, lr=1e-4).partition_parameters()
+        own = [parameter for group in shards[trainer.global_rank] for parameter in group["params"]]
+        predicted_bytes = sum(2 * parameter.nbytes + 4 for parameter in own)
+        held = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
+        self.of_ranks: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(self.of_ranks, (held, predicted_bytes))
+
+
+def show_memory(title: str, found: dict[str, Holds]) -> None:
+    print(title)
+    for name, holds in found.items():
+        for rank, (held, predicted_bytes) in enumerate(holds.of_ranks):
+            against = f"   predicted {predicted_bytes / 1e6:6.2f} MB, measured / predicted "
+            against += f"{held.optimizer_bytes / predicted_bytes:.3f}"
+            print(
+                f"  {name:<12} rank {rank}   parameters {held.parameters_bytes / 1e6:6.2f} MB   gradients "
+                f"{held.gradients_bytes / 1e6:6.2f} MB   optimizer states {held.optimizer_bytes / 1e6:6.2f} MB"
+                f"{against if name == OURS else ''}",
+                flush=True,
+            )
+
+
+def trainer_of(ranks: int, strategy: Any, callback: L.Callback) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, plugins=[LightningEnvironment()], max_epochs=1,
+        callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+
+
 def measure(rank: int, ranks: int, port: int, given: argparse.Namespace) -> None:
     """One rank; the first one prints."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0")
@@ -157,12 +204,15 @@ def measure(rank: int, ranks: int, port: int, given: argparse.Namespace) -> None
         _, batch_for, _, size = MODELS[name]
         torch.manual_seed(0)
         batch = batch_for(size)
+        if given.memory:
+            found = {OURS: Holds(name), "ring_ddp": Holds(name)}
+            for strategy, holds in zip((ShardedStrategy(), RingDDPStrategy()), found.values(), strict=True):
+                trainer_of(ranks, strategy, holds).fit(Module(name), repeated(batch, size, 3, ranks))
+            if rank == 0:
+                show_memory(f"{name}, {ranks} ranks", found)
+            continue
         turns = Turns(name, batch, given.steps)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=ranks, strategy=ShardedStrategy(), plugins=[LightningEnvironment()],
-            max_epochs=1, callbacks=[turns], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
+        trainer = trainer_of(ranks, ShardedStrategy(), turns)
         trainer.fit(Module(name), repeated(batch, size, given.steps * (given.turns + 1), ranks))
         if rank == 0:
             show(f"{name}, {ranks} ranks", turns)
@@ -187,6 +237,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--memory", action="store_true", help="measure the bytes that each rank holds, not times")
     given = parser.parse_args()
     print(heading(), flush=True)
     for ranks in given.ranks:
