@@ -3,8 +3,10 @@
 Within :class:`WholeReads` operations on them give what they give on one device::
 
     p.grad.clamp_(-1, 1), p.grad * 2    each element by itself: on this rank's part
-    p.grad.norm(), p.grad[0], p.shape   anything else: on the gathered tensor, by all ranks
-    p.grad[0] = 0                       entries: on the gathered tensor, of which each rank then takes its part
+    p.grad.norm(), p.grad.T, p.shape    anything else: on the gathered tensor, by all ranks
+    p.grad[0] = 0, p.grad.normal_()     also in place: each rank then takes its part of the gathered tensor
+    p.grad = torch.ones(p.shape)        this rank's part is assigned
+    p.dtype, p.device, p.requires_grad  those of the part, without the other ranks
 """
 
 from __future__ import annotations
@@ -22,8 +24,22 @@ from typing_extensions import override
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
-_SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, torch.numel)  # type: ignore[attr-defined]
-_ON_WHOLE = (Tensor.__setitem__, Tensor.numpy, Tensor.tolist)
+_SIZES = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__"})
+_OF_A_PART = frozenset(
+    {"dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "data_ptr"}
+    | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+)
+"""What is the same for a part and for the whole tensor, or belongs to the part."""
+
+_EACH = frozenset(
+    {"add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"}
+    | {"neg", "abs", "sign", "pow", "square", "sqrt", "clamp", "eq", "ne", "lt", "le", "gt", "ge"}
+    | {"isnan", "isinf", "isfinite", "nan_to_num", "masked_fill", "zero", "fill", "copy", "zeros_like", "ones_like"}
+    | {"clone", "detach", "to", "float", "double", "half", "bfloat16", "cpu", "cuda"}
+)
+"""Operations on each element by itself, by their names without underscores. Others are right, too, and slower."""
+
+_LISTS = "foreach_"
 
 
 class WholeReads(TorchFunctionMode):
@@ -62,20 +78,45 @@ class WholeReads(TorchFunctionMode):
         if not found:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        if func in _SIZES:
+        if name == "__set__":
+            return func(args[0], self._part_of(args[1], found[0][1]))
+        if is_attribute := name == "__get__":
+            name = func.__self__.__name__
+        if name in _SIZES:
             return func(self._whole_size(*found[0]), *args[1:], **kwargs)
-        if func in _ON_WHOLE:
-            return self._on_whole(func, name, found, args, kwargs)
-        result = func(*args, **kwargs)
-        if (name.endswith("_") and not name.endswith("__")) or name == "__set__":
-            return result
-        first = list(_tensors(args[:1]))
-        results = list(_tensors(result))
-        if len(results) == len(first) and all(a.shape == b.shape for a, b in zip(first, results, strict=True)):
-            for a, b in zip(first, results, strict=True):
-                self._parts[b] = self._split_of(a)
-            return result
+        if name in ("grad", "data") or name in _OF_A_PART or self._is_of_each(name, args, kwargs):
+            return self._of_parts(func(*args, **kwargs), args, found[0][1])
+        if is_attribute and not isinstance(value := func(*args, **kwargs), Tensor):
+            return value  # dtype, device, requires_grad, ...
         return self._on_whole(func, name, found, args, kwargs)
+
+    def _is_of_each(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether an operation does with parts what it does with the whole tensors."""
+        name = name.strip("_")
+        if name.removeprefix(_LISTS) not in _EACH:
+            return False
+        if name.startswith(_LISTS):  # its first argument is a list of tensors, each by itself
+            return all(each.dim() == 0 for each in _tensors((args[1:], kwargs)))
+        tensors = [each for each in _tensors((args, kwargs)) if each.dim()]
+        first = tensors[0]
+        return all(
+            self._split_of(each) == self._split_of(first) is not None and each.shape == first.shape for each in tensors
+        )
+
+    def _of_parts(self, result: Any, args: Any, split: ParameterSplit) -> Any:
+        """Notes that results of an operation on parts are parts."""
+        if isinstance(result, Tensor):
+            self._parts[result] = split
+        elif isinstance(result, list | tuple):
+            for part, each in zip(_tensors(args[0]), _tensors(result), strict=True):
+                self._parts[each] = self._split_of(part)
+        return result
+
+    def _part_of(self, value: Any, split: ParameterSplit) -> Any:
+        """What is assigned to an attribute: this rank's part of a whole tensor."""
+        if not isinstance(value, Tensor) or self._split_of(value) is not None:
+            return value
+        return split.part(value, self._group.rank)
 
     def _split_of(self, tensor: Tensor) -> ParameterSplit | None:
         return split_of(tensor) or self._parts.get(tensor)

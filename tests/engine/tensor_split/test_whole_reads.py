@@ -1,0 +1,127 @@
+"""What user code reads of split parameters and gradients, and what it does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, split_of
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
+from tests.engine.tensor_split.shared import assert_equal, tensor_group
+from tests.world import World
+
+SHAPE = 16, 8  # a part of two ranks is square
+
+
+def _assign(p: Parameter) -> None:
+    p.grad = torch.ones(SHAPE) * torch.arange(16.0)[:, None]
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "each element": lambda p: (p.grad * 2 - p).abs().clamp(max=0.5),
+    "each element, with a tensor of the whole shape": lambda p: p.grad * torch.arange(128.0).view(SHAPE),
+    "each element, with a row": lambda p: p.grad + torch.arange(8.0),
+    "a number times each element": lambda p: torch.mul(torch.tensor(2.0), p.grad).norm(),
+    "norms": lambda p: p / p.grad.norm() + p.grad.std(),
+    "in the order of entries": lambda p: p.grad.cumsum(0),
+    "sorted": lambda p: p.grad.sort(0).values,
+    "over a dimension": lambda p: F.softmax(p.grad, 0),
+    "rolled": lambda p: p.grad.roll(3, 0),
+    "transposed": lambda p: p.grad.T[0],
+    "a product": lambda p: p.grad.T @ p.grad,
+    "sizes": lambda p: torch.tensor([*p.shape, p.numel(), len(p.grad), p.grad.nbytes, p.grad.size(0)]),
+    "centred in place": lambda p: p.grad.sub_(p.grad.mean(dim=0, keepdim=True)),
+    "centred by rows": lambda p: p.grad.sub_(p.grad.mean(dim=1, keepdim=True)),
+    "multiplied in place by a mask": lambda p: p.grad.mul_(torch.arange(128.0).view(SHAPE) % 3),
+    "noise": lambda p: p.grad.add_(torch.randn_like(p.grad)),
+    "noise in place": lambda p: p.grad.normal_(),
+    "entries": lambda p: p.grad.__setitem__(slice(2, 5), 7.0),
+    "a whole gradient assigned": _assign,
+    "an own gradient assigned": lambda p: setattr(p, "grad", p.grad.square()),
+    "lists": lambda p: torch._foreach_mul_([p.grad, torch.ones(3)], torch.tensor(0.5))[0].norm(),
+    "lists of results": lambda p: torch._foreach_mul([p.grad, torch.ones(3)], 0.5)[0].norm(),
+    "clipped": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.3),
+}
+
+
+def _parameter() -> Parameter:
+    parameter = Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)))
+    parameter.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    return parameter
+
+
+def _read(read: Callable[[Any], Any], group: TensorGroup | None) -> list[Tensor]:
+    parameter = _parameter()
+    if group is not None:
+        split, gradient = ParameterSplit.even(SHAPE[0], group.size), parameter.grad
+        assert gradient is not None
+        cut(parameter, split, group.rank)
+        parameter.grad = split.part(gradient, group.rank)
+    torch.manual_seed(3)
+    with nullcontext() if group is None else WholeReads(group), torch.no_grad():
+        result = read(parameter)
+        value = torch.tensor(result.tolist() if isinstance(result, Tensor) else [])
+    assert parameter.grad is not None
+    if group is None:
+        return [value, parameter.detach(), parameter.grad]
+    cut_ = split_of(parameter)
+    assert cut_ is not None
+    return [value, *(cut_.gather(each, group, "test") for each in (parameter.detach(), parameter.grad))]
+
+
+def _all_reads() -> dict[str, str]:
+    problems = {}
+    with tensor_group() as (group, _):
+        for name, read in READS.items():
+            try:
+                for found, expected in zip(_read(read, group), _read(read, None), strict=True):
+                    assert_equal(found, expected)
+            except Exception as error:
+                problems[name] = str(error)
+    return problems
+
+
+def test_they_are_as_on_one_device(world2: World) -> None:
+    """What has the shape of a part was taken for an operation on each element: sums, orders and noise were wrong."""
+    for problems in world2.run(_all_reads):
+        assert not problems
+
+
+def _needs_no_other_rank() -> list[Any]:
+    with tensor_group() as (group, meter):
+        parameter = _parameter()
+        cut(parameter, ParameterSplit.even(SHAPE[0], group.size), group.rank)
+        parameter.grad = None
+        meter.end_step()
+        with WholeReads(group):
+            read = [parameter.grad, parameter.dtype, parameter.dim(), parameter.requires_grad, parameter.shape]
+        meter.end_step()
+        meter.flush()
+        return [*read, meter.steps[-1].operations]
+
+
+def test_what_a_part_tells_needs_no_other_rank(world2: World) -> None:
+    """Code on rank 0 alone that looks at a type would wait for the others."""
+    for *read, operations in world2.run(_needs_no_other_rank):
+        assert read == [None, torch.float64, 2, True, torch.Size(SHAPE)]
+        assert not operations
+
+
+def _changes_a_view() -> None:
+    with tensor_group() as (group, _):
+        parameter = _parameter()
+        split = ParameterSplit.even(SHAPE[0], group.size)
+        cut(parameter, split, group.rank)
+        with WholeReads(group), torch.no_grad():
+            parameter[3].zero_()
+
+
+def test_a_view_that_is_changed_is_refused(world2: World) -> None:
+    world2.run_raising(RuntimeError, "a view that __getitem__ has given", _changes_a_view)
