@@ -387,7 +387,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             name = "scale_lr_by_staleness" if scale_lr_by_staleness else "delay_compensation"
             raise ValueError(
                 f"max_staleness=0: no gradients are stale then, and {name} would do nothing; leave it out, or use "
-                "max_staleness=None or 1 and more"
+                "max_staleness=None, or 1 or more"
             )
         if max_staleness not in (None, 0):
             option_checks.check_positive("max_staleness", max_staleness, whole=True)
