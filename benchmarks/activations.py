@@ -1,4 +1,6 @@
-"""Bytes that autograd keeps for backward, with and without activation checkpointing: ``python -m benchmarks.activations``.
+"""Bytes that autograd keeps for backward, with and without activation checkpointing.
+
+    python -m benchmarks.activations
 
 The GPT of :mod:`benchmarks.plain_gpt` (6.5 M parameters), 32 samples of 64 bytes, float32. What is counted is each
 storage that autograd holds at the end of the forward pass, without parameters.
