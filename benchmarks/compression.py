@@ -153,7 +153,7 @@ class Hook:
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         pieces = tuple(Piece(self.names[p], tuple(p.shape)) for p in bucket.parameters())
         self.jobs.put((bucket.buffer(), pieces, future))
