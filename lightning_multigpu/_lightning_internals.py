@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "argument_of",
     "asked_precision",
+    "attributes_of_lightning",
     "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
@@ -167,6 +169,13 @@ def tell_device(module: Module, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part._device = device
+
+
+@cache
+def attributes_of_lightning() -> frozenset[str]:
+    """Names of attributes that Lightning sets in a LightningModule."""
+    # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
+    return frozenset((*vars(LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"))
 
 
 def draws_graph(logger: Any) -> bool:

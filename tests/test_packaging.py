@@ -183,7 +183,7 @@ class TestImports:
     def test_nothing_is_unpickled_but_from_torchs_process_groups_and_own_children(self) -> None:
         """The security page says so: what comes from a store, or through a socket of the pack, is text."""
         found = {path.stem for path in python_files(_OURS) if {"pickle", "dill"} & set(imported_modules(path))}
-        assert found <= {"metered_group", "stage_messages", "last_stage_outputs", "spawn_launcher"}
+        assert found <= {"metered_group", "point_to_point", "last_stage_outputs", "spawn_launcher"}
 
     def test_no_two_modules_have_one_name(self) -> None:
         """A name that is read in a traceback leads to one file."""

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.hugging_face import caching_models, without_cache
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import caching_models, without_cache
 from lightning_multigpu.engine.pipeline.stages.layer_interception import map_only
 from lightning_multigpu.engine.recomputation import runs_in_checkpoint
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import asked_precision, is_compiled, tell_device
+from lightning_multigpu._lightning_internals import asked_precision, attributes_of_lightning, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
@@ -46,9 +46,8 @@ from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.observed import ObservedStrategy
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import attributes_of_lightning
-from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
 from lightning_multigpu.strategies.replica_metrics import ReplicaMetrics
+from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
 from lightning_multigpu.strategies.whole_checkpoints import WholeCheckpoints
 
 if TYPE_CHECKING:
@@ -362,7 +361,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         """Logs on the module what the replicas have logged, each name once."""
         assert self.lightning_module is not None
         here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
-        StageLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
+        StepLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
 
     def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[None]:
         """Meters what travels between the devices within the block, as many times as there are ``copies``."""
@@ -452,7 +451,7 @@ def savings_text(steps: Sequence[StepTraffic], num_devices: int) -> str:
 
 def _call_recorded(replica: nn.Module, hook: str, part: Any, *others: Any, **options: Any) -> tuple[Any, list[Record]]:
     step: Callable[..., Any] = getattr(replica, hook)
-    with StageLogs(replica).recording(pass_on=False) as records:  # type: ignore[arg-type]  # a LightningModule
+    with StepLogs(replica).recording(pass_on=False) as records:  # type: ignore[arg-type]  # a LightningModule
         return step(part, *others, **options), records
 
 

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
-from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
@@ -452,7 +452,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         if self._remote is None:
             group = self.new_group("data", descending=True)  # its last is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-            messages = PipelineGroup(group, self.meter, device, name="checkpoint")
+            messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
             self._remote = RemoteValues(messages, dist.get_rank(group))
         received = self._remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))

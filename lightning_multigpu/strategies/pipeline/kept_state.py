@@ -22,9 +22,10 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Region
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import attributes_of_lightning, mark
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
 
 Place = tuple[str, str]
 """The name of a submodule and that of its attribute or buffer."""

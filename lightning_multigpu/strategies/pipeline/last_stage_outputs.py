@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import first_placeholder
 from lightning_multigpu.strategies.hook_detection import has_hook
@@ -175,13 +175,6 @@ class LastStageOutputs(Callback):
         return {
             name: mark(value) for name, value in vars(self._module).items() if name not in attributes_of_lightning()
         }
-
-
-@cache
-def attributes_of_lightning() -> frozenset[str]:
-    """Names of attributes that Lightning sets in a LightningModule."""
-    # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
-    return frozenset((*vars(pl.LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"))
 
 
 def mark(value: Any, depth: int = _DEPTH) -> Any:

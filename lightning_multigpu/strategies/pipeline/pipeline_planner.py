@@ -18,12 +18,12 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.clocks import CoreWait
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan

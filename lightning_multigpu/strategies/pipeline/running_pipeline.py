@@ -47,9 +47,9 @@ from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
 
 _SEED_BITS = 2**62 - 1
 
@@ -108,7 +108,7 @@ class RunningPipeline:
         seed = world.broadcast_object(torch.initial_seed() & _SEED_BITS, 0)
         self._seed = seed_of(seed, number)
         self._sums = StageSums(model.group)
-        self._logs = StageLogs(model.module)
+        self._logs = StepLogs(model.module)
         self._metrics = [part for part in model.module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
         self._will_train = model.module.trainer.state.fn == TrainerFn.FITTING

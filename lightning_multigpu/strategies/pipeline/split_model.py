@@ -23,10 +23,10 @@ from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
-from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.runtime.process_groups import metered_group

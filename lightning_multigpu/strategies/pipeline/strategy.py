@@ -21,8 +21,8 @@ from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.planning.schedule_order import ScheduleName

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage
 from torch.utils._pytree import tree_map_only
 
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 
 _SENT_AT_ONCE_BYTES = 4096
@@ -79,7 +79,7 @@ class RemoteValues:
         position: of this rank.
     """
 
-    def __init__(self, group: PipelineGroup, position: int) -> None:
+    def __init__(self, group: PointToPointGroup, position: int) -> None:
         self._group = group
         self._position = position
         self._last = group.num_ranks - 1

@@ -33,7 +33,7 @@ class Record:
     metric: str | None = None
 
 
-class StageLogs:
+class StepLogs:
     """Records what a stage's part of a step logs by ``module.log``.
 
     Args:
