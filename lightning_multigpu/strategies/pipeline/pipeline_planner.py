@@ -221,7 +221,8 @@ class PipelinePlanner:
             parts = {number: moved(first_part(batch, number), 0, dim) for number in (1, *numbers)}
             wanted = [(options, self._chain(options, module)) for options in self._options]
             chains = {chain.name: chain for _, chain in wanted}
-            again = {name: layers_of(c, self._options[0].activation_checkpointing) for name, c in chains.items()}
+            choice = self._options[0].activation_checkpointing
+            again = {name: layers_of(name, chain.named_layers(), choice) for name, chain in chains.items()}
         except ValueError as error:
             raise PlanError(str(error)) from error
         self._is_over = True

@@ -101,7 +101,7 @@ class RunningPipeline:
         self._tensor_axis = tensor_axis
         self._world = world
         self._num_micro_batches = options.num_parts(model.group.num_ranks)
-        self._recompute = layers_of(model.chain, options.activation_checkpointing)
+        self._recompute = layers_of(model.chain.name, model.chain.named_layers(), options.activation_checkpointing)
         self._recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
         self._kept = KeptState(model.module, model.chain)
         self._runner = self._new_runner()

@@ -51,6 +51,9 @@ class Chain:
     def layer_name(self, index: int) -> str:
         return f"{self.name}.{index}"
 
+    def named_layers(self) -> list[tuple[str, Module]]:
+        return [(self.layer_name(index), layer) for index, layer in enumerate(self.layers)]
+
     def cut_of(self, around: Module) -> str:
         """The strategy that cuts the forward pass of a module around the layers, as code to paste.
 
