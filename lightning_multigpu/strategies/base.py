@@ -190,6 +190,11 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
 
     # Starting and ending
 
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
     @property
     @override
     def run_context(self) -> RunContext:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _OURS = __name__.partition(".")[0]
 
 
@@ -29,3 +30,8 @@ def has_hook(hook: str, module: pl.LightningModule, *, of_lightning: bool = Fals
     libraries = (_OURS,) if of_lightning else (_OURS, "lightning")
     theirs = [each for each in callbacks if type(each).__module__.partition(".")[0] not in libraries]
     return any(is_overridden(hook, callback, Callback) for callback in theirs)
+
+
+def reads_gradients(module: pl.LightningModule) -> bool:
+    """Whether the user's code overrides a hook that may read gradients before the optimizer's step."""
+    return any(has_hook(hook, module) for hook in _READ_GRADIENTS)

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
@@ -25,7 +26,7 @@ from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.hook_detection import reads_gradients
 from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _BUCKET_CAP_MB = 1.0
-_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 ShortDtype = Literal["fp16", "bf16"]
 
@@ -183,11 +183,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                 )
 
     @override
-    def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
-
-    @override
     def _setup_model(self, model: Module) -> Module:
         assert self.lightning_module is not None
         assert self.groups is not None
@@ -267,7 +262,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
             reduce_dtype=_DTYPES.get(self._reduce_dtype or ""),
-            shows_all=not module.automatic_optimization or any(has_hook(hook, module) for hook in _READ_GRADIENTS),
+            shows_all=not module.automatic_optimization or reads_gradients(module),
             find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
         )
 
@@ -376,7 +371,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._missed.extend(missed.values())
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._sharded[_plain(optimizer)].clip(clip_val)
+        self._sharded[plain_optimizer(optimizer)].clip(clip_val)
 
     @override
     def on_optimizer_step_end(self) -> None:
@@ -437,7 +432,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as the optimizer of one device has it, on rank 0; elsewhere this rank's part. A collective."""
-        plain = _plain(optimizer)
+        plain = plain_optimizer(optimizer)
         if any(plain is each for each in self._in_parts):
             raise RuntimeError(
                 "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
@@ -469,8 +464,3 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._sharded[optimizer].load_state_dict(state)
         self._load_gain(checkpoint)
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The user's optimizer, without Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.errors import PipelineError
@@ -149,7 +150,7 @@ class SplitModel:
         """Sends the optimizers' states of a parameter after it."""
         position = self.ownership.position
         for optimizer in self.module.trainer.optimizers:
-            states = getattr(optimizer, "_optimizer", optimizer).state
+            states = plain_optimizer(optimizer).state
             if position == sender:
                 state = packed(states[holding.tensor], holding.name) if holding.tensor in states else None
                 for receiver in receivers:

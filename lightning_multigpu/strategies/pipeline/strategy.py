@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu._lightning_internals import collect_rng_states, plain_optimizer, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
@@ -442,7 +442,7 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain, model = getattr(optimizer, "_optimizer", optimizer), self._gathering_model()
+        plain, model = plain_optimizer(optimizer), self._gathering_model()
         if model is None:
             return super().optimizer_state(plain)
         return model.whole_optimizer_state(plain, streams=self._streams)
