@@ -25,8 +25,8 @@ class PointToPointGroup:
     Args:
         process_group: the ranks, in the order of their positions.
         meter: records every message.
-        device: where the back end wants its tensors.
-        name: under which the meter files the messages.
+        device: the device of the back end's tensors.
+        name: the meter's name for the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, meter: Meter, device: torch.device, *, name: str) -> None:

@@ -167,8 +167,8 @@ class AgreedLoader(LoaderWrapper):
         batches: the loader's batch sampler, if it is ours: it counts each batch's samples, and can skip batches.
         uneven_inputs: ``"stop"``: all ranks stop as soon as one has no batch; ``"join"``: all go on until no rank has
             one, and a rank without data repeats its last batch with weight 0.
-        loss_reduction: the weight of a rank's loss: its samples (``"mean"``), 1 (``"sum"``), or the function's value for the
-            batch.
+        loss_reduction: the weight of a rank's loss: its samples (``"mean"``), 1 (``"sum"``), or the function's value
+            for the batch.
         skip: returns how many batches to leave out; called at the start of each iteration, to resume within an epoch.
         flags: returns the bits that this rank shows all ranks; called before each batch.
         on_agreed: called on all ranks, between the same two batches, with the announcements of the next one.

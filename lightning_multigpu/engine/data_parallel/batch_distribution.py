@@ -214,7 +214,7 @@ class OnDemandBatchSampler(DealtBatchSampler):
 def distribute_batches(
     loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[], Iterable[int]] | None = None
 ) -> tuple[Any, DealtBatchSampler | None]:
-    """A copy of ``loader`` that counts each batch's samples and, if possible, yields this rank's parts of global batches.
+    """A copy of ``loader`` that counts each batch's samples and, if possible, yields this rank's share of them.
 
     That is possible if it has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's own batch
     sampler. Any other batch sampler keeps its batches. Loaders of iterable datasets, loaders without batches, loaders

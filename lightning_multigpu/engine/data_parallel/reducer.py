@@ -229,7 +229,7 @@ class GradientReducer:
     def _begin(
         self, buffer: Tensor, pieces: Sequence[Piece], index: int | None = None, *, blocking: bool = False
     ) -> Callable[[], None]:
-        """Starts to average a tensor and returns the function that finishes; a bucket has one ``index`` in all steps."""
+        """Starts to average a tensor and returns what finishes it; a bucket has one ``index`` in all steps."""
         assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.

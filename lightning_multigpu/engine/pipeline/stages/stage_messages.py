@@ -2,7 +2,7 @@
 
 torch's schedules post messages themselves, in batches of sends and receives, so that over NCCL two ranks that send to
 each other do not both wait. Over Gloo the stages post them: a message is sent as soon as it is computed, a receive is
-posted one pass ahead, and a rank waits only for what it uses next::
+posted one pass ahead, and a rank waits only for the message that it uses next::
 
     over NCCL    forward 1, [send 1, receive gradient 0: wait for both], backward 0
     over Gloo    receive gradient 0, forward 1, send 1, backward 0: wait for gradient 0
@@ -57,7 +57,7 @@ class PipelineGroup(PointToPointGroup):
         meter: records every message.
         device: where the back end wants its tensors.
         in_batches: two ranks that send to each other have to post both messages in one batch, as torch's schedules do;
-            by default unless the back end sends from the host's memory.
+            by default True unless the back end sends from the host's memory.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PipelineGroup(PointToPointGroup):
             self._idle_since = recorded_event() if self._on_stream else self._meter.now()
 
     def pass_begins(self) -> None:
-        """Ends the wait since the last pass; what was sent after that pass counts as sent."""
+        """Ends the wait since the last pass; messages sent after that pass count as sent."""
         for transfer in self._sending:
             transfer.finish()
         self._sending.clear()
@@ -113,7 +113,7 @@ class PipelineGroup(PointToPointGroup):
     def from_last(self, obj: Any) -> Any:
         """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline.
 
-        The last stage does not wait until it has been received; :meth:`finish` does.
+        The last stage does not wait until the others have received it; :meth:`finish` does.
         """
         last = self.num_ranks - 1
         if dist.get_rank(self.process_group) != last:
@@ -129,7 +129,7 @@ class Message(NamedTuple):
     Attributes:
         kind: "forward" for activations, "backward" for gradients.
         stage: the stage that computed them.
-        micro_batch: by its number in the schedule.
+        micro_batch: the micro-batch's number in the schedule.
     """
 
     kind: Literal["forward", "backward"]
@@ -144,7 +144,7 @@ class HostMessages:
 
     Args:
         group: the ranks of the pipeline.
-        num_stages: of the pipeline.
+        num_stages: the stages of the pipeline.
     """
 
     posted_by_stage = True
@@ -179,7 +179,7 @@ class HostMessages:
         return []
 
     def taken(self, message: Message) -> None:
-        """Frees the tensors of a message that the receiver is known to have."""
+        """Frees the tensors of a message that the receiver is known to have received."""
         for work, _ in self._under_way.pop(message, ()):
             work.wait()
 
@@ -203,16 +203,16 @@ class HostMessages:
 
 
 class ScheduledMessages:
-    """One stage's messages as torch's schedules post them and wait for them, which NCCL needs.
+    """One stage's messages, posted and awaited by torch's schedules, as NCCL needs.
 
-    Methods as those of :class:`HostMessages`. On a GPU the stream waits, and not the host::
+    It has the methods of :class:`HostMessages`. On a GPU the stream waits, and not the host::
 
         compute stream  [-- forward 1 --]........................[-- backward 0 --]
         posted by torch                 send 1, receive gradient 0
         metered                         [---- exposed -----------]
 
-    A receive lasts from its posting to the pass that needs it, and is hidden while other passes run meanwhile. A send
-    lasts until the next pass begins: torch keeps what it returns, so that its real end is not known.
+    A receive lasts from its posting to the pass that needs it, and is hidden while other passes run. A send lasts until
+    the next pass begins: its real end is unknown, since torch keeps the handle.
 
     Args:
         group: the ranks of the pipeline.
