@@ -184,7 +184,7 @@ class Recomputation:
 
     @contextmanager
     def installed(self, module: Module) -> Iterator[None]:
-        """Within the block layers run so that backward, also behind the block, computes them again.
+        """Within the block layers run so that backward, also after the block, computes them again.
 
         Hugging Face models cache no keys and values within the block: layers would find their own in the second run.
 
@@ -255,7 +255,7 @@ def recomputed(
         layer: the layer.
         forward: its own forward.
         again: the block of the second run; it sets the random states of the beginning of the layer.
-        preserve_rng_state: torch's random states are set without ``again``, and restored behind the second run.
+        preserve_rng_state: torch's random states are set without ``again``, and restored after the second run.
 
     Raises:
         RecomputationError: the layer has changed its input in place, and has no attribute ``inplace`` that says so.

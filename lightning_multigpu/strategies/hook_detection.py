@@ -1,4 +1,4 @@
-"""Detection of hooks that the user's own code overrides: a pipeline prepares their arguments only if there are any."""
+"""Detection of hooks that the user's own code overrides: strategies prepare their arguments only if there are any."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OURS = __name__.partition(".")[0]
 def has_hook(hook: str, module: pl.LightningModule, *, of_lightning: bool = False) -> bool:
     """Whether the module, or a callback of its Trainer that is neither Lightning's nor ours, overrides the hook.
 
-    Lightning's callbacks and ours need no value that a stage may lack: all stages have the loss.
+    Lightning's callbacks and ours use only values that all stages have, such as the loss.
 
     Args:
         hook: its name.
-        module: with its Trainer.
+        module: the module; it has its Trainer.
         of_lightning: Lightning's callbacks count as well.
     """
     if is_overridden(hook, module):

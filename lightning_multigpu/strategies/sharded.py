@@ -51,27 +51,27 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     of one device at the same global batch. Your optimizers, of any class, stay as they are; those that need all
     parameters at once (LBFGS) are refused.
 
-    After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and
-    where hooks of the module or of your callbacks may read gradients (``on_after_backward``,
-    ``on_before_optimizer_step``, ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all of them,
-    which takes the memory of all gradients and S more bytes.
+    After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and if
+    hooks of the module or of your callbacks may read gradients (``on_after_backward``, ``on_before_optimizer_step``,
+    ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all gradients: this takes the memory of all
+    gradients, and S more bytes of traffic.
 
     Args:
         bucket_cap_mb: size in MiB of the buffer, one for each rank, in which small gradients travel to it together. All
             ranks keep these buffers. 0 sends each gradient alone. By default 1, and 0 for models with parameters of
             several dtypes and with ``reduce_dtype``.
         find_unused_parameters: the losses of a step may depend on different parameters on each rank, or on some only.
-            Gradients then travel after backward, not beside it. By default True in manual optimization only.
+            Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
         reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
-        broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their own rank keeps them exact; the others train
-            with rounded ones, and get the exact ones before validation, for a checkpoint, and at the end.
+        broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their owner keeps exact values; the other ranks
+            train with rounded ones, and get exact ones before validation, for a checkpoint, and at the end.
         offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
             parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
-            still be saved. False leaves each rank its own; checkpoints can then be saved during the run alone.
-        adascale: multiply the learning rate of each step by AdaScale's gain, as of :class:`RingDDPStrategy`.
+            still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
+        adascale: multiply the learning rate of each step by AdaScale's gain, as in :class:`RingDDPStrategy`.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -134,8 +134,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._remote: RemoteValues | None = None
         self._missed: list[Parameter] = []
         self._buffers_due = True
-        self._rounded = False  # parameters of other ranks are
-        self._in_parts: list[Optimizer] = []  # of a former run, with the states of this rank
+        self._rounded = False  # whether parameters of other ranks are
+        self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
         self._undo = ExitStack()
 
     @property
@@ -156,7 +156,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def setup_environment(self) -> None:
-        # Before the ranks join: a default argument of FairScale keeps the world that it finds at its import for ever.
+        # Before the ranks join: a default argument of FairScale keeps the world's group of the time of its import.
         import_module("lightning_multigpu.engine.sharded.sharded_gradients")
         super().setup_environment()
 
@@ -238,7 +238,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                         )
 
     def _wrap(self) -> None:
-        """Has the gradients averaged of the parameters that are trained from here on."""
+        """Wraps the module again, to average the gradients of the parameters that are trained from now on."""
         from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 
         assert self._group is not None
@@ -300,7 +300,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             self._wrap_again()
 
     def _wrap_again(self) -> None:
-        """Follows what hooks have frozen, unfrozen and added; a collective."""
+        """Wraps the module again after hooks have frozen, unfrozen or added parameters; a collective."""
         assert self._group is not None
         assert self._trained is not None
         assert self.lightning_module is not None
@@ -356,7 +356,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         return any(sharded.owns(parameter) for sharded in self._sharded.values())
 
     def _average_missed(self) -> None:
-        """Averages gradients of parameters that were unfrozen within the step, or frozen since they accumulated."""
+        """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
         assert self._group is not None
         missed = self._trained.missed(self.optimizers)
@@ -398,7 +398,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         super().on_train_end()
 
     def _share_values(self) -> None:
-        """Gives all ranks exact parameters, where they have rounded ones; a collective."""
+        """Gives all ranks exact parameters, if they have rounded ones; a collective."""
         if self._rounded and not self.failure_watch.failed:
             for sharded in self._sharded.values():
                 sharded.share_values()
@@ -431,7 +431,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state as the optimizer of one device has it, on rank 0; elsewhere this rank's part. A collective."""
+        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
         plain = plain_optimizer(optimizer)
         if any(plain is each for each in self._in_parts):
             raise RuntimeError(
@@ -445,7 +445,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         if self.world_size == 1 or self.state_is_lost:
             return state
         if self._remote is None:
-            group = self.new_group("data", descending=True)  # its last is rank 0
+            group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
             self._remote = RemoteValues(messages, dist.get_rank(group))

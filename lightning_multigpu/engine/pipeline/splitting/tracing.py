@@ -111,14 +111,14 @@ class GraphCuts:
             arriving = self._arriving(piece)
             if not arriving:
                 raise PipelineError(
-                    f"nothing that is computed before split point {piece} is needed behind it, so that the stages "
+                    f"nothing that is computed before split point {piece} is needed after it, so that the stages "
                     "would not depend on each other; move the split point"
                 )
             for node in arriving:
                 if not isinstance(node.meta.get("val"), Tensor):
                     raise PipelineError(
                         f"{node.target} before split point {piece} gives a {type(node.meta.get('val')).__name__} that "
-                        "is needed behind it, and only tensors travel; move the split point"
+                        "is needed after it, and only tensors travel; move the split point"
                     )
 
     def _check_writes(self) -> None:
@@ -159,7 +159,7 @@ class GraphCuts:
         arriving = [node for node in self._arriving(piece) if node in aliases]
         if len(arriving) > 1:
             raise PipelineError(
-                f"behind split point {piece} the result of {arriving[0].target} is changed in place "
+                f"after split point {piece} the result of {arriving[0].target} is changed in place "
                 f"({writer.target}), and {arriving[1].target}, which shares its memory, is needed too; work on a copy, "
                 "or move the split point"
             )

@@ -104,7 +104,7 @@ class Region(IntEnum):
 
     BEFORE = 0
     WITHIN = 1
-    BEHIND = 2
+    AFTER = 2
 
 
 class LayerInterception:
@@ -200,14 +200,14 @@ class LayerInterception:
             raise PipelineError(
                 "the step calls torch.autograd.grad, and a pipeline cannot differentiate across stages within a step: "
                 "what is before the layers, and their parameters, are on other stages. Compute gradient penalties and "
-                f"inner updates within one layer or behind the layers, or use ring_ddp ({error})"
+                f"inner updates within one layer or after the layers, or use ring_ddp ({error})"
             ) from error
         finally:
             self._running = False
             self._forget()
         if 0 < self._next < len(self.chain):
             raise PipelineError(
-                f"the step ended behind layer {self._name(self._next - 1)} without running {self._name(self._next)}: "
+                f"the step ended after layer {self._name(self._next - 1)} without running {self._name(self._next)}: "
                 "every step must run all layers of the split part"
             )
         lost = first_placeholder(result)
@@ -273,7 +273,7 @@ class LayerInterception:
             raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
-            self._enter(Region.BEHIND)
+            self._enter(Region.AFTER)
         self._remember(output)
         return output
 
@@ -301,10 +301,10 @@ class LayerInterception:
         value silently. The stage that runs the layer uses the hook's result.
         """
         layer: Any = self.chain.layers[index]
-        before, behind = layer._forward_pre_hooks, layer._forward_hooks
-        for number, hook in [*before.items(), *behind.items()]:
+        before, after = layer._forward_pre_hooks, layer._forward_hooks
+        for number, hook in [*before.items(), *after.items()]:
             with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
-            result = (output,) if number in behind else ()
+            result = (output,) if number in after else ()
             with suppress(PipelineError):  # a hook that looks at values, to print them for example
                 hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
 
