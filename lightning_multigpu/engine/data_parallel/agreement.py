@@ -28,7 +28,7 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, ShardedBatchSampler
+from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, ShardedBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
@@ -184,7 +184,7 @@ class AgreedLoader(LoaderWrapper):
         loader: Iterable[Any],
         announcer: Announcer,
         *,
-        batches: DealtBatchSampler | None = None,
+        batches: CountedBatchSampler | None = None,
         uneven_inputs: UnevenInputs = "stop",
         loss_reduction: LossReduction = "mean",
         skip: Callable[[], int] = lambda: 0,
@@ -364,7 +364,7 @@ def full_batch_size(loader: Any) -> int | None:
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
     if isinstance(batches, ShardedBatchSampler):
         return batches.batch_size
-    if isinstance(batches, DealtBatchSampler):
+    if isinstance(batches, CountedBatchSampler):
         batches = batches.batches
     return batches.batch_size if type(batches) is BatchSampler else None
 

@@ -42,7 +42,7 @@ def global_batches(length: int, global_batch_size: int, *, num_replicas: int, dr
     return [*bounds, length]
 
 
-class DealtBatchSampler(Sampler[list[int]]):
+class CountedBatchSampler(Sampler[list[int]]):
     """A batch sampler that counts the samples of its batches, and can begin in the middle of an epoch.
 
     Args:
@@ -81,7 +81,7 @@ class DealtBatchSampler(Sampler[list[int]]):
             yield batch
 
 
-class ShardedBatchSampler(DealtBatchSampler):
+class ShardedBatchSampler(CountedBatchSampler):
     """This rank's part of every global batch of ``order``.
 
     A rank whose part is empty gets the batch's first sample, counted as 0 samples.
@@ -151,7 +151,7 @@ class ShardedBatchSampler(DealtBatchSampler):
         return shares
 
 
-class OnDemandBatchSampler(DealtBatchSampler):
+class OnDemandBatchSampler(CountedBatchSampler):
     """Batches of the one global order, each taken by the first worker that asks for it.
 
     Its length is that of the whole epoch; this worker yields a part of the epoch.
@@ -213,7 +213,7 @@ class OnDemandBatchSampler(DealtBatchSampler):
 
 def distribute_batches(
     loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[], Iterable[int]] | None = None
-) -> tuple[Any, DealtBatchSampler | None]:
+) -> tuple[Any, CountedBatchSampler | None]:
     """A copy of ``loader`` that counts each batch's samples and, if possible, yields this rank's share of them.
 
     That is possible if it has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's own batch
@@ -238,13 +238,13 @@ def distribute_batches(
     ):
         return loader, None
     batches, sampler = loader.batch_sampler, loader.sampler
-    dealt: DealtBatchSampler = DealtBatchSampler(batches)
+    distributed: CountedBatchSampler = CountedBatchSampler(batches)
     if (
         type(batches) is BatchSampler
         and isinstance(sampler, DistributedSampler)
         and (sampler.num_replicas, sampler.rank) == (num_replicas, rank)
     ):
-        dealt = ShardedBatchSampler(
+        distributed = ShardedBatchSampler(
             _whole(sampler),
             batch_size=batches.batch_size,
             num_replicas=num_replicas,
@@ -253,14 +253,14 @@ def distribute_batches(
             even=even,
         )
         if take is not None:
-            dealt = OnDemandBatchSampler(
-                dealt.order, batch_size=batches.batch_size, drop_last=batches.drop_last, take=take
+            distributed = OnDemandBatchSampler(
+                distributed.order, batch_size=batches.batch_size, drop_last=batches.drop_last, take=take
             )
     clone = copy.copy(loader)
     # A DataLoader forbids to change these, because its iterators would not notice; the copy has no iterator yet.
-    object.__setattr__(clone, "batch_sampler", dealt)
-    object.__setattr__(clone, "sampler", dealt.sampler)
-    return clone, dealt
+    object.__setattr__(clone, "batch_sampler", distributed)
+    object.__setattr__(clone, "sampler", distributed.sampler)
+    return clone, distributed
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
