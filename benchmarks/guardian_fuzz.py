@@ -40,9 +40,9 @@ MAX_GROWTH_KB = 5_000
 _SECRET = os.urandom(32)
 _LISTEN = "print(client.listen_for_hosts('127.0.0.1', num_nodes=3, secret={secret!r}), flush=True); "
 _JOIN = "client.join_hosts('127.0.0.1', {port}, node_rank={node}, secret={secret!r}); print('in', flush=True); "
-_WAITS = "sys.stdin.readline(); client.goodbye()"
+_WAITS = "sys.stdin.readline(); client.leave()"
 _KINDS = (
-    *("hello", "ask", "welcome", "challenge", "secret", "refused", "goodbye", "at end", "joined", "joining", "failed"),
+    *("hello", "ask", "welcome", "challenge", "secret", "refused", "leave", "at end", "joined", "joining", "failed"),
     *("failure", "alive", "done", "end now", "all at end", "listen", "join", "directory", "stacks", "view", "waiting"),
 )  # fmt: skip
 _FIELDS = ("proof", "nonce", "rank", "node_rank", "port", "host", "others", "num_nodes", "failure", "limit_s", "pid")
@@ -258,7 +258,7 @@ def joining_rank(number: int, seed: int) -> Outcome:
 
 def _join_as_rank(address: str) -> None:
     with contextlib.suppress(GuardianError):
-        GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=5.0).goodbye()
+        GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=5.0).leave()
 
 
 def _impostor(target: str, number: int, fuzzer: Fuzzer, join: Callable[[str], None]) -> Outcome:

@@ -38,7 +38,7 @@ _ENTRY = Entry("data", "0-1", 2, AWAITED, 3, 3, "all_reduce", 8, 9.0, 7, "")
 _VIEW = View(0, "h", 1, 2, (_ENTRY,), Stacks("dump", (Frame("train.py", 4, "f"),)), 7).to_message()
 
 OF_RANKS: dict[str, dict[str, Any]] = {
-    "goodbye": {},
+    "leave": {},
     "at end": {},
     "joining": {"limit_s": 600.0},
     "joined": {},

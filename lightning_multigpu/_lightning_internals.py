@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ from lightning.pytorch.utilities.exceptions import (
     _TunerExitException as EndOfRun,
 )
 from torch.nn import Module
+from torch.optim import Optimizer
 
 # The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
 # optimizer and precision: no public one stands behind all of those hooks.
@@ -85,6 +87,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "argument_of",
     "asked_precision",
+    "attributes_of_lightning",
     "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
@@ -97,6 +100,7 @@ __all__ = [
     "is_compiled",
     "logging_as",
     "place_of_checkpoint",
+    "plain_optimizer",
     "restore_handler_at_teardown",
     "set_num_threads_if_needed",
     "set_rng_states",
@@ -167,6 +171,18 @@ def tell_device(module: Module, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part._device = device
+
+
+@cache
+def attributes_of_lightning() -> frozenset[str]:
+    """Names of attributes that Lightning sets in a LightningModule."""
+    # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
+    return frozenset((*vars(LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"))
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """The user's optimizer, without Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]
 
 
 def draws_graph(logger: Any) -> bool:

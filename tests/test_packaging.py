@@ -163,15 +163,16 @@ class TestImports:
         ]
         assert not strays
 
-    def test_families_of_the_engine_do_not_need_the_pipeline(self) -> None:
-        """What several families use lies in ``engine/`` itself; checkpoints by layers know what a chain of them is."""
-        pipeline = f"{_OURS}.engine.pipeline"
-        strays = {
-            path.stem
-            for path in python_files(f"{_OURS}/engine")
-            if "pipeline" not in path.parts and any(each.startswith(pipeline) for each in imported_modules(path))
-        }
-        assert strays <= {"activation_checkpointing"}
+    def test_other_families_do_not_need_the_pipeline(self) -> None:
+        """What several families use lies in ``engine/`` and ``strategies/`` themselves; hybrid is a pipeline."""
+        strays = [
+            f"{path.relative_to(ROOT)}: {module}"
+            for path in python_files(f"{_OURS}/engine", f"{_OURS}/strategies")
+            if "pipeline" not in path.parts and path.stem not in ("__init__", "hybrid")
+            for module in imported_modules(path)
+            if module.startswith((f"{_OURS}.engine.pipeline", f"{_OURS}.strategies.pipeline"))
+        ]
+        assert not strays
 
     def test_the_guardian_needs_the_standard_library_alone(self) -> None:
         """It runs with ``-S``, without site-packages, so that it is small and starts at once."""
@@ -183,7 +184,7 @@ class TestImports:
     def test_nothing_is_unpickled_but_from_torchs_process_groups_and_own_children(self) -> None:
         """The security page says so: what comes from a store, or through a socket of the pack, is text."""
         found = {path.stem for path in python_files(_OURS) if {"pickle", "dill"} & set(imported_modules(path))}
-        assert found <= {"metered_group", "stage_messages", "last_stage_outputs", "spawn_launcher"}
+        assert found <= {"metered_group", "point_to_point", "last_stage_outputs", "spawn_launcher"}
 
     def test_no_two_modules_have_one_name(self) -> None:
         """A name that is read in a traceback leads to one file."""

@@ -17,13 +17,11 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import caching_models, without_cache
-from lightning_multigpu.engine.pipeline.stages.layer_interception import map_only
+from lightning_multigpu.engine.hugging_face import caching_models, without_cache
 from lightning_multigpu.engine.recomputation import runs_in_checkpoint
 
 Choice = bool | Sequence[str | type]
@@ -120,23 +118,28 @@ def _check_not_compiled(module: Module, names: Sequence[str]) -> None:
             )
 
 
-def layers_of(chain: Chain, choice: Choice) -> frozenset[int]:
+def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) -> frozenset[int]:
     """The indices of the layers of a pipeline that ``activation_checkpointing=choice`` selects.
+
+    Args:
+        chain: the name of the layers' container, for the message.
+        layers: each with its name.
+        choice: all or no layers, or a list of classes and names.
 
     Raises:
         ValueError: an entry selects no layer; the message lists the layers.
     """
     if isinstance(choice, bool):
-        return frozenset(range(len(chain))) if choice else frozenset()
+        return frozenset(range(len(layers))) if choice else frozenset()
     found: set[int] = set()
     for entry in choice:
-        matching = {i for i, layer in enumerate(chain.layers) if _matches(chain.layer_name(i), layer, entry)}
+        matching = {index for index, (name, layer) in enumerate(layers) if _matches(name, layer, entry)}
         if not matching:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in chain.layers}))
+            kinds = ", ".join(sorted({type(layer).__name__ for _, layer in layers}))
             raise ValueError(
-                f"activation_checkpointing=[{_text(entry)}] names no layer of {chain.name!r}, whose layers are of the "
-                f"classes {kinds}, from {chain.layer_name(0)!r} to {chain.layer_name(len(chain) - 1)!r}; pass some of "
-                "these, or True for all layers"
+                f"activation_checkpointing=[{_text(entry)}] names no layer of {chain!r}, whose layers are of the "
+                f"classes {kinds}, from {layers[0][0]!r} to {layers[-1][0]!r}; pass some of these, or True for all "
+                "layers"
             )
         found |= matching
     return frozenset(found)
@@ -181,7 +184,7 @@ class Recomputation:
 
     @contextmanager
     def installed(self, module: Module) -> Iterator[None]:
-        """Within the block layers run so that backward, also behind the block, computes them again.
+        """Within the block layers run so that backward, also after the block, computes them again.
 
         Hugging Face models cache no keys and values within the block: layers would find their own in the second run.
 
@@ -252,7 +255,7 @@ def recomputed(
         layer: the layer.
         forward: its own forward.
         again: the block of the second run; it sets the random states of the beginning of the layer.
-        preserve_rng_state: torch's random states are set without ``again``, and restored behind the second run.
+        preserve_rng_state: torch's random states are set without ``again``, and restored after the second run.
 
     Raises:
         RecomputationError: the layer has changed its input in place, and has no attribute ``inplace`` that says so.
@@ -290,7 +293,7 @@ def recomputed(
 def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The layer's arguments, copied if an attribute of the layer says that it works in place."""
     if any(getattr(part, "inplace", False) for part in layer.modules()):
-        args, kwargs = map_only(Tensor, torch.clone, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
     return args, kwargs
 
 

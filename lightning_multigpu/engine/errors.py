@@ -9,8 +9,8 @@ class PipelineError(RuntimeError):
     """A module whose stages cannot run apart from each other; the message names the reason.
 
     Args:
-        message: for people.
-        lacking: sources of the placeholders whose values were needed, if that is the reason.
+        message: the reason.
+        lacking: the sources of placeholders whose values the step needs; empty for another reason.
     """
 
     def __init__(self, message: str, lacking: Iterable[str] = ()) -> None:

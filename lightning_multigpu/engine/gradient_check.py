@@ -1,8 +1,8 @@
 """Gradient check: whether the gradients of two parts of a batch add up to the gradients of both parts together.
 
-They do if no sample of a batch takes part in another sample's gradients. A loss need not show that: the losses of
+They do if no sample of a batch takes part in another sample's gradients. Losses need not show a coupling: the losses of
 parts can agree to the last bit of float32 while their gradients do not, as with the balancing loss of a router. Two
-parts are enough, since a batch whose samples are coupled couples those of any two parts::
+parts are enough: where samples of a batch are coupled, those of any two parts are::
 
     weights, slightly moved            a + b together         compared with         a, then b
                                        differ: b from the same state as a; the parts with other random numbers;
@@ -33,25 +33,25 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 _TOLERANCE_TF32 = 1e-2
 _TOLERANCE_HALF = 1e-1
 SMALLEST = 1e-3
-"""A gradient that is smaller than this part of the largest counts as so large: it may be nothing but rounding."""
+"""A gradient smaller than this part of the largest one counts as this large: it may be only rounding."""
 _SHIFT = 1e-2
-"""Weights are moved by this part of their size: what starts at zero, such as a gate, would hide what it multiplies."""
+"""Weights are moved by this part of their size: a weight that starts at zero, as in a gate, hides its factor."""
 
 Gradients = dict[str, Tensor]
 Run = Callable[[Sequence[Any], Sequence[float], int], None]
 
 
 class Verdict(Enum):
-    """What a check has found."""
+    """The result of a check."""
 
     EQUAL = "equal"
-    """The gradients add up, or differ by random numbers alone."""
+    """The gradients add up, or differ only by random numbers."""
     COUPLED = "coupled"
     """The gradients do not add up."""
     STATEFUL = "stateful"
-    """They add up if each part starts from the same state of the module, and not one after the other."""
+    """They add up only if each part starts from the same state of the module."""
     UNCLEAR = "unclear"
-    """Gradients are not finite."""
+    """Some gradients are not finite."""
 
 
 class Difference(NamedTuple):
@@ -63,10 +63,10 @@ class Difference(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A verdict, and the differences that it comes from, the largest first.
+    """A verdict, and the differences behind it, the largest first.
 
     Attributes:
-        sizes: samples of the two parts.
+        sizes: the samples of each part.
         rtol: the relative difference that rounding explains.
     """
 
@@ -76,7 +76,7 @@ class Finding(NamedTuple):
     rtol: float = 0.0
 
     def describe(self) -> str:
-        """The differences in one sentence without its end."""
+        """The differences, as a part of a sentence."""
         worst, (first, second) = self.differences[0], self.sizes
         return (
             f"the gradients of {first} and {second} samples do not add up to those of the {first + second} samples "
@@ -89,7 +89,7 @@ def gradient_tolerance(dtype: torch.dtype, device_type: str) -> float:
     """The relative difference of two gradients that rounding explains.
 
     Args:
-        dtype: the coarsest that takes part.
+        dtype: the coarsest dtype that takes part.
         device_type: on "cuda" float32 may pass through TF32.
     """
     if dtype == torch.float32 and device_type == "cuda":
@@ -100,15 +100,15 @@ def gradient_tolerance(dtype: torch.dtype, device_type: str) -> float:
 class GradientCheck:
     """Compares gradients of the ranks' parameters; a check is a collective of the ranks.
 
-    BatchNorm and dropout layers are in evaluation mode meanwhile: their differences are known. All others are in the
-    mode that they are in. The check leaves weights, gradients and what ``traceless`` restores as they were.
+    BatchNorm and dropout layers are in evaluation mode meanwhile: their differences are known. All other layers keep
+    their mode. The check restores weights, gradients and the state that ``traceless`` restores.
 
     Args:
-        module: runs within ``run``.
-        parameters: of this rank, by name; ranks may have different ones.
+        module: the module that ``run`` runs.
+        parameters: this rank's parameters by name; ranks may have different ones.
         run: ``run(parts, weights, seed)`` runs forward and backward of each part, whose loss is multiplied by its
             weight, and adds to the gradients. It does not change the parts. May be a collective.
-        traceless: a block at whose end the module and random states are as before it.
+        traceless: a block that restores the module and random states at its end.
         gather: returns the objects of all ranks, on every rank.
         loss_reduction: gives the weights of the parts.
         rtol: the relative difference that rounding explains; the same on all ranks.
@@ -134,9 +134,9 @@ class GradientCheck:
         self._rtol = rtol
 
     def find(self, batch: Any, num_parts: int) -> Finding | None:
-        """Checks two neighbouring parts of ``num_parts`` parts of a batch: those that weigh most.
+        """Checks two neighbouring parts of ``num_parts`` parts of a batch: those with the largest weights.
 
-        None if a rank's batch has too few samples, or none that count.
+        None if a rank's batch has too few samples, or only samples of weight 0.
         """
         pair = _heaviest_pair(batch, num_parts, self._loss_reduction)
         if not all(self._gather(pair is not None)) or pair is None:
@@ -160,7 +160,7 @@ class GradientCheck:
         return self._find_interaction(batch, first, second)
 
     def _find_interaction(self, batch: Any, first: list[int], second: list[int]) -> Finding:
-        """Finds couplings in a step that draws random numbers, by parts that draw the same ones.
+        """Finds couplings in a step that draws random numbers: compares parts that draw the same numbers.
 
         With w the weight of a part, w(a+b) g(a+b) is a sum of one function of a and one of b, unless they are coupled.
         """
@@ -179,7 +179,7 @@ class GradientCheck:
     def _gradients(self, runs: Sequence[Sequence[Any]], weights: Sequence[Sequence[float]], again: bool = False) -> Any:
         """The sum of the weighted gradients of all runs, each of which starts from the same state, in host memory.
 
-        With ``again`` each run comes a second time, with other random numbers, and only then counts.
+        With ``again`` each run is done twice, and only the second one, with other random numbers, counts.
         """
         for parts, of_parts in zip(runs, weights, strict=True):
             with self._traceless():
@@ -193,7 +193,7 @@ class GradientCheck:
         return take_gradients(self._parameters)
 
     def _differences(self, first: Gradients, second: Gradients) -> list[Difference] | None:
-        """What rounding does not explain, on all ranks, the largest first; None if some gradients are not finite."""
+        """Differences on all ranks that rounding does not explain, largest first; None if a gradient is not finite."""
         found = []
         for name in {**first, **second}:
             norms = [norm_of(gradients.get(name)) for gradients in (first, second)]
@@ -214,7 +214,7 @@ class GradientCheck:
 
 
 def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) -> tuple[list[int], list[int]] | None:
-    """The samples of two neighbouring parts, of which the lighter one weighs most."""
+    """The samples of the two neighbouring parts whose smaller weight is largest."""
     if num_parts < 2 or (leading_size(batch) or 0) < num_parts:
         return None
     parts = split_batch(batch, num_parts)
@@ -231,11 +231,11 @@ def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) ->
 def moved_weights(
     parameters: dict[str, Parameter], part_of: Callable[[Parameter, Tensor], Tensor] = lambda _, whole: whole
 ) -> Iterator[None]:
-    """Within the block weights are moved by noise that depends on their names, the same on all ranks.
+    """Within the block noise moves the weights; it depends on their names, and is the same on all ranks.
 
     Args:
         parameters: by name.
-        part_of: at the end, the part of its value before that a parameter then has.
+        part_of: returns the part of a parameter's old value that the parameter has at the end of the block.
     """
     before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     try:
@@ -252,7 +252,7 @@ def moved_weights(
 
 @contextmanager
 def without_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Within the block parameters have no gradients of before it, and after it no others."""
+    """Takes the gradients away at the beginning of the block, and puts them back at its end."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
@@ -265,7 +265,7 @@ def without_gradients(parameters: Iterable[Parameter]) -> Iterator[None]:
 
 @contextmanager
 def trained(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Within the block frozen parameters get gradients, as those of layers that are unfrozen later."""
+    """Within the block frozen parameters get gradients too: their layers may be unfrozen later."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -278,9 +278,9 @@ def trained(parameters: Iterable[Parameter]) -> Iterator[None]:
 
 @contextmanager
 def taking_gradients(parameters: dict[str, Parameter]) -> Iterator[Gradients]:
-    """Fills the dict, in host memory, with the gradients of a backward pass, each as soon as it is there.
+    """Moves each gradient of a backward pass into the dict, in host memory, as soon as it is complete.
 
-    The gradients of a whole model are never in the memory of a device together.
+    A device so never holds the gradients of the whole model.
     """
     taken: Gradients = {}
 
@@ -305,7 +305,7 @@ def taking_gradients(parameters: dict[str, Parameter]) -> Iterator[Gradients]:
 
 
 def take_gradients(parameters: dict[str, Parameter]) -> Gradients:
-    """Moves the gradients out of the parameters, to host memory."""
+    """Moves the gradients from the parameters to host memory."""
     taken = {name: p.grad.detach().to("cpu") for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
@@ -313,7 +313,7 @@ def take_gradients(parameters: dict[str, Parameter]) -> Gradients:
 
 
 def norm_of(first: Tensor | None, second: Tensor | None = None) -> float:
-    """The 2-norm of ``first - second``, where None is zero."""
+    """The 2-norm of ``first - second``; None counts as zero."""
     if first is None or second is None:
         value = first if second is None else second
         if value is None:

@@ -35,7 +35,7 @@ def num_micro_batches_of(batch: Any, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Wording:
-    """How errors call the parts of a batch, and what they say to do where a batch cannot be cut."""
+    """The terms that errors use for the parts of a batch, and the fixes that they name where a batch cannot be cut."""
 
     parts: str = "micro-batches"
     one_part: str = "num_micro_batches=1"
@@ -56,7 +56,7 @@ def split_batch(batch: Any, num_parts: int, wording: Wording = _OF_PIPELINES) ->
     Args:
         batch: nested mappings, sequences and dataclasses of tensors.
         num_parts: at most the number of samples.
-        wording: of errors.
+        wording: the terms of errors.
 
     Raises:
         ValueError: the first dimension of a tensor is not the number of samples, an object cannot be cut, or the batch
@@ -91,14 +91,14 @@ def moved(batch: Any, source: int, target: int) -> Any:
 
 
 def samples_of(batch: Any, samples: list[int]) -> Any:
-    """The samples of these numbers, in this order, as a batch of its own; copies. Raises as :func:`split_batch`."""
+    """A batch with copies of these samples, in this order. Raises as :func:`split_batch`."""
     size = leading_size(batch)
     assert size is not None
     return _cut(batch, samples, size, "batch", _OF_PIPELINES)
 
 
 def first_part(batch: Any, wanted: int) -> Any:
-    """The first of ``wanted`` parts, or of as many as there are samples, copied.
+    """A copy of the first of ``wanted`` parts; a batch with fewer samples has one part a sample.
 
     A view would keep the whole batch in memory.
     """
@@ -122,8 +122,8 @@ def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[floa
         for weight in weights:
             if not (weight >= 0 and math.isfinite(weight)):
                 raise ValueError(
-                    f"loss_reduction returned {weight} for a micro-batch; it must return what the micro-batch counts "
-                    "for, a finite number of 0 or more"
+                    f"loss_reduction returned {weight} for a micro-batch; it must return the micro-batch's weight, a "
+                    "finite number of 0 or more"
                 )
     else:
         weights = [float(leading_size(part) or 1) for part in parts]
@@ -132,7 +132,7 @@ def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[floa
 
 
 def combined_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of a batch, of the shape of each micro-batch's.
+    """The loss of a batch, in the shape of a micro-batch's loss.
 
     A micro-batch of weight 0 is left out: its loss is a mean over nothing, which is NaN.
     """
@@ -145,7 +145,7 @@ def relative_tolerance(dtypes: Sequence[torch.dtype], device_type: str) -> float
     """The relative difference of two losses that rounding explains.
 
     Args:
-        dtypes: of all tensors that take part; the coarsest counts.
+        dtypes: the dtypes of all tensors that take part; the coarsest one decides.
         device_type: on "cuda" float32 may pass through TF32, which has ten bits of mantissa.
     """
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -173,7 +173,7 @@ def disagreement(
 
     Args:
         whole: the loss of the batch as a whole.
-        losses, weights, samples: of each micro-batch.
+        losses, weights, samples: one value for each micro-batch.
         given: the loss reduction that the weights come from, for the message: "mean", "sum" or a function's name.
         rtol: the relative difference that rounding explains.
     """
@@ -186,8 +186,8 @@ def disagreement(
         name for name, known_weights in known.items() if relative_difference(whole, losses, known_weights) <= rtol
     ]
     fix = (
-        "If it is a mean over something else than samples, pass loss_reduction=a function that gets a batch and "
-        "returns what it counts for (the number of targets that are not ignored, for example). A loss that compares "
+        "If it is a mean over something else than samples, pass loss_reduction=a function from a batch to its "
+        "weight (the number of targets that are not ignored, for example). A loss that compares "
         "samples of a batch with each other cannot be cut: pass num_micro_batches=1"
     )
     if fitting:
@@ -216,7 +216,7 @@ def checksum_of(batch: Any) -> int:
 
 
 def _is_list_of_samples(batch: Any) -> bool:
-    """Whether a batch is a list of equal containers whose entries are not all tensors of as many samples."""
+    """Whether a batch is a list of containers of one class whose leaves are not all tensors with as many samples."""
     if not isinstance(batch, list) or len({type(entry) for entry in batch}) != 1 or not _is_container(batch[0]):
         return False
     leaves = tree_leaves(batch)
@@ -234,7 +234,7 @@ def _cut(value: Any, samples: slice | list[int], size: int, where: str, wording:
                 f"must be {size} to be cut into {wording.parts}; bring it into the module as a buffer, "
                 f"{wording.other_dimension}{wording.one_part}"
             )
-        # With a version counter of its own: a step may change its micro-batch in place, and autograd counts writes.
+        # .data has its own version counter: autograd counts writes, and a step may change its micro-batch in place.
         return value[samples].data
     if isinstance(value, list) and len(value) == size and next(tensors_in(value), None) is None:
         return value[samples] if isinstance(samples, slice) else [value[sample] for sample in samples]
@@ -249,7 +249,7 @@ def _cut(value: Any, samples: slice | list[int], size: int, where: str, wording:
 
 
 def cloned(value: Any) -> Any:
-    """The batch with copies of its tensors; containers are made anew, other objects are the same."""
+    """The batch with copies of its tensors; containers are new, other objects the same."""
     if isinstance(value, Tensor):
         return value.clone()
     return _rebuilt(value, lambda entry, place: cloned(entry)) if _is_container(value) else value

@@ -2,7 +2,7 @@
 
 A placeholder has the shape, dtype and device of the real tensor and no values. Everything computed from a placeholder
 is a placeholder too, and remembers its sources. So code that only passes values on keeps working, optimizers and
-``state_dict`` see every parameter in its place, and a result that needs the missing values differs from a real one.
+``state_dict`` see every parameter in its place, and a placeholder marks each result that needs the missing values.
 ``torch.equal`` compares placeholders by identity: a placeholder equals itself only.
 """
 
@@ -23,13 +23,13 @@ class Placeholder(Tensor):
     """A tensor without values.
 
     Args:
-        like: the tensor whose shape, dtype, strides and device it has.
-        source: the tensor that it stands for, for messages: "parameter layers.3.weight".
-        device: another device than that of ``like``.
-        fixed: writing into it raises; otherwise writing changes nothing.
+        like: gives the shape, dtype, strides and device.
+        source: the name of the missing tensor, for messages: "parameter layers.3.weight".
+        device: replaces the device of ``like``.
+        fixed: a write raises an error; by default a write changes nothing.
 
     Attributes:
-        sources: of all placeholders that it has been computed from.
+        sources: the sources of all placeholders that this one was computed from.
     """
 
     sources: tuple[str, ...]
@@ -96,7 +96,7 @@ class Placeholder(Tensor):
 
 
 def exchange(old: Tensor, new: Tensor) -> None:
-    """Turns ``old`` into ``new``; it stays the same Python object, with the attributes that others have set on it.
+    """Gives ``old`` the contents of ``new``; ``old`` stays the same Python object and keeps its other attributes.
 
     Raises:
         RuntimeError: an autograd graph or a weak reference refers to one of them.

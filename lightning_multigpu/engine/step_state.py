@@ -53,10 +53,10 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_differentiation() -> Iterator[None]:
-    """Refuses ``loss.backward()`` within the block, which is a user's step, and gradients of other stages' parameters.
+    """Refuses ``loss.backward()``, and gradients of other stages' parameters, in the step that the block runs.
 
     Raises:
-        PipelineError: within the block; a stage would get its own part of such gradients only.
+        PipelineError: the step asks for either; a stage would get only its own part of such gradients.
     """
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
@@ -84,9 +84,9 @@ def without_differentiation() -> Iterator[None]:
 def preserved_state(module: Module) -> Iterator[None]:
     """Restores at the end of the block what a forward pass may change in a module and its children.
 
-    Restored are buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
-    deques in attributes, random generators, and training mode. Values of parameters, and what other objects hold, are
-    not restored.
+    It restores buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
+    deques in attributes, random generators, and training mode. It restores neither values of parameters nor the state
+    of other objects.
     """
     undo: list[Callable[[], Any]] = []
     seen: set[int] = set()
@@ -101,7 +101,7 @@ def preserved_state(module: Module) -> Iterator[None]:
 
 
 def _keep(value: Any, undo: list[Callable[[], Any]], seen: set[int]) -> None:
-    """Adds to ``undo`` the functions that restore ``value`` in place, and everything that it contains."""
+    """Adds to ``undo`` functions that restore ``value``, and everything in it, in place."""
     if id(value) in seen:
         return
     seen.add(id(value))

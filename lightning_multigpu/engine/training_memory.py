@@ -30,7 +30,7 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.planning.timeline import HeldBytes
 
 UNKNOWN_STATES = 2
-"""State tensors of a parameter's size that an optimizer from outside of torch is assumed to keep: those of Adam."""
+"""State tensors of a parameter's size that other optimizers than torch's are assumed to keep, as Adam does."""
 
 _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
     SGD: lambda group: bool(group["momentum"]),
@@ -78,13 +78,13 @@ class SavedTensors:
     """Counts the bytes that each part of a step saves for backward; each storage counts once in the whole step.
 
     Args:
-        held: parameters and buffers, which do not count; None to count nothing.
+        held: parameters and buffers, which do not count; None counts nothing at all.
 
     Attributes:
         part: the part that is running.
         counts: whether anything is counted.
-        size_bytes: of each part, so far.
-        input_bytes: the share of ``size_bytes`` that is input of the part.
+        size_bytes: bytes of each part, so far.
+        input_bytes: the bytes among ``size_bytes`` that are input of the part.
     """
 
     def __init__(self, held: Sequence[Tensor] | None) -> None:
@@ -139,8 +139,8 @@ class SavedActivations:
         held: parameters and buffers, which do not count.
 
     Attributes:
-        size_bytes: held at present.
-        peak_bytes: the most so far.
+        size_bytes: bytes held at present.
+        peak_bytes: the largest ``size_bytes`` so far.
     """
 
     def __init__(self, held: Sequence[Tensor]) -> None:
@@ -152,7 +152,7 @@ class SavedActivations:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what autograd saves within the block, also if it is freed later."""
+        """Counts what autograd saves within the block, until it is freed, even after the block."""
         with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 

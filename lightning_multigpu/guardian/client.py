@@ -20,7 +20,7 @@ from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightR
 from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.guardian.link.protocol import Connection, Message, foreign, nonce, proof, proves
-from lightning_multigpu.guardian.proc import STOPPED, Stillness, WatchedProcess
+from lightning_multigpu.guardian.proc import STOPPED, StoppedTime, WatchedProcess
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 from lightning_multigpu.guardian.workers import remove_temporary
 
@@ -134,7 +134,7 @@ class GuardianClient:
             self._seen.wait(_SEEN_S)
 
     def can_be_lost(self) -> None:
-        """Declares that the job goes on without this rank, however its process ends before its :meth:`goodbye`.
+        """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
 
         The guardian then prints a line and lets the other ranks of this host know (:attr:`lost`). That this rank, or a
         worker process of it, is stopped is no failure either. No other rank may wait for this one from now on.
@@ -246,14 +246,14 @@ class GuardianClient:
             why = f"no answer within {timeout_s:g} s" if self.failure is None else self.failure.describe()
             raise GuardianError(f"node {node_rank} ({host_name()}) is not accepted at {address} port {port}: {why}")
 
-    def goodbye(self) -> None:
+    def leave(self) -> None:
         """Ends this rank's part: from here on its end is no failure, and no failure is told to it."""
         if self._leaving.is_set() or os.getpid() != self._process:
             return
         with self._deciding:
             self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
         with self._sending:
-            self._connection.send("goodbye")
+            self._connection.send("leave")
         self._leave_none_stopped()
         self._at_exit.cancel()
         with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
@@ -267,7 +267,7 @@ class GuardianClient:
     # The other thread
 
     def _listen(self) -> None:
-        stillness = Stillness(self._guardian, pause_s=4 * self._look_s)
+        stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
         messages, self._early = self._early, []
         while True:
             for message in messages:
@@ -283,14 +283,14 @@ class GuardianClient:
                 elif message["kind"] == "end now" and not self._leaving.is_set():
                     os._exit(INTERRUPTED_STATUS)
                 elif message["kind"] == "failure":
-                    self._tell(Failure.from_message(message.get("failure")))
+                    self._report(Failure.from_message(message.get("failure")))
             if self._connection.closed:
                 break
             readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
-            if (stopped_s := stillness.lasts_s()) > self._stopped_limit_s and self._gives_up():
+            if (stopped_s := stopped_time.lasts_s()) > self._stopped_limit_s and self._gives_up():
                 what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
-                self._tell(Failure(what, host=host_name()))
+                self._report(Failure(what, host=host_name()))
                 self._end_s -= stopped_s + 2 * self._look_s
                 self._end_stopped()
                 break
@@ -298,7 +298,7 @@ class GuardianClient:
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
-        self._tell(Failure(what, host=host_name()))
+        self._report(Failure(what, host=host_name()))
         if not self._leaving.wait(self._end_s):
             why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
             sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
@@ -328,10 +328,10 @@ class GuardianClient:
         """Resumes a stopped guardian, or kills it if this rank has given it up; the thread may end before it does."""
         with self._deciding:
             if self._kill_at_s is None and self._guardian.state() == STOPPED:
-                self._guardian.go_on()  # nobody would, and it would stay for ever
+                self._guardian.resume()  # nobody would, and it would stay for ever
         self._end_stopped()
 
-    def _tell(self, failure: Failure) -> None:
+    def _report(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():
             self.failure = failure
             self._met.set()  # whoever waits for that learns of the failure instead

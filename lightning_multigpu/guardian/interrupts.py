@@ -14,7 +14,7 @@ INTERRUPTED_STATUS = 130
 
 # What a rank says of itself when a signal has ended its run and there was no time to agree on it.
 WAS_INTERRUPTED = "was interrupted (SIGINT)"
-WAS_TERMINATED = "was told to end (SIGTERM)"
+WAS_TERMINATED = "was terminated (SIGTERM)"
 
 _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C ends it at once.\n"
 
@@ -33,21 +33,21 @@ class Interrupts:
         self.counts = False
         self._received = 0
         self._last_s = float("-inf")
-        self._told = 0
+        self._reported = 0
         self._shown = False
 
     def install(self) -> None:
         """Takes SIGINT over; called in the main thread."""
         signal.signal(signal.SIGINT, self._note)
 
-    def told(self, number: int) -> None:
+    def reported(self, number: int) -> None:
         """A rank has received its first or second one."""
-        self._told = max(self._told, number)
+        self._reported = max(self._reported, number)
 
     @property
     def number(self) -> int:
         """The number of interrupts so far, by this process's count or by what ranks have told."""
-        return max(self._received, self._told) if self.counts else 0
+        return max(self._received, self._reported) if self.counts else 0
 
     def show_first(self) -> None:
         """Says in the terminal what the first one does, unless the terminal's pipe is full."""

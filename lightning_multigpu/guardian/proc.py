@@ -106,7 +106,7 @@ class WatchedProcess:
         """Ends the process, unless it has ended already."""
         self.send_signal(signal.SIGKILL)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lets the process go on if it is stopped."""
         self.send_signal(signal.SIGCONT)
 
@@ -167,7 +167,7 @@ class WatchedProcess:
         return int(status) if mask & _PIDFD_INFO_EXIT else None
 
 
-class Stillness:
+class StoppedTime:
     """The time for which another process has been stopped, seen by one that may be stopped itself.
 
     Args:
@@ -217,7 +217,7 @@ def note_refusal(error: BaseException, rank: int, num_ranks: int) -> None:
 def ended_text(exit_code: int | None) -> str:
     """The predicate of a sentence about a process that has ended."""
     if exit_code is None:
-        return "ended without a word (its parent has collected the exit status)"
+        return "ended with an unknown exit status (its parent has collected it)"
     if exit_code >= 0:
         return f"ended with exit status {exit_code}"
     try:

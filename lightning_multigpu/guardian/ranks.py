@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, ended_text
 
-_WORD_OF_PARENT_S = 1.0
+_PARENT_REPORT_S = 1.0
 
 
 class Found(NamedTuple):
@@ -29,10 +29,10 @@ class WatchedRank:
         at_end: True once the rank has come to the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         temporary: a directory that its workers use too, and that it cannot remove if it is killed.
-        told_exit_code: the exit status that the process which started the rank has told.
+        reported_exit_code: the exit status that the process which started the rank has told.
         can_be_lost: the rank has said that the job goes on without it.
         lost_since_s: the time at which the job has lost the rank and has gone on; None while it has not.
-        said_goodbye: True once the rank has said goodbye.
+        has_left: True once the rank has said goodbye.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
@@ -44,8 +44,8 @@ class WatchedRank:
         self.at_end = False
         self.joining_until_s: float | None = None
         self.temporary: str | None = None
-        self.told_exit_code: int | None = None
-        self.can_be_lost = self.said_goodbye = False
+        self.reported_exit_code: int | None = None
+        self.can_be_lost = self.has_left = False
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
@@ -103,7 +103,7 @@ class Ranks:
                     "give each process a rank of its own"
                 )
             known.introduced |= introduced
-            known.finished = known.at_end = known.can_be_lost = known.said_goodbye = False
+            known.finished = known.at_end = known.can_be_lost = known.has_left = False
             known.lost_since_s = None
             return known
         if len(self._ranks) >= self.num_ranks:
@@ -146,7 +146,7 @@ class Ranks:
                 return rank
         return None
 
-    def forgive(self) -> None:
+    def restart_timers(self) -> None:
         """Forgets how long ranks have been stopped: so was the one who looked at the clock."""
         for rank in self._ranks.values():
             rank.stopped_since_s = None
@@ -162,7 +162,7 @@ class Ranks:
             state = rank.process.state()
             if state == ENDED:
                 exit_code = rank.process.exit_code()
-                exit_code = rank.told_exit_code if exit_code is None else exit_code
+                exit_code = rank.reported_exit_code if exit_code is None else exit_code
                 if exit_code == 0 and not rank.introduced:
                     rank.finished = True
                 elif exit_code or self._waited_for_parent(rank, now_s):
@@ -178,7 +178,7 @@ class Ranks:
             return min(found, key=lambda entry: entry[0])[1]
         self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
-            self.forgive()  # the whole job is suspended, by Ctrl-Z for example: nobody waits for anybody
+            self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: nobody waits for anybody
             return None
         return self._stopped_too_long(stopped, now_s)
 
@@ -196,4 +196,4 @@ class Ranks:
         """True once its exit status, from the process that started it, and its own goodbye have had time to come."""
         if rank.ended_since_s is None:
             rank.ended_since_s = now_s
-        return now_s - rank.ended_since_s > _WORD_OF_PARENT_S
+        return now_s - rank.ended_since_s > _PARENT_REPORT_S

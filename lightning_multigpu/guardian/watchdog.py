@@ -75,7 +75,7 @@ class Watchdog:
         self._pages = mmap.mmap(self._pages_descriptor, PAGE_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
         self._hosts = Hosts(
             silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget,
-            heard=self._hear,
+            on_message=self._handle_host,
         )  # fmt: skip
         limit_s: float | None = settings["hang_report_s"]
         self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
@@ -90,10 +90,10 @@ class Watchdog:
             if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
                 # This process was stopped, or the machine asleep; so were the ranks, and they go on at other moments.
                 self._started_s += now_s - self._now_s
-                self._ranks.forgive()
-                self._workers.forgive()
-                self._hosts.forgive(now_s)
-                self._hang_watch.forgive(now_s)
+                self._ranks.restart_timers()
+                self._workers.restart_timers()
+                self._hosts.restart_timers(now_s)
+                self._hang_watch.restart_timers(now_s)
             self._now_s = now_s
             self._observe()
         self._hosts.close()
@@ -169,7 +169,7 @@ class Watchdog:
     def _observe_workers(self, rank: WatchedRank) -> None:
         """Finds a stopped worker: its rank waits for data, and all others wait for the rank."""
         if self._shutdown is not None or rank.process.state() == STOPPED:
-            self._workers.forgive()
+            self._workers.restart_timers()
             return
         found = self._workers.stopped(rank.process.pid, self._now_s)
         if found is not None and self._now_s - found[1] > self._timeout_s / 2:
@@ -195,7 +195,7 @@ class Watchdog:
             self._fail(Failure("a second Ctrl-C has ended the job at once", host=host_name()), self._now_s)
             assert self._shutdown is not None
             self._shutdown.hurry(self._now_s)
-            self._hosts.tell_end_now()
+            self._hosts.send_end_now()
             for connection in self._connections:
                 connection.send("end now")
 
@@ -210,7 +210,7 @@ class Watchdog:
     def _lost_have_ended(self) -> bool:
         """Kills lost ranks whose time is over, and ends their workers; a rank that said goodbye ends by itself."""
         ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
-        left = [rank for rank in self._ranks.lost if rank not in ended and not rank.said_goodbye]
+        left = [rank for rank in self._ranks.lost if rank not in ended and not rank.has_left]
         for rank in left:
             if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
                 rank.process.kill()
@@ -261,8 +261,8 @@ class Watchdog:
         )
         self._shutdown = Shutdown(failure, since_s, self._timeout_s)
         self._shutdown.waited(waits)
-        self._hosts.tell(failure, since_s)
-        self._hosts.say("waited", lines=waits)
+        self._hosts.send_failure(failure, since_s)
+        self._hosts.send("waited", lines=waits)
         for connection, rank in self._connections.items():
             # The one that failed knows; if it is stopped, it hears of it should it ever go on.
             if rank is not failed or rank.process.state() == STOPPED:
@@ -277,10 +277,10 @@ class Watchdog:
                 connection.send("lost", rank=lost.rank)
         show(f"The job goes on without a rank: {failure.summary()}\n")
 
-    def _hear(self, host: Hashable, message: Message) -> None:
+    def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
-            self._hangs.heard(host, message)
+            self._hangs.handle(host, message)
         elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
             self._have_told_waits.add(host)
             self._shutdown.waited(in_message(message["lines"]))
@@ -383,8 +383,8 @@ class Watchdog:
 
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
-        if kind == "goodbye":
-            rank.finished = rank.at_end = rank.said_goodbye = True
+        if kind == "leave":
+            rank.finished = rank.at_end = rank.has_left = True
         elif kind == "at end":
             rank.at_end = True
         elif kind == "joining":
@@ -401,7 +401,7 @@ class Watchdog:
         elif kind == "counts interrupts":
             self._interrupts.counts = True
         elif kind == "interrupted":
-            self._interrupts.told(int(message["number"]))
+            self._interrupts.reported(int(message["number"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
             connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
@@ -448,7 +448,7 @@ class Watchdog:
                 except OSError:  # no descriptor or memory is left: it is watched once it introduces itself
                     continue
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
-                rank.told_exit_code = message["exit_code"]
+                rank.reported_exit_code = message["exit_code"]
             elif kind == "stop":
                 self._stopping = True
         if self._owner_link.closed:

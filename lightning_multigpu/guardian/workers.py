@@ -49,7 +49,7 @@ class Workers:
             self._stopped.pop(pid, None)
         return None
 
-    def forgive(self) -> None:
+    def restart_timers(self) -> None:
         """Forgets how long workers have been stopped."""
         self._stopped.clear()
 

@@ -103,15 +103,15 @@ class StageCosts:
 
     def forward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's forward pass in a stage with the layers ``[start, stop)``."""
-        behind = self.parts[-1].forward_s if stop == self.num_layers else 0.0
+        after = self.parts[-1].forward_s if stop == self.num_layers else 0.0
         before = self._elsewhere_s if start else self.parts[0].forward_s
-        return before + self._forward[stop] - self._forward[start] + behind
+        return before + self._forward[stop] - self._forward[start] + after
 
     def backward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's backward pass in a stage with the layers ``[start, stop)``."""
         before = self.parts[0].backward_s if start == 0 else 0.0
-        behind = self.parts[-1].backward_s if stop == self.num_layers else 0.0
-        return before + self._backward[stop] - self._backward[start] + behind
+        after = self.parts[-1].backward_s if stop == self.num_layers else 0.0
+        return before + self._backward[stop] - self._backward[start] + after
 
     def cut_s(self, cut: int) -> float:
         """Seconds of the message before layer ``cut``, one way; a gradient takes as long as its activation."""
@@ -123,7 +123,7 @@ class StageCosts:
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Bytes of the stage's layers and the modules before or behind them, and of the tensors saved for backward.
+        """Bytes of the stage's layers and the modules before or after them, and of the tensors saved for backward.
 
         Parameters that every rank holds are not counted.
         """
@@ -131,8 +131,8 @@ class StageCosts:
         return self._held_bytes(start, stop) + saved
 
     def _held_bytes(self, start: int, stop: int) -> int:
-        before, behind = self._end_bytes
-        ends = (0 if start else before) + (behind if stop == self.num_layers else 0)
+        before, after = self._end_bytes
+        ends = (0 if start else before) + (after if stop == self.num_layers else 0)
         return self._held[stop] - self._held[start] + ends
 
     def activations_bytes(self, stage: int, start: int, stop: int) -> int:

@@ -1,4 +1,4 @@
-"""Feeds every data rank its share of the samples, and keeps the ranks in step with each other."""
+"""The batches of a data rank: its share of the samples, and the agreement of the ranks on each training batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     loss_scale,
     shares_of,
 )
-from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, distribute_batches
+from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, distribute_batches
 from lightning_multigpu.runtime.loader_workers import leave_interrupts_to_rank
 from lightning_multigpu.runtime.run_signals import RunSignals
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class BatchFeed:
-    """The data side of a strategy: distributes batches, agrees on and weighs each training batch, resumes an epoch.
+    """Distributes batches over the data ranks, agrees on and weights each training batch, and resumes an epoch.
 
     Args:
         uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-        signals: travel with the ranks' messages about each training batch.
+        signals: the ranks' announcements of each training batch carry them.
 
     Attributes:
-        loss_scale: what this rank's loss of the present batch is multiplied by.
-        shares: of each rank's batch at present; empty where the ranks have said nothing of it.
-        counts: False if the present batch only fills the gap of a rank without data.
+        loss_scale: the factor of this rank's loss of the present batch.
+        shares: the share of each rank's present batch; empty without an announcement.
+        counts: False if the present batch is a repeated one, of weight 0.
     """
 
     def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction, signals: RunSignals) -> None:
@@ -53,7 +53,7 @@ class BatchFeed:
         self._signals = signals
         self._filter: Any = None
 
-    def deal(
+    def distribute(
         self,
         loader: Any,
         trainer: pl.Trainer,
@@ -66,23 +66,25 @@ class BatchFeed:
     ) -> Any:
         """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
 
-        In training all ranks stay in step through ``control_group()``, also the ``ranks_a_batch`` of each data rank.
-        Prediction keeps Lightning's own sampler, which repeats nothing and remembers the indices for writers.
+        In training all ranks agree on each batch over ``control_group()``, also the ``ranks_a_batch`` of each data
+        rank. Prediction keeps Lightning's own sampler, which repeats nothing and keeps the indices for writers.
         """
         if trainer.predicting:
-            dealt: Any = loader
+            distributed: Any = loader
             batches = None
         else:
-            dealt, batches = distribute_batches(loader, num_replicas=num_replicas, rank=rank, even=not trainer.training)
+            distributed, batches = distribute_batches(
+                loader, num_replicas=num_replicas, rank=rank, even=not trainer.training
+            )
         if self._signals.holds_interrupts:
-            leave_interrupts_to_rank(dealt, trainer.global_rank)
+            leave_interrupts_to_rank(distributed, trainer.global_rank)
         if not trainer.training:
-            return dealt
+            return distributed
         group = control_group()
-        return self._agreed(dealt, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
+        return self._agreed(distributed, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
-        """Looks up the ranks' messages about the next training batch."""
+        """Takes the ranks' announcement of the next training batch."""
         self.loss_scale, self.shares, self.counts = 1.0, [], True
         loader = trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
@@ -97,7 +99,7 @@ class BatchFeed:
         self._filter = warnings.filters[0]
 
     def restore_warning(self) -> None:
-        """Lets the warning through again, for other strategies of this process."""
+        """Enables the warning again, for other strategies of this process."""
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._filter = None
@@ -105,7 +107,7 @@ class BatchFeed:
     def _agreed(
         self,
         loader: Iterable[Any],
-        batches: DealtBatchSampler | None,
+        batches: CountedBatchSampler | None,
         trainer: pl.Trainer,
         announcer: Announcer,
         group: dist.ProcessGroup,
@@ -132,6 +134,6 @@ class BatchFeed:
 
 
 def batches_trained_on(trainer: pl.Trainer) -> int:
-    """Batches of this epoch that the weights have seen; what a run that resumes within the epoch leaves out."""
+    """Batches of this epoch that were trained on; a run that resumes within the epoch leaves them out."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)

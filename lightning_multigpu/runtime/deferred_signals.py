@@ -1,8 +1,8 @@
-"""Holds signals back until all ranks have reached the same batch.
+"""Deferred signals: they wait until all ranks have reached the same batch.
 
-A scheduler signals each rank wherever it is, and so may a user. Lightning's handlers save a checkpoint or tell the
-other ranks, which are collectives: run at once, one rank would wait in its handler while another waits for it in the
-exchange of gradients.
+A scheduler, or a user, signals each rank at any place in its program. Lightning's handlers save a checkpoint or signal
+the other ranks, which takes collectives: if they ran at once, one rank would wait in its handler while another waits
+for its gradients.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lightning_multigpu.guardian.interrupts import SAME_INTERRUPT_S
 class DeferredSignals:
     """Replaces the handlers of signals by one that records them.
 
-    A process that was forked while they are held, a loader's worker, ignores them: its rank decides when it ends.
+    A process that was forked meanwhile, such as a loader's worker, ignores them: its rank decides when it ends.
 
     Args:
-        signals: those to hold back; each has a bit of its own, in this order.
-        patience_s: how long SIGINT and SIGTERM wait for the other ranks. What came before that acts on this rank only.
-        on_interrupt: told of the first and the second SIGINT of this process, with its number.
+        signals: the signals to defer; each has a bit, in this order.
+        patience_s: how long SIGINT and SIGTERM wait for the other ranks; later they act on this rank only.
+        on_interrupt: called at the first and the second SIGINT of this process, with the number.
 
     Attributes:
         received: bits of the signals that this process has received.
-        due: bits of those that some process of the job has received, and all of them know of.
-        waits: whether there is a batch to come that all ranks agree on. Without one SIGINT and SIGTERM act at once.
-        agreed: bits of those that all ranks have acted on together.
+        due: bits of the signals that some process of the job has received, and all processes know.
+        waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
+        agreed: bits of the signals that all ranks have acted on together.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class DeferredSignals:
         self._process = os.getpid()
 
     def hold(self, *only: signal.Signals) -> None:
-        """Takes the signals over from their present handlers; only the main thread can, elsewhere nothing happens.
+        """Replaces the signals' handlers; only the main thread can, other threads do nothing.
 
         Args:
-            only: those to begin with; all of them without it.
+            only: the signals to defer; by default all.
         """
         if threading.current_thread() is threading.main_thread():
             for signum in only or self._signals:
@@ -71,11 +71,11 @@ class DeferredSignals:
                     self._handlers[signum] = signal.signal(signum, self._note)
 
     def handler_before(self, signum: signal.Signals) -> Any:
-        """The handler before the signal was held, or None if it is not held."""
+        """The handler before the signal was deferred, or None if it is not deferred."""
         return self._handlers.get(signum)
 
     def act(self) -> None:
-        """Calls the handlers that were replaced, for all signals that are due; all ranks do so together."""
+        """Calls the replaced handlers of all signals that are due; all ranks do so together."""
         due, self.due = self.due, 0
         self.received &= ~due
         self.agreed |= due
@@ -88,19 +88,19 @@ class DeferredSignals:
         return signum in self._signals and bool(self.agreed & 1 << self._signals.index(signum))
 
     def follow(self, signum: signal.Signals) -> None:
-        """Acts on a signal that another rank has acted on alone; called in a thread other than the main one."""
+        """Acts on a signal on which another rank has acted alone; called in another thread than the main one."""
         if signum in self._signals:
             self._pushed = signum
             _thread.interrupt_main(signum)
 
     def push(self) -> None:
-        """Lets a signal act that has waited in vain; called now and then, in a thread other than the main one."""
+        """Acts on a signal that has waited too long; called from time to time, in another thread than the main one."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             if self._pushed is None and self._is_overdue(signum):
                 self.follow(signum)
 
     def release(self) -> None:
-        """Gives the signals back to their handlers; what has been received and not been acted on is handled now."""
+        """Restores the handlers, and calls them for signals that were received and not acted on."""
         left = self.received & ~self.agreed  # a rank that acts sends the same signal to its children once more
         for signum, handler in self._handlers.items():
             if signal.getsignal(signum) == self._note:
@@ -140,7 +140,7 @@ class DeferredSignals:
             self._act_alone(number, bit)
 
     def _act_alone(self, number: signal.Signals, bit: int) -> None:
-        """Without the others: they learn of it as of an exception, so no handler may wait for them."""
+        """Acts without the other ranks; they learn of it as of an exception, so no handler may wait for them."""
         if number == signal.SIGINT:
             self.received &= ~bit
             handler = self._handlers.get(number)

@@ -1,11 +1,11 @@
-"""Turns the failure of one rank into the same, named failure of all ranks.
+"""Failure watch: the failure of one rank becomes a failure of all ranks, with its rank and cause.
 
-A rank that raises tells the guardian of its host and aborts its process groups. The guardians tell all other ranks,
-which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception that
-:meth:`~lightning_multigpu.guardian.Failure.exception` makes from the text of the failure.
+A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
+ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
+that :meth:`~lightning_multigpu.guardian.Failure.exception` makes from the text of the failure.
 
-Guardians need Linux. Elsewhere the other ranks learn of a failure as torch tells it: a closed connection, or the end
-of a collective's timeout.
+Guardians need Linux. Elsewhere the other ranks learn of a failure from torch: by a closed connection, or at the end of
+a collective's timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.runtime.loader_workers import note_refused_worker, without_news_of_workers
+from lightning_multigpu.runtime.loader_workers import ignoring_ends_of_workers, note_refused_worker
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back
 
@@ -56,21 +56,21 @@ _CONNECTION_LOST = re.compile(
 
 
 class FailureWatch:
-    """Ends this rank's run when another rank fails, and tells the others when this one does.
+    """Ends this rank's run when another rank fails, and informs the others when this rank fails.
 
     Args:
         signals: the signals of this run; a signal that has ended another rank ends this one too.
 
     Attributes:
-        client: the connection to the guardian of this host; None where there is no guardian.
+        client: the connection to the guardian of this host; None without a guardian.
         guardian: the guardian of this host, if this process has started it for this rank's run.
         failed: whether this run has failed.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
-        ranks_have_ended: in the process that has spawned ranks, whether they have failed: the state that they had
-            trained has gone with them.
+        ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
         is_lost: whether this rank has failed and the job goes on without it.
         on_can_be_lost: called by :meth:`can_be_lost`, for the process that has spawned this rank.
-        earlier_children: processes that an earlier run in this one has started, by their ranks: this run needs them.
+        earlier_children: processes that an earlier run of this process has started, by their ranks; this run needs
+            them.
     """
 
     def __init__(self, signals: RunSignals) -> None:
@@ -89,14 +89,14 @@ class FailureWatch:
         self._cannot_join = self._can_be_lost = False
 
     def begin(self, cut: Callable[[], object]) -> None:
-        """Begins a new run, whose ranks have yet to join; ``cut`` ends what they wait in meanwhile."""
+        """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
         give_sigterm_back()
         self.failed = self.is_lost = self._can_be_lost = False
         self.failure = None
         self._cut, self._world_size = cut, 0
 
     def joined(self, cut: Callable[[], object], world_size: int) -> None:
-        """Takes down that the ranks have joined; ``cut`` aborts their groups when a rank fails.
+        """Notes that the ranks have joined; ``cut`` aborts their groups when a rank fails.
 
         Raises:
             RankFailedError: a rank has failed meanwhile.
@@ -119,18 +119,18 @@ class FailureWatch:
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank if it fails in this run; not for rank 0.
 
-        To be called once the rank is in no process group with other ranks any more. Needs the guardian: elsewhere than
-        on Linux it has no effect.
+        Call it when the rank is in no process group with other ranks. It needs the guardian, and has no effect on other
+        systems than Linux.
         """
         if self.client is not None:
-            if self.on_can_be_lost is not None:  # first: it ends all ranks where the guardian alone knows
+            if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
                 self.on_can_be_lost()
             self.client.can_be_lost()
             self._can_be_lost = True
 
     @property
     def lost(self) -> list[int]:
-        """The ranks of this host that the job has lost so far; guardians do not tell of other hosts' ranks."""
+        """The ranks of this host that the job has lost so far; ranks of other hosts are not known."""
         return [] if self.client is None else self.client.lost
 
     @property
@@ -138,7 +138,7 @@ class FailureWatch:
         """The page of shared memory in which this rank notes its steps and collectives for the guardian."""
         return None if self.client is None else self.client.flight_recorder
 
-    def hear(self, failure: Failure) -> None:
+    def receive(self, failure: Failure) -> None:
         """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
@@ -146,15 +146,15 @@ class FailureWatch:
         self._abort()
 
     def leave(self) -> None:
-        """Ends the watch at the strategy's teardown; where hooks of a run in order follow, :meth:`guarded` ends it."""
+        """Ends the watch at the strategy's teardown; if hooks of a good run follow, :meth:`guarded` does."""
         if self.failed or not self._hooks_follow:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the watch: from here on the end of this process is no failure, and no failure is told to it."""
+        """Ends the watch: from now on the end of this process is no failure, and it receives no failure."""
         client, self.client = self.client, None
         if client is not None:
-            client.goodbye()
+            client.leave()
         guardian, self.guardian = self.guardian, None
         if guardian is not None:
             guardian.stop()
@@ -169,10 +169,10 @@ class FailureWatch:
         run: RunContext,
         trainer: pl.Trainer | None,
     ) -> Any:
-        """Runs a rank's work; if it fails, raises what made the job fail, whichever rank that was.
+        """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
 
-        The first rank of each host raises the failed rank's exception, or the second where the first one is gone;
-        further ranks end with exit status 1 and one line in the log.
+        The first rank of each host raises it, or the second if the first one has died; further ranks end with exit
+        status 1 and one line in the log.
         """
         self._hooks_follow = True
         try:
@@ -180,30 +180,30 @@ class FailureWatch:
         except BaseException as error:
             if not self._hooks_follow:
                 raise
-            # torch raises at the end of a loader's worker wherever the main thread is, maybe on its way to settle what
-            # the end of another one has raised.
+            # torch raises at the end of a loader's worker wherever the main thread is, perhaps while it handles the end
+            # of another worker.
             return self._settled(partial(_raise, error), run, trainer)
 
     def _settled(self, work: Callable[[], Any], run: RunContext, trainer: pl.Trainer | None) -> Any:
-        """What ``work`` returns; if it raises, settles the failure and raises what :meth:`guarded` says."""
+        """The result of ``work``; if it raises, settles the failure and raises as :meth:`guarded`."""
         try:
             result = work()
             self._finish()
             return result
         except BaseException as error:
             if isinstance(error, SIGTERMException):
-                error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have done its work
-            # A rank that can be lost has no groups in which to agree on a signal, and acts on its own.
+                error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
+            # A rank that can be lost has no groups to agree on a signal in, and acts alone.
             if (self._signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
-                self._hooks_follow = False  # all ranks end together, and nothing that follows is a failure
+                self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
             failure = self.settle(error, run, step)
-            speaks = failure is None or run.local_rank == _speaker(failure, run)
+            speaks = failure is None or run.local_rank == _printing_rank(failure, run)
             if not isinstance(error, Exception):
                 if speaks:
                     self.announce()
-                    self._tell_of_the_end(failure)
+                    self._print_end(failure)
                 raise
             if failure is None:
                 raise
@@ -213,23 +213,23 @@ class FailureWatch:
             raise SystemExit(1) from None
 
     def announce(self) -> None:
-        """Tells the guardian that this rank shows the failure: the guardian then does not."""
+        """Informs the guardian that this rank prints the failure, so that the guardian does not."""
         if self.client is not None:
             self.client.announced()
 
     def message(self, run: RunContext, trainer: pl.Trainer | None) -> FailureMessage:
-        """What this rank prints about the failure that has ended the run, if nobody catches its exception."""
+        """The text that this rank prints about the failure, if nobody catches its exception."""
         failure = self.failure
         assert failure is not None
-        is_own = failure.rank == run.rank and bool(failure.traceback)  # without one, the guardian has seen it
-        # Ranks that cannot join raise the same exception, each for itself.
+        is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
+        # Ranks that cannot join all raise the same exception.
         in_full = is_own and (run.local_rank == 0 or not self._cannot_join)
-        is_first = run.node_rank == 0 and run.local_rank == _speaker(failure, run)
+        is_first = run.node_rank == 0 and run.local_rank == _printing_rank(failure, run)
         waited: list[str] = []
-        if self.client is not None and (in_full or not failure.traceback):  # the rank that raised tells it otherwise
+        if self.client is not None and (in_full or not failure.traceback):  # else the rank that raised prints it
             waited = self.client.waited
         checkpoint = None
-        # torchrun and SLURM end the first rank as soon as another one has failed, before it can say anything.
+        # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
         advises = is_first or (in_full and not isinstance(run.environment, LightningEnvironment))
         if advises and not self.is_lost and has_trained(trainer):
             checkpoint = partial(last_checkpoint_of, trainer)
@@ -237,26 +237,26 @@ class FailureWatch:
             failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0, goes_on=self.is_lost
         )
 
-    def _tell_of_the_end(self, failure: Failure | None) -> None:
-        """Prints what is known of the end of a run by a signal, or by an exit of the user's program."""
+    def _print_end(self, failure: Failure | None) -> None:
+        """Prints the waits and the failure, after the end of a run by a signal or by an exit of the user's program."""
         if self.client is not None:
             sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(self.client.waited)))
         if failure is not None and failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED):
-            # A launcher that has seen a rank end sends SIGTERM to the others, which says nothing of the cause.
+            # A launcher that has seen a rank end sends SIGTERM to the others; the cause is the rank's failure.
             sys.stderr.write(f"The job failed: {failure.sentence()}\n")
 
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
-        """Finds out which rank's failure stands behind ``error``; tells the guardian if it is this rank's own.
+        """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.
 
         Args:
             error: the exception that has reached the launcher of this rank.
             run: the run.
-            step: optimizer steps completed, or None if not known.
+            step: optimizer steps completed, or None if unknown.
 
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
-        with without_news_of_workers():
+        with ignoring_ends_of_workers():
             return self._settle(error, run, step)
 
     def _settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -277,9 +277,9 @@ class FailureWatch:
                 error.add_note(own.summary())
             if self.client is not None:
                 ended_by = {KeyboardInterrupt: WAS_INTERRUPTED, SIGTERMException: WAS_TERMINATED}.get(type(error))
-                # Where a signal has struck says nothing about what was wrong.
+                # The place at which a signal has struck is not the cause.
                 self.client.failed(own if ended_by is None else own._replace(what=ended_by, traceback=""))
-        other = None if self._cannot_join else self.failure  # the guardian may have known of another one
+        other = None if self._cannot_join else self.failure  # the guardian may have found another failure first
         self.failure = other or own
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
         self._abort()
@@ -289,7 +289,7 @@ class FailureWatch:
         """Waits until the run has ended well for all ranks.
 
         Raises:
-            RankFailedError: it has not; :meth:`settle` finds out what has happened.
+            RankFailedError: it has not; :meth:`settle` then finds the failure.
         """
         if self.client is not None and self._world_size:
             note = self.client.flight_recorder.began(
@@ -318,8 +318,8 @@ def has_trained(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
 
 
-def _speaker(failure: Failure, run: RunContext) -> int:
-    """The local rank that tells its host of another rank's failure: the first one, unless that has died."""
+def _printing_rank(failure: Failure, run: RunContext) -> int:
+    """The local rank that prints another rank's failure on its host: the first one, unless that has died."""
     first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
     by_signal = failure.what in (WAS_INTERRUPTED, WAS_TERMINATED)
     return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
@@ -332,18 +332,18 @@ def _raise(error: BaseException) -> None:
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
     """Limits the time that the exit of a process of a failed job may take.
 
-    Then the guardian does not watch any more, and threads of a back end can wait for hosts that are gone. A program
-    that goes on after the failure is left in peace until it exits. With ``from_exit`` the time begins there: what was
-    told to end by a signal may have saved until then, and ends in order.
+    The guardian does not watch any more then, and threads of a back end can wait for hosts that have ended. A program
+    that goes on after the failure is not limited before its exit. With ``from_exit`` the time begins at the exit: a
+    program that a signal ends may save before that.
     """
     failed_s = time.monotonic()
 
     def end() -> None:
         left_s = timeout_s if from_exit else failed_s + timeout_s - time.monotonic()
-        # The default action needs no Python, which may have gone when the time is over.
+        # The default action needs no Python: the interpreter may have ended by then.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)
-        gc.freeze()  # the interpreter's last collections take seconds on a busy machine, and are of no use here
+        gc.freeze()  # the interpreter's last collections take seconds on a busy machine
 
     atexit.register(end)
 

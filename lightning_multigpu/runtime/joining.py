@@ -1,4 +1,4 @@
-"""Joining: the way of a rank's process from its launch until all ranks are connected."""
+"""Joining: the steps of a rank's process from its launch until all ranks are connected."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _INVITATION = "guardian"
 _CUT_S = 2.0
 _LOOK_S = 2.0
 
-# How often this process has joined at an address: a store or a guardian of an earlier time may still be there.
+# How often this process has joined at an address: a store or a guardian of an earlier run may still be there.
 _ATTEMPTS: Counter[tuple[str, int]] = Counter()
 
 
 class Joining:
-    """This rank's way into the world, in three steps that follow each other::
+    """Joins this rank to the world, in three steps::
 
         launcher             begin       the guardian of the host sees this rank
-        setup_environment    meet        the ranks find each other, and that they agree; the guardians of hosts meet
+        setup_environment    meet        the ranks find each other and compare settings; the guardians of hosts meet
                              (process groups, within the same time limit)
         setup                check_model the ranks have the same model
 
-    The guardian of a host starts before its ranks join: by the launcher that starts them, or else by the first of
-    them. The guardians of several hosts meet at node 0's as soon as rank 0's store is open, and need neither store nor
-    process group from then on, so that they also see a host or a link that is gone.
+    The guardian of a host starts before its ranks join: the launcher that starts the ranks starts it, or else the first
+    rank. The guardians of several hosts connect to node 0's as soon as rank 0's store is open. From then on they need
+    neither store nor process group, so that they also see a lost host or link.
 
     Args:
         watch: the failure watch of this rank; its connection to the guardian is made here.
@@ -69,7 +69,7 @@ class Joining:
         self._resumes = False
 
     def resume(self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
-        """Before the launch: what :func:`with_last_found` makes of the arguments of ``function``."""
+        """Before the launch: the arguments of ``function``, changed by :func:`with_last_found`."""
         args = with_last_found(function, args, trainer)
         place = place_of_checkpoint(function, args)
         self._resumes = place is not None and args[place] is not None
@@ -78,7 +78,7 @@ class Joining:
     def begin(
         self, run: RunContext, *, guardian: Guardian | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Puts this rank under its host's guardian, unless it is in a world already.
+        """Connects this rank to its host's guardian, unless it is in a world already.
 
         Args:
             run: the run.
@@ -99,20 +99,20 @@ class Joining:
             variables = guardian.environment
         if variables or os.environ.get(ADDRESS):
             self._connect_to(variables or os.environ, guardian, run)
-            # A program that this rank starts must not take itself for a rank, and neither a later run in this process.
+            # Neither a program that this rank starts, nor a later run in this process, may use them.
             for name in (ADDRESS, SECRET):
                 os.environ.pop(name, None)
         else:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             if run.local_rank == 0:
-                # The ranks say more about who is missing than the guardian can, so it lets them speak first.
+                # The ranks' errors name the missing ranks better than the guardian can, so its limit is later.
                 guardian = start_at(address, join_timeout_s=_latest_s(run), **_guardian_options(run))
                 if guardian is not None:
                     guardian.withdraw()
-            client = find(address, rank=run.rank, on_failure=self.watch.hear, timeout_s=run.join_timeout_s)
+            client = find(address, rank=run.rank, on_failure=self.watch.receive, timeout_s=run.join_timeout_s)
             self._take(client, guardian)
         assert self.watch.client is not None
-        self.watch.client.joining(_latest_s(run))  # later than the rank itself, which can say more, if it still can
+        self.watch.client.joining(_latest_s(run))  # later than the rank's own limit, whose error says more
 
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
@@ -125,7 +125,7 @@ class Joining:
         assert self._deadline_s is not None
         left_s = max(0.0, self._deadline_s - time.monotonic())
         try:
-            # Who looks at the clock by itself says more than who finds its connections cut.
+            # An error about the time limit says more than one about a cut connection.
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
             if self._rendezvous is not None and run.rank == 0:
@@ -141,7 +141,7 @@ class Joining:
             if time.monotonic() < self._deadline_s:
                 raise
             raise RendezvousError(
-                f"the ranks have come, but were not connected within {run.join_timeout_s:g} s (join_timeout_s): {error}"
+                f"all ranks arrived, but were not connected within {run.join_timeout_s:g} s (join_timeout_s): {error}"
             ) from error
         finally:
             self._deadline_s = self._rendezvous = None
@@ -151,10 +151,10 @@ class Joining:
 
         Args:
             run: the run.
-            alike: name -> value of what must be equal on all ranks, as :func:`table_of` makes it.
+            alike: the settings that must be equal on all ranks, name -> value, from :func:`table_of`.
 
         Raises:
-            RendezvousError: they do not all come, or are not alike; the same one on all that have come.
+            RendezvousError: ranks are missing, or settings differ; the same error on all ranks that have arrived.
         """
         if dist.is_initialized():
             return None
@@ -189,16 +189,16 @@ class Joining:
         return rendezvous.group_store
 
     def _cannot_reach(self, run: RunContext, error: str) -> str:
-        """Names the ranks to which this one finds no way; the back end's error names neither end."""
+        """Names the ranks that this rank cannot reach; the back end's error names neither end."""
         names = {arrival.address: arrival.name() for arrival in reversed(self._arrivals) if arrival.address}
-        # Before the other ranks, who see connections close, tell of it as their own failure.
+        # Quickly, before the other ranks report closed connections as their own failures.
         found = unreachable(names, timeout_s=_LOOK_S)
         found |= {address: error for address in names if f"remote=[{address}]" in error}
         own = next((arrival.name() for arrival in self._arrivals if arrival.rank == run.rank), f"rank {run.rank}")
         if not found:
             return (
-                f"{own} could not connect to another rank ({error}), and sees no reason now: a table of the kernel may "
-                "have been full (dmesg: 'neighbour table overflow'; sysctl net.ipv4.neigh.default.gc_thresh3)"
+                f"{own} could not connect to another rank ({error}), and finds no reason now: a table of the kernel "
+                "may have been full (dmesg: 'neighbour table overflow'; sysctl net.ipv4.neigh.default.gc_thresh3)"
             )
         listed = ", ".join(f"{address}, the address of {names[address]}: {why}" for address, why in found.items())
         return (
@@ -207,7 +207,7 @@ class Joining:
         )
 
     def watch_again(self, run: RunContext, world: MeteredGroup) -> None:
-        """Puts this rank under a new guardian when an earlier run has left its world open; a collective over it."""
+        """Connects this rank to a new guardian if an earlier run has kept the world; a collective of it."""
         if sys.platform != "linux" or self.watch.client is not None:
             return
         guardian: Guardian | None = None
@@ -225,12 +225,12 @@ class Joining:
                 _follow(invitation, client, run)
 
     def _connect_to(self, variables: Mapping[str, str], guardian: Guardian | None, run: RunContext) -> GuardianClient:
-        client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.hear)
+        client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.receive)
         self._take(client, guardian)
         return client
 
     def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
-        # Made before any worker is forked, it is theirs as well: a worker that is ended would leave its own behind.
+        # It is made before any worker is forked, so that workers share it: a killed worker would leave its own.
         client.uses_temporary(multiprocessing.util.get_temp_dir())
         self.watch.client, self.watch.guardian = client, guardian
 
@@ -251,14 +251,14 @@ def _guardian_options(run: RunContext) -> dict[str, Any]:
 
 
 def _latest_s(run: RunContext) -> float:
-    """Seconds that a guardian waits for ranks to join; longer than the ranks wait, whose errors say more."""
+    """Seconds that a guardian waits for ranks to join; longer than the ranks, whose errors say more."""
     return run.join_timeout_s + run.failure_timeout_s
 
 
 def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
-    """On rank 0: has the guardian listen for those of the other hosts; returns what they need to come.
+    """On rank 0: makes the guardian listen for the other hosts' guardians; returns address, port and secret for them.
 
-    That holds a secret only if the environment has none: whoever reads the store while the ranks join has it then too.
+    The secret is included only if the environment has none: a reader of the store then gets it while the ranks join.
     """
     given, made = job_secret(os.environ), os.urandom(32).hex()
     address = source_address(run.main_address) or run.main_address
@@ -267,7 +267,7 @@ def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
 
 
 def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunContext) -> None:
-    """On the first rank of another host: has the guardian join that of node 0."""
+    """On the first rank of another host: connects its guardian to node 0's."""
     secret = job_secret(os.environ) or invitation["secret"]
     client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
 
@@ -285,7 +285,7 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
 
 
 def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
-    """The settings that must be equal on all ranks and are known before they have joined.
+    """The settings that must be equal on all ranks, and are known before they join.
 
     Args:
         run: the run.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SUFFIX = ".ckpt"
 _NEEDED = ("epoch", "global_step", "optimizer_states")  # the last is missing in a file of weights alone
 _FOUND_BY_RANK_0 = "the checkpoint that rank 0 has found"
-_SEEN_WITHIN_S = 30.0  # file systems that hosts share show a new file late to hosts that have not written it
+_SEEN_WITHIN_S = 30.0  # shared file systems show a new file late to other hosts than its writer
 _POLL_S = 0.2
 
 
@@ -31,8 +31,8 @@ class CheckpointFile(NamedTuple):
     """A checkpoint that a run can resume from.
 
     Args:
-        path: of the file, or its URL.
-        global_step: optimizer steps that it holds.
+        path: the path of the file, or its URL.
+        global_step: optimizer steps before it was saved.
         epoch: the epoch in which it was saved, from 0.
         modified_s: when it was written, in seconds since 1970.
     """
@@ -63,15 +63,15 @@ def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: bool 
 
         trainer.fit(model, ckpt_path=find_last_checkpoint("runs/digits"))
 
-    The checkpoints of one folder are compared by their global step, then their epoch, then their time; names do not
-    count. Where several folders hold checkpoints, as after several runs, the folder counts that was written to last.
-    Temporary files and files of weights alone are left out. A file that is truncated is passed over with a warning. Of
-    each file only the part is read that says what it holds, and no code in it is run.
+    The checkpoints of one folder are compared by their global step, then their epoch, then their time, and not by their
+    names. If several folders hold checkpoints, as after several runs, the folder with the newest file counts. Temporary
+    files, and files with only weights, are left out. A truncated file is skipped with a warning. Only a small part of
+    each file is read, and no code in it is run.
 
     Args:
         directory: a run's directory, or one that holds several runs; or a URL that fsspec knows.
-        missing_ok: whether None is returned where there is no checkpoint, for a job that its scheduler starts again and
-            again with the same command: the first time it begins anew.
+        missing_ok: return None if there is no checkpoint: for a job that its scheduler starts repeatedly with the same
+            command, and that begins anew the first time.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint, and ``missing_ok`` is False.
@@ -80,7 +80,7 @@ def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: bool 
     if found is None and not missing_ok:
         raise FileNotFoundError(
             f"there is no complete checkpoint in {str(directory)!r} or below it; pass the directory of a run that has "
-            "saved one, or missing_ok=True to begin anew where there is none"
+            "saved one, or missing_ok=True to begin anew without one"
         )
     return None if found is None else found.path
 
@@ -88,8 +88,8 @@ def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: bool 
 def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
     """The newest complete checkpoint that a Trainer has written in this process or resumed from; None without one.
 
-    It looks where the Trainer's ``ModelCheckpoint`` callbacks save, and at no file that an earlier program has left
-    there. It asks no other rank.
+    It looks where the Trainer's ``ModelCheckpoint`` callbacks save, ignores files of earlier programs, and does not
+    communicate.
     """
     begun_s = psutil.Process().create_time()
     folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
@@ -101,9 +101,9 @@ def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
 
 
 def with_last_found(function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
-    """The arguments of what a Trainer launches, with the path of the newest checkpoint in the place of ``"last"``.
+    """The arguments of a Trainer's launched function, with the path of the newest checkpoint instead of ``"last"``.
 
-    A rank other than 0 that finds none takes the file that rank 0 has found, see :func:`await_file`.
+    Another rank than 0 that finds none takes the file that rank 0 has found, see :func:`await_file`.
 
     Raises:
         ValueError: rank 0 finds no complete checkpoint where this run saves; Lightning would begin anew with a warning.
@@ -132,7 +132,7 @@ def folders_of(trainer: pl.Trainer) -> list[str]:
 
 
 def runs_of(trainer: pl.Trainer) -> str | None:
-    """The directory in which the Trainer's logger keeps this run and those of the same name; None without one."""
+    """The directory of the Trainer's logger for this run and others of the same name; None without a logger."""
     name = trainer.loggers[0].name if trainer.loggers else None
     return None if name is None else os.path.join(_root(trainer), name) if name else _root(trainer)
 
@@ -163,7 +163,7 @@ def await_file(path: str | os.PathLike[str], check: Callable[[], object]) -> Non
         check: raises if another rank has failed meanwhile.
 
     Raises:
-        FileNotFoundError: it does not within 30 s.
+        FileNotFoundError: it does not see the file within 30 s.
     """
     deadline_s = time.monotonic() + _SEEN_WITHIN_S
     while not os.path.exists(path):
@@ -188,10 +188,10 @@ def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFi
             with system.open(path, "rb") as file:
                 held = _held(file)
             modified_s = system.modified(path).timestamp()
-        except FileNotFoundError:  # removed meanwhile, or a link to what has been
+        except FileNotFoundError:  # removed meanwhile, or a link to a removed file
             continue
         except (OSError, ValueError, zipfile.BadZipFile) as error:
-            rank_zero_warn(f"{shown} is passed over: it is truncated, or no checkpoint ({error})")
+            rank_zero_warn(f"{shown} is skipped: it is truncated, or no checkpoint ({error})")
             continue
         if held.keys() == set(_NEEDED):
             found.append(CheckpointFile(shown, int(held["global_step"]), int(held["epoch"]), modified_s))
@@ -199,7 +199,7 @@ def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFi
 
 
 def newest(files: Iterable[CheckpointFile]) -> CheckpointFile | None:
-    """The file with the highest step in the folder that was written to last; None of no files."""
+    """The file with the highest step in the folder with the newest file; None without files."""
     files = list(files)
     if not files:
         return None
@@ -208,7 +208,7 @@ def newest(files: Iterable[CheckpointFile]) -> CheckpointFile | None:
 
 
 def short(path: str) -> str:
-    """``path`` as it is seen from the current directory, if it is below it."""
+    """``path`` relative to the current directory, if it is below that."""
     if "://" in path:
         return path
     relative = os.path.relpath(path)
@@ -216,10 +216,10 @@ def short(path: str) -> str:
 
 
 def _held(file: Any) -> dict[str, Any]:
-    """The numbers behind :data:`_NEEDED` in a file of ``torch.save``, as far as they are there.
+    """The values of the keys :data:`_NEEDED` in a file of ``torch.save``, without missing keys.
 
-    The archive's table of contents is written last, so it is there if the file is complete. The pickle in it is read
-    as a list of operations: Lightning's dictionary begins with the epoch and the step.
+    The archive's table of contents is written last, so it exists only if the file is complete. The pickle in the
+    archive is read as a list of operations: Lightning's dictionary begins with the epoch and the step.
     """
     held: dict[str, Any] = {}
     key = None

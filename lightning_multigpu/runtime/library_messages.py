@@ -1,4 +1,4 @@
-"""Messages of Lightning and torch that do not concern the user of a run, or that each rank would repeat."""
+"""Messages of Lightning and torch that do not concern users, or that each rank would repeat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def silence_tips() -> None:
 
 
 def silence_deprecations(rank: int) -> None:
-    """Ignores a deprecation that one library causes in another; ranks but the first ignore all libraries' deprecations.
+    """Ignores a deprecation that one library causes in another; on other ranks than the first, all such warnings.
 
     Warnings about the user's own code stay on every rank, except one with the same text on all of them.
     """

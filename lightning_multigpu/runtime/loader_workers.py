@@ -23,22 +23,22 @@ _STARTS = re.compile(r"/multiprocessing/popen_\w+\.py$")
 def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
     """Makes the workers of a loader ignore Ctrl-C, which a terminal sends to all processes: the rank ends them.
 
-    Workers that are forked ignore it with the handler of their rank. Those that a spawned rank starts are new
-    interpreters, which would end in the middle of a batch that the ranks have agreed to finish.
+    Forked workers ignore it by the handler of their rank. The workers of a spawned rank are new interpreters, which
+    would end in the middle of a batch that the ranks have agreed to finish.
 
     Args:
-        loader: its ``worker_init_fn`` is still called; where there is none, workers are seeded as Lightning would.
-        rank: the global one.
+        loader: its ``worker_init_fn`` is still called; without one, workers are seeded as Lightning does.
+        rank: the global rank.
     """
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _WorkerInit):
         loader.worker_init_fn = _WorkerInit(loader.worker_init_fn, rank)
 
 
 @contextmanager
-def without_news_of_workers() -> Iterator[None]:
-    """Context manager in which the end of a loader's worker raises nothing in this thread.
+def ignoring_ends_of_workers() -> Iterator[None]:
+    """Within the block the end of a loader's worker raises nothing in this thread.
 
-    torch raises it wherever the main thread is: also where the error that the same worker has caused is being handled.
+    torch raises an error wherever the main thread is, even while that handles an error of the same worker.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,12 +47,12 @@ def without_news_of_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        if handler is not None:  # else it is none of Python's
+        if handler is not None:  # else it was not set by Python
             signal.signal(signal.SIGCHLD, handler)
 
 
 def note_refused_worker(error: BaseException, rank: int) -> None:
-    """Adds the fix to the system's error where it refuses a rank a new process."""
+    """Adds the fix to an error by which the system refuses a worker process."""
     starts = any(_STARTS.search(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
     if starts and (hint := refusal(error)):
         error.add_note(f"rank {rank} cannot start a worker process: {hint}; or lower the loader's num_workers")

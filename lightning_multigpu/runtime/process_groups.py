@@ -33,7 +33,7 @@ _ABORT_S = 5.0
 KEPT: list[dist.ProcessGroup] = []
 """Groups that cannot be destroyed: see ``settle_control``."""
 
-# Beside the world's group, which is the process's too: it outlives a run, and so do its connections.
+# One for the process, as the world's group: both outlive a run.
 CONNECTIONS = Connections()
 
 
@@ -41,20 +41,20 @@ class ProcessGroups:
     """All ranks, their mesh, and further groups over its axes.
 
     Args:
-        environment: knows this rank, the number of ranks and where the first one listens.
+        environment: gives this rank, the number of ranks, and the address of rank 0.
         device: this rank's device.
         shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
-        backend: of all groups unless another one is asked for; None for the device's default.
-        timeout: how long a collective may wait.
-        variables: environment variables for the time of the run; those that the user has set stay as they are.
-        store: through which the ranks have met; not needed where this process is in their world already.
+        backend: the default back end of all groups; None for the device's default.
+        timeout: the longest time that a collective may wait.
+        variables: environment variables during the run; variables that the user has set stay as they are.
+        store: the store of the rendezvous; not needed if this process is in the world already.
 
     Attributes:
         also_cut: called by :meth:`cut` first, to end other waits of this rank; must not raise.
-        settle_control: waits a moment for a transfer of :meth:`control` that nobody waits for; returns whether it has
-            ended. Where a connection is cut in the instant in which both ends begin to send, Gloo can lose a transfer:
-            it never ends, and whoever destroys the group waits for the group's timeout. So transfers get a moment
-            before connections are cut, and a group that has lost one stays.
+        settle_control: waits a moment for a transfer of :meth:`control` under way; returns whether it has ended. If a
+            connection is cut just as both ends begin to send, Gloo can lose a transfer: it never ends, and destroying
+            the group takes the group's timeout. So transfers get a moment before connections are cut, and a group that
+            has lost a transfer is not destroyed.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ProcessGroups:
     def new(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
 
-        With ``descending`` the group's first rank is the world's last of that line, and so on.
+        With ``descending`` the group has the ranks of the line in descending order.
         """
         lines = self.lines(axis)
         mine = self.over([line[::-1] for line in lines] if descending else lines, backend=backend)
@@ -111,11 +111,11 @@ class ProcessGroups:
         return _lines(self.mesh.mesh, AXES.index(axis))
 
     def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A further group over that of ``lines`` which this rank is in, or None; a collective of the whole world.
+        """A further group over the line that contains this rank, or None; a collective of the whole world.
 
         Args:
-            lines: ranks in the order that they have in the group, the same on every rank.
-            backend: None for that of the other groups.
+            lines: lists of ranks, each in the order of its group; the same on every rank.
+            backend: None for the default back end.
         """
         mine: dist.ProcessGroup | None = None
         backend = backend or self.backend
@@ -130,10 +130,10 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def _unbound(self, backend: str) -> Iterator[None]:
-        """Within the block the world is bound to no device, unless the groups made there are NCCL's.
+        """Within the block the world's group is bound to no device, unless the new groups are NCCL's.
 
-        Where it is, torch has ranks outside of a new group take part in a split of NCCL's world, also if the group is
-        Gloo's: its members take no part in that, and all would wait for ever.
+        If it is bound, torch makes ranks outside of a new group take part in a split of NCCL's world, also for a Gloo
+        group: its members do not take part, and all ranks would wait for ever.
         """
         bound = self.world.bound_device_id
         if backend != "nccl":
@@ -157,9 +157,10 @@ class ProcessGroups:
     def cut(self) -> None:
         """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error.
 
-        Sockets first, which takes no time; then groups of CPU back ends; then those of NCCL, all at the same time: an
-        abort of NCCL returns when the device has left the group's kernels, and a kernel may wait for that of another
-        group, whose abort must not come after. A device that does not answer is given up after a few seconds.
+        First sockets, which takes no time; then groups of CPU back ends; then NCCL's groups, all at the same time: an
+        abort of NCCL returns when the device has left the group's kernels, and a kernel may wait for a kernel of
+        another group, so that aborts one by one could wait for ever. A device that does not answer is given up after a
+        few seconds.
         """
         with self._cutting:
             self.settle_control()
@@ -178,9 +179,9 @@ class ProcessGroups:
                 log.warning("NCCL has not ended its collectives within %g s, and is left as it is", _ABORT_S)
 
     def leave(self, *, failed: bool) -> None:
-        """Destroys the groups of this run. After a failure that includes the world, which has been aborted.
+        """Destroys the groups of this run; after a failure also the world's group, which has been aborted.
 
-        Groups that cannot be aborted stay: to destroy them would take as long.
+        Groups that cannot be aborted stay, since destroying them could wait for ever.
         """
         own, self.own = self.own, []
         if failed:
@@ -202,7 +203,7 @@ class ProcessGroups:
                 os.environ[name] = value
 
     def _set(self, variables: dict[str, str]) -> None:
-        """Sets variables until :meth:`leave`: programs that are started afterwards must not inherit this run's."""
+        """Sets variables until :meth:`leave`: programs that are started later must not inherit them."""
         for name, value in variables.items():
             self._before.setdefault(name, os.environ.get(name))
             os.environ[name] = value
@@ -210,7 +211,7 @@ class ProcessGroups:
     def _connect(
         self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
     ) -> DeviceMesh:
-        # Groups of CPU back ends serve CUDA tensors too: the mesh is told of the device that moves bytes.
+        # Groups of CPU back ends serve CUDA tensors too: the mesh gets the device of the back end.
         mesh_device = "cuda" if self.backend == "nccl" else "cpu"
         with CONNECTIONS.noted():
             self._join(environment, interface, store)
@@ -223,7 +224,7 @@ class ProcessGroups:
         return DeviceMesh.from_group(groups, mesh_device, mesh=ranks, mesh_dim_names=AXES)
 
     def _along(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-        """This rank's line of an axis; as few groups as can be, since each over Gloo connects all of its ranks."""
+        """This rank's line of an axis; reuses groups, since each Gloo group connects all of its ranks."""
         if ranks.shape[axis] == dist.get_world_size():
             return self.world
         if ranks.shape[axis] > 1:
@@ -253,17 +254,17 @@ class ProcessGroups:
             device_id=self.device if self.backend == "nccl" else None,
         )
         if self.backend == "nccl":
-            atexit.register(leave_world)  # NCCL warns of groups that are still there when the interpreter ends
+            atexit.register(leave_world)  # NCCL warns of groups that exist when the interpreter ends
         rank_zero_info(f"Process group of {environment.world_size()} over {self.backend}, through {interface}")
 
 
 def _lines(ranks: torch.Tensor, axis: int) -> list[list[int]]:
-    """Ranks that differ in one axis only, in its order."""
+    """The lines of an axis: ranks that differ in this axis only, in its order."""
     return [list(line) for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()]
 
 
 def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:
-    """The collectives of ``group``, whose tensors travel from ``device`` or, unless its back end is NCCL, the CPU."""
+    """The collectives of ``group``; its tensors travel from ``device`` over NCCL, and else from the CPU."""
     return MeteredGroup(group, meter, name=name, device=device if moves_by_nccl(group) else torch.device("cpu"))
 
 
@@ -273,10 +274,10 @@ def moves_by_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def _abort_together(groups: list[dist.ProcessGroup]) -> bool:
-    """Aborts groups of NCCL at the same time; returns whether all have come to an end in time.
+    """Aborts groups of NCCL at the same time; returns whether all aborts have ended in time.
 
-    torch runs each abort in a thread of its own and waits for it; NCCL's calls around a group of calls, which torch
-    makes itself (``_abort_process_group``), do not reach into such threads.
+    torch runs each abort in a thread of its own and waits for it. NCCL's group calls, which torch's
+    ``_abort_process_group`` makes, have no effect on these threads.
     """
 
     def abort(group: dist.ProcessGroup) -> None:
@@ -293,7 +294,7 @@ def _abort_together(groups: list[dist.ProcessGroup]) -> bool:
 
 
 def _keep(group: dist.ProcessGroup) -> None:
-    """Keeps a group for the life of the process, also from the interpreter's end, which destroys what is left."""
+    """Keeps a group until the process has ended: the interpreter's end would destroy it."""
     log.debug("Gloo has lost a transfer of %s, which stays", group)
     KEPT.append(group)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

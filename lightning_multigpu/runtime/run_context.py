@@ -17,13 +17,13 @@ from lightning_multigpu.runtime.library_messages import silence_deprecations
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The facts about a run that its launcher, joining and failure watch need; made by the strategy.
+    """The facts about a run for its launcher, joining and failure watch; made by the strategy.
 
     Args:
-        environment: the cluster environment: this process's place in the run, and where rank 0 listens.
+        environment: the cluster environment, with this process's ranks and the address of rank 0.
         devices: the devices of this host's ranks, one each.
         num_nodes: hosts.
-        backend: the process group back end that the user has asked for, or None for the device's default.
+        backend: the process group back end of the user's option, or None for the device's default.
         failure_timeout_s: seconds in which all ranks have to end after one has failed.
         hang_report_s: seconds that a rank may wait in a collective before a report; None for no report.
         join_timeout_s: seconds after its start in which a rank has to join the others.
@@ -85,7 +85,7 @@ class RunContext:
             yield
 
     def tell_ranks(self) -> None:
-        """Tells the cluster environment, Lightning's rank-zero helpers and the warnings' filters which rank this is."""
+        """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the warnings' filters."""
         self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]

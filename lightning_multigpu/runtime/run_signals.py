@@ -22,11 +22,10 @@ _POLL_S = 0.25
 
 
 class RunSignals(DeferredSignals):
-    """Decides when a rank acts on signals; outside a run it holds none.
+    """Decides when a rank acts on signals; outside a run it defers none.
 
-    In training they wait for a batch that all ranks agree on, so that all save the same state and may talk to each
-    other while they do. Elsewhere, and where no such batch comes, a rank acts alone: that is settled as an exception
-    of this rank would be.
+    In training signals wait for a batch on which all ranks agree, so that all save the same state and may use
+    collectives meanwhile. Elsewhere, and if no such batch comes, a rank acts alone, as by an exception.
     """
 
     def __init__(self) -> None:
@@ -34,13 +33,13 @@ class RunSignals(DeferredSignals):
         self._pusher: _Pusher | None = None
 
     def begin(self, environment: Any, *, patience_s: float, on_interrupt: Callable[[int], None] | None) -> bool:
-        """Holds SIGINT from now on; loaders fork their workers later, which therefore ignore it.
+        """Defers SIGINT from now on; workers that loaders fork later ignore it.
 
         Args:
             environment: Lightning's cluster environment, which detects SLURM.
             patience_s: how long a signal waits for the agreement.
-            on_interrupt: called with 1 and 2 at the first and second SIGINT; None where nobody ends the job at the
-                second.
+            on_interrupt: called with 1 and 2 at the first and second SIGINT; None without a guardian: the second then
+                ends this process.
 
         Returns:
             False if the user's program has a handler for SIGINT: it is left alone.
@@ -61,7 +60,7 @@ class RunSignals(DeferredSignals):
         return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool) -> None:
-        """Holds the others too, once Lightning has set its handlers: a Tuner trains before that."""
+        """Defers the other signals too, once Lightning has set its handlers: a Tuner trains before that."""
         if has_set_signal_handlers(trainer):
             self.hold()
         self.waits = self.waits or training
@@ -80,11 +79,11 @@ class RunSignals(DeferredSignals):
 
     @property
     def holds_interrupts(self) -> bool:
-        """True if SIGINT is held, and not left to a handler of the user's program."""
+        """True if SIGINT is deferred, and not left to a handler of the user's program."""
         return self.handler_before(signal.SIGINT) is not None
 
     def agree(self, flags: int, *, may_act: bool) -> None:
-        """Takes the signals that some rank has received and all know of; all ranks act now if all may."""
+        """Takes signals that some rank has received and all ranks know; all act on them now, if they may."""
         self.due |= flags
         if self.due and may_act:
             self.act()
@@ -95,20 +94,20 @@ class RunSignals(DeferredSignals):
         return number is not None and self.has_agreed(number)
 
     def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` says that one did; called in another thread."""
+        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread."""
         number = {WAS_INTERRUPTED: signal.SIGINT, WAS_TERMINATED: signal.SIGTERM}.get(what)
         if number is not None:
             self.follow(number)
 
     def end(self, trainer: pl.Trainer | None) -> None:
-        """Gives the signals back; ``trainer`` is about to restore the handlers from before it."""
+        """Restores the handlers; ``trainer`` is about to restore the handlers from before it."""
         if trainer is not None:
             self._restore_at_teardown(trainer)
         if self._pusher is not None:
             self._pusher.stop()
             self._pusher = None
         self.release()
-        self._signals = []  # another rank's end by a signal is no longer this one's
+        self._signals = []  # another rank's end by a signal no longer ends this rank
 
     def _restore_at_teardown(self, trainer: pl.Trainer) -> None:
         before = self.handler_before(signal.SIGINT)
@@ -117,7 +116,7 @@ class RunSignals(DeferredSignals):
 
 
 class _Pusher(threading.Thread):
-    """Lets a signal act that has waited for the other ranks in vain."""
+    """Acts on signals that have waited for the other ranks too long."""
 
     def __init__(self, held: DeferredSignals) -> None:
         super().__init__(name="signal-watch", daemon=True)

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _POLL_S = 0.2
-_STARTED: dict[int, subprocess.Popen[bytes]] = {}  # by this process, by rank; they run its script to its end
-_HELD = contextlib.ExitStack()  # the port that was chosen for the first run; later runs of this process use it too
+_STARTED: dict[int, subprocess.Popen[bytes]] = {}  # children by rank; they run this script to its end
+_HELD = contextlib.ExitStack()  # the port of the first run; later runs of this process use it too
 _PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each further rank of this host, and watches those processes.
 
-    Where torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function.
+    If torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function.
 
     Args:
-        run: what the ranks have to know of the run.
+        run: the facts about the run.
         joining: joins the ranks.
-        check: raises for what cannot be run; called before any process is started.
+        check: raises if the run is impossible; called before any process is started.
     """
 
     def __init__(self, run: RunContext, joining: Joining, check: Callable[[pl.Trainer], None]) -> None:
@@ -71,7 +71,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
-        except EndOfRun:  # on all ranks, whose scripts go on
+        except EndOfRun:  # on all ranks; their scripts go on
             raise
         except Exception as error:
             show_if_uncaught(error, watch.message(self._run, trainer))
@@ -110,18 +110,18 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
-        """Signals the other ranks of this host. After a Ctrl-C they get time to end in order before SIGKILL."""
+        """Signals the other ranks of this host. After a Ctrl-C they have time to end in order before SIGKILL."""
         if signum == signal.SIGKILL:
             _wait(self.procs, self._run.failure_timeout_s)
         super().kill(signum)
 
 
 class ChildWatch(threading.Thread):
-    """Tells the guardian the exit statuses of children, which some kernels tell their parent only.
+    """Reports the exit statuses of children to the guardian; some kernels give them to the parent only.
 
     Args:
         ranks: the children by their global ranks.
-        guardian: the guardian, or None where there is none.
+        guardian: the guardian, or None without one.
     """
 
     def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], guardian: Guardian | None) -> None:
@@ -159,5 +159,5 @@ def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None
 
 
 def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:
-    """True if processes must be forked: a spawned process cannot import what was typed into a notebook."""
+    """True if processes must be forked: a spawned process cannot import the code of a notebook."""
     return interactive and start_method == "spawn" and sys.platform != "win32" and hasattr(os, "fork")

@@ -17,14 +17,14 @@ _STATE_S = 1.0
 
 
 class ServerProcess:
-    """A parameter server on this host, a child of this process, which it does not outlive.
+    """A parameter server on this host: a child of this process, which ends with it.
 
-    Making one starts it; :attr:`port` waits until it listens.
+    The constructor starts it; :attr:`port` waits until it listens.
 
     Args:
         host: the address of this host at which it listens.
-        secret: of the job.
-        num_threads: with which it averages and updates.
+        secret: the secret of the job.
+        num_threads: its threads for averages and updates.
     """
 
     def __init__(self, host: str, secret: bytes, *, num_threads: int) -> None:
@@ -33,7 +33,7 @@ class ServerProcess:
         )
         settings = {"host": host, "secret": secret.hex(), "num_threads": num_threads, "path": sys.path}
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # asked for its port, it says that it has ended
+        with contextlib.suppress(BrokenPipeError):  # port raises if it has ended
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -55,14 +55,14 @@ class ServerProcess:
         return int(json.loads(line)["port"])
 
     def state(self) -> str:
-        """What is known of its process, for a message about its end."""
+        """The state of its process, for a message about its end."""
         try:
             return f"pid {self._process.pid}, which {ended_text(self._process.wait(_STATE_S))}"
         except subprocess.TimeoutExpired:
             return f"pid {self._process.pid}, which has not ended"
 
     def close(self) -> None:
-        """Waits for its end, which comes when all workers have left, and ends it if that takes long."""
+        """Waits for its end, when all workers have left; kills it if that takes long."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

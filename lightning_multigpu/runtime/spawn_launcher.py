@@ -1,4 +1,4 @@
-"""The launcher that starts the ranks of a host from the running interpreter, and takes over the first one's result."""
+"""The launcher that starts the ranks of a host from the running interpreter, and returns the first one's result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TUNED_IN_VAIN = (
     "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
     "start_method='popen', under 'ring_ddp' for example"
 )
-_CAN_BE_LOST = "can be lost"  # what a rank sends before its answer if the job goes on without it
+_CAN_BE_LOST = "can be lost"  # sent by a rank without which the job goes on, before its answer
 _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
@@ -59,11 +59,11 @@ class SpawnLauncher(MultiProcessingLauncher):
     """Runs a function of the current interpreter in one new process a rank.
 
     Args:
-        strategy: is copied to the ranks.
-        run: what the ranks have to know of the run.
+        strategy: the strategy, which is copied to the ranks.
+        run: the facts about the run.
         joining: joins the ranks.
-        check: raises for what cannot be run; called before any process is started.
-        start_method: of the processes.
+        check: raises if the run is impossible; called before any process is started.
+        start_method: the start method of the processes.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     @contextlib.contextmanager
     def _one_port_for_all_ranks(self) -> Iterator[None]:
-        """A free port is chosen once and told through the environment. A later run in this process chooses again:
-        by then somebody else may have this one."""
+        """Chooses a free port for all ranks, and passes it through the environment.
+
+        A later run in this process chooses again: another program may have taken the port by then.
+        """
         before = os.environ.get("MASTER_PORT")
         with self.run.chosen_port_held():
             os.environ["MASTER_PORT"] = str(self.run.main_port)
@@ -117,7 +119,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             )
             result = self._run_ranks(task, guardian)
         except BaseException:
-            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know that
+            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
             raise
         finally:
             if guardian is not None:
@@ -137,7 +139,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             self._check_trainer(trainer)
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                "This Trainer has run fit() in spawned processes already, and their state is gone; make a new Trainer, "
+                "This Trainer has run fit() in spawned processes already, and their state is lost; make a new Trainer, "
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
 
@@ -146,7 +148,7 @@ class SpawnLauncher(MultiProcessingLauncher):
 
         Raises:
             SystemExit: SIGTERM has ended the run, in order.
-            Exception: a rank has failed; its own exception, or what :meth:`Failure.exception` makes of it.
+            Exception: a rank has failed; its own exception, or the one of :meth:`Failure.exception`.
         """
         ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
@@ -164,9 +166,9 @@ class SpawnLauncher(MultiProcessingLauncher):
                 os._exit(INTERRUPTED_STATUS)
 
     def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
-        """Gives this process's Trainer the state of rank 0's."""
+        """Copies the state of rank 0's Trainer to this process's Trainer."""
         if result.weights is not None:
-            # The module may have changed its composition over there.
+            # The module of rank 0 may have got other parts.
             trainer.lightning_module.load_state_dict(result.weights, strict=False)
         callback: Any = trainer.checkpoint_callback
         if hasattr(callback, "best_model_path"):
@@ -208,8 +210,8 @@ class _Failed(NamedTuple):
     """The answer of a failed rank.
 
     Attributes:
-        message: what is to be printed about it.
-        pickled: its exception, if it is this rank's own and can be pickled.
+        message: the text about the failure.
+        pickled: the exception, if it is this rank's own and can be pickled.
     """
 
     message: FailureMessage
@@ -255,7 +257,7 @@ class _Task:
             result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
             answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
         except (KeyboardInterrupt, SIGTERMException) as error:
-            # Lightning handles them in the first process only, where the trained weights are not.
+            # Lightning handles them in the first process only, which lacks the trained weights.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if self.trainer is not None:
                 interrupt(self.trainer, error)
@@ -282,9 +284,9 @@ class _Task:
         answers.send_bytes(answer)
 
     def _checkpoint(self) -> str | None:
-        """The file to resume from; the process that has started the ranks does not know where they save."""
+        """The file to resume from; only the ranks know where they save."""
         if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
-            with contextlib.suppress(Exception):  # as where the message is printed
+            with contextlib.suppress(Exception):  # as when the message is printed
                 return last_checkpoint_of(self.trainer)
         return None
 
@@ -296,7 +298,7 @@ def _pickled(error: Exception) -> bytes | None:
 
 
 class _Ranks:
-    """The processes, each with a pipe of its own, so that an incomplete answer of a killed one harms no other."""
+    """The processes, each with a pipe of its own, so that a killed process cannot damage another one's answer."""
 
     def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian | None) -> None:
         self._timeout_s = run.failure_timeout_s
@@ -327,7 +329,7 @@ class _Ranks:
             raise
 
     def await_end(self) -> None:
-        """Takes the answers until all have ended; after a failure they have ``failure_timeout_s`` for that."""
+        """Reads answers until all processes have ended; after a failure they have ``failure_timeout_s`` to end."""
         left = dict(enumerate(self.processes))
         deadline_s: float | None = None
         while left:
@@ -335,7 +337,7 @@ class _Ranks:
             watched = [process.sentinel for process in left.values()]
             wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)], timeout=remaining_s)
             for index, process in list(left.items()):
-                has_ended = process.exitcode is not None  # asked before the pipe: nothing comes after that
+                has_ended = process.exitcode is not None  # checked before the pipe is read for the last time
                 self._read(index)
                 if has_ended:
                     del left[index]
@@ -344,7 +346,7 @@ class _Ranks:
                 deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
                 if self._guardian is None or all(self.processes[i].exitcode == 0 for i in self._bad):
                     for process in left.values():
-                        process.terminate()  # nobody else tells them
+                        process.terminate()  # no guardian ends them
             if deadline_s is not None and time.monotonic() > deadline_s:
                 for process in left.values():
                     process.kill()
@@ -352,7 +354,7 @@ class _Ranks:
     def result(self) -> _Result:
         """The answer of the first rank; raises if a rank has failed."""
         codes = [process.exitcode for process in self.processes]
-        if not self._bad and 0 not in self._answers:  # the first rank of another host than rank 0's has been lost
+        if not self._bad and 0 not in self._answers:  # another host's first rank was lost
             self._bad.append(0)
         failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
         if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
@@ -375,9 +377,9 @@ class _Ranks:
         return any(process.exitcode == INTERRUPTED_STATUS for process in self.processes)
 
     def interrupt(self) -> None:
-        """After a first Ctrl-C: lets the ranks end in order; at a second one this process ends, and so do they."""
+        """After a first Ctrl-C: lets the ranks end in order; at a second one, ends this process and them."""
         since_s = time.monotonic()
-        self._signal(signal.SIGINT)  # those that the terminal has told already take it for the same one
+        self._signal(signal.SIGINT)  # ranks that the terminal has signalled already count it once
         try:
             while any(process.is_alive() for process in self.processes):
                 with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
@@ -388,7 +390,7 @@ class _Ranks:
             os._exit(INTERRUPTED_STATUS)
 
     def end(self) -> None:
-        """Ends what is left."""
+        """Ends the remaining processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal(number)
             self._join(self._timeout_s)

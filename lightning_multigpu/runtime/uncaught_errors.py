@@ -1,9 +1,9 @@
 """Printing of a failed run's uncaught exception.
 
-The exception itself stays whole, for a program that catches it. Python passes an uncaught one to ``sys.excepthook``,
-which is a function of this module from a failure on. The function prints the failure of the job: with its
-folded traceback on the rank that has failed, in one line elsewhere. Exceptions that have nothing to do with the failure
-go to the hook before it, and a hook of the user's own is left in its place.
+The exception itself is unchanged, for a program that catches it. Python passes an uncaught one to ``sys.excepthook``;
+after a failure this is a function of this module. It prints the failure of the job: with its folded traceback on the
+rank that has failed, in one line elsewhere. Other exceptions go to the previous hook, and a hook of the user's own is
+not replaced.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MESSAGE = "_lightning_multigpu_message"
 
 @dataclass(frozen=True)
 class FailureMessage:
-    """What this process prints about a failure of the job.
+    """The text that this process prints about a failure of the job.
 
     Attributes:
         failure: the failure.
-        in_full: whether to print its traceback: one rank of the job does.
-        waited: the collectives in which ranks waited meanwhile, a line a rank.
+        in_full: print its traceback; one rank of the job does.
+        waited: the collectives in which ranks waited meanwhile, one line for each rank.
         checkpoint: the file to resume from, a function that finds it when the message is printed, or None.
-        is_first_host: whether this is node 0. Others print one line, unless the failed rank is theirs.
+        is_first_host: this is node 0. Other nodes print one line, unless the failed rank is theirs.
         goes_on: whether the job goes on without the failed rank.
     """
 
@@ -52,7 +52,7 @@ class FailureMessage:
     goes_on: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # The message goes with its exception, which a program may catch and send to another process.
+        # The message is pickled with its exception, which a program may send to another process.
         return {**vars(self), "checkpoint": self.checkpoint if isinstance(self.checkpoint, str) else None}
 
     def brief(self) -> str:
@@ -72,7 +72,7 @@ class FailureMessage:
         if not self.in_full and getattr(error, _MESSAGE, None) is self:
             lines = [*lines, headline] if self.is_first_host else [f"{headline}{in_one_line(self.waited)}"]
         else:
-            if len(headline) > _HEADLINE:  # the traceback ends in all of it
+            if len(headline) > _HEADLINE:  # the traceback ends with the whole text
                 headline = f"{headline[:_HEADLINE].rstrip()}..."
             lines = [headline, *lines, folded(self._traceback_of(error)).rstrip()]
         with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
@@ -88,8 +88,8 @@ class FailureMessage:
 
 
 def resume_advice(checkpoint: str | None) -> str:
-    """The line that tells how to go on; empty without a checkpoint that stays."""
-    if not checkpoint or os.path.basename(checkpoint).startswith("."):  # what Lightning removes again
+    """The line with the option to resume; empty without a checkpoint that stays."""
+    if not checkpoint or os.path.basename(checkpoint).startswith("."):  # a temporary file of Lightning
         return ""
     if sys.argv[0].endswith((PROGRAM, f"lightning_multigpu{os.sep}__main__.py")):
         return f"Resume with {PROGRAM} fit --resume={short(checkpoint)}"
@@ -97,7 +97,7 @@ def resume_advice(checkpoint: str | None) -> str:
 
 
 def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
-    """Lets this process print ``message`` in place of an uncaught ``error``, or of an exception raised from it."""
+    """Makes this process print ``message`` for an uncaught ``error``, or for an exception raised from it."""
     with contextlib.suppress(AttributeError):  # a class with slots
         setattr(error, _MESSAGE, message)
     before = sys.excepthook
@@ -117,11 +117,11 @@ def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
 
 
 def _show_before_sigterm(message: FailureMessage) -> None:
-    """Has SIGTERM show the message first, as long as its exception is there: a program that catches it goes on.
+    """Makes SIGTERM print the message first, while its exception exists: a program that catches it goes on.
 
-    torchrun sends SIGTERM to this rank as soon as another one has ended, and this one has promised to say why.
+    torchrun sends SIGTERM to this rank as soon as another rank has ended; this rank has announced to print the cause.
     """
-    text = message.brief().encode(errors="replace")  # the exception would hold all that its frames hold
+    text = message.brief().encode(errors="replace")  # the exception would keep its frames alive
 
     def show_and_end(signum: int, frame: FrameType | None) -> None:
         give_sigterm_back()
@@ -136,7 +136,7 @@ def _show_before_sigterm(message: FailureMessage) -> None:
 
 
 def give_sigterm_back(only_from: Callable[..., None] | None = None) -> None:
-    """Gives SIGTERM its default action again, if it would show a message: that has been shown, or a new run begins."""
+    """Restores SIGTERM's default action, if it would print a message: that was printed, or a new run begins."""
     handler = signal.getsignal(signal.SIGTERM)
     is_ours = getattr(handler, "__module__", None) == __name__ and only_from in (None, handler)
     if is_ours and threading.current_thread() is threading.main_thread():
@@ -154,7 +154,7 @@ def _message_of(error: BaseException | None) -> FailureMessage | None:
 
 
 def _is_pythons_own(hook: Any) -> bool:
-    """False if the user's program has a hook of its own; torch puts one around it that names the rank in each line."""
+    """False if the user's program has a hook of its own; torch wraps hooks to name the rank in each line."""
     while getattr(hook, "__module__", "").startswith(("torch.", "lightning_multigpu.")):
         around = inspect.getclosurevars(hook).nonlocals
         hook = around.get("old_hook") or around.get("before") or sys.__excepthook__

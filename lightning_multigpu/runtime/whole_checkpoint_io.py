@@ -14,20 +14,20 @@ from typing_extensions import override
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's format; a process that dies while it saves leaves the former file as it was, and nothing beside it.
+    """Lightning's format; a process that dies during a save leaves the previous file unchanged, and no other file.
 
-    Lightning writes to the directory for temporary files and moves the result: to another file system, that is a copy,
+    Lightning writes to the directory for temporary files and moves the result. To another file system that is a copy,
     which can end half-way, and a killed process leaves the temporary file. Here the data goes to a file without a name
-    in the directory of the checkpoint, which the kernel forgets with the process, and gets its name when it is
-    complete and on the disk. Where the file system knows no such files, a hidden one has a name from the beginning.
-    The directory is on the disk, too, before a save returns: an older checkpoint may be removed then.
+    in the directory of the checkpoint, which the kernel removes with the process; it gets its name when it is complete
+    and on the disk. File systems without such files get a hidden file with a name. The directory is on the disk, too,
+    before a save returns: an older checkpoint may be removed then.
 
-    Where the system refuses to write, a save raises OSError with the path and the reason; of a full disk, with what is
-    free. The former file stays.
+    If the system refuses to write, a save raises OSError with the path and the reason, for a full disk with the free
+    space. The previous file stays.
 
     Attributes:
-        maps_files: whether a file that is loaded is mapped into memory, so that of its tensors only those are read that
-            are used. Those that stay in use keep the file's space on the disk.
+        maps_files: map a loaded file into memory, so that only tensors in use are read from it. Tensors that stay in
+            use keep the file's space on the disk.
     """
 
     maps_files = False
@@ -56,7 +56,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self.maps_files and os.path.isfile(path):
-            with contextlib.suppress(RuntimeError):  # torch's former format, or a file system that cannot map
+            with contextlib.suppress(RuntimeError):  # torch's old format, or a file system that cannot map
                 return self._mapped(path, *args, **kwargs)
         return super().load_checkpoint(path, *args, **kwargs)
 
@@ -69,14 +69,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def map_files(io: CheckpointIO) -> None:
-    """Lets ``io``, or the one that it wraps, map files; nothing where the user has passed one of another kind."""
+    """Lets ``io``, or the plugin that it wraps, map files, if it is a :class:`WholeCheckpointIO`."""
     found = getattr(io, "checkpoint_io", io)
     if isinstance(found, WholeCheckpointIO):
         found.maps_files = True
 
 
 def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> bool:
-    """False where the system does not know files without a name, or cannot give them one."""
+    """Writes a file without a name, then names it; False if the system cannot."""
     if not hasattr(os, "O_TMPFILE"):
         return False
     try:
@@ -100,7 +100,7 @@ def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> boo
 
 
 def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | None:
-    """What the system has refused and how to get it, also where torch has made another error of it; or None."""
+    """The number and text of a system error, also within an error of torch; None for other errors."""
     while error is not None and not (isinstance(error, OSError) and error.errno):
         error = error.__cause__ or error.__context__
     if not isinstance(error, OSError) or error.errno is None:
@@ -111,11 +111,11 @@ def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | No
             text += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         text += " (raise the limit: ulimit -n)"
-    return error.errno, f"{text}; a former file of that name is as it was"
+    return error.errno, f"{text}; a previous file of that name is unchanged"
 
 
 def _sync_directory(directory: str) -> None:
-    """Sees to it that names in the directory are on the disk, where the file system can do so."""
+    """Writes the names in the directory to the disk, if the file system can."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -81,17 +81,17 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             something else, a function from the batch to its weight (its number of tokens, for example).
         failure_timeout_s: seconds in which all other ranks have to end after one has failed, 1 or more, on several
             hosts 5 or more; later they are killed. A rank that is stopped for half of this time while others wait for
-            it has failed, and so has a host that is silent for so long.
-        hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have come to
-            it, the ranks that have not, and where those are; 1 or more. The report ends nothing. None or 0: no report.
+            it counts as failed, and so does a host that is silent for that long.
+        hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have entered
+            it, the ranks that have not, and where those are; 1 or more. The report ends no rank. None or 0: no report.
         join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. None checks at the
             end of a fit only, 0 never. A check reads all parameters once.
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
-            the layers of each ``nn.Sequential`` and ``nn.ModuleList``, of which the outermost count (in a pipeline, for
-            its layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
+            the layers of each ``nn.Sequential`` and ``nn.ModuleList`` that is in no other one (in a pipeline, for its
+            layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
             :class:`HybridStrategy` takes it as an option of its ``pipeline``.
 
     Raises:
@@ -141,7 +141,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            # Behind dict() jsonargparse does not follow the options into torch's DDP, whose arguments are not ours.
+            # dict() keeps jsonargparse from following the options into torch's DDP, whose arguments are not ours.
             **dict(options),
         )
         silence_tips()
@@ -166,7 +166,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         signatures = [inspect.signature(each.__init__) for each in strategies]
         parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
         names = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-        return list(dict.fromkeys(names))  # a subclass may name one of its base, too
+        return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
     @property
     @override
@@ -189,6 +189,11 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         return self.feed.loss_scale
 
     # Starting and ending
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
 
     @property
     @override
@@ -231,7 +236,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
-        if not is_overridden("configure_model", trainer.lightning_module):  # else the layers are yet to be made
+        if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
             self._set_recomputation(trainer)
 
     def _set_recomputation(self, trainer: pl.Trainer) -> None:
@@ -246,7 +251,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             self._recomputation = Recomputation(module, self._activation_checkpointing, self._kept_states())
 
     def _kept_states(self) -> Sequence[Kept]:
-        """States, beside random states, that the random numbers of a layer depend on; for subclasses."""
+        """Further states on which the random numbers of a layer depend; for subclasses."""
         return ()
 
     @override
@@ -277,7 +282,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             check_model(self.lightning_module, self._world)
         directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
         client = self.failure_watch.client
-        if client is not None and "://" not in directory:  # a file about a failure can only be left on a local disk
+        if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
             client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
         super().setup(trainer)
         self._set_recomputation(trainer)
@@ -301,12 +306,12 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Deals the loader's batches out to the data ranks and, in training, keeps the ranks in step with each other.
+        """Distributes the loader's batches over the data ranks; in training, ranks also agree on each next batch.
 
-        In training the result can go on in the middle of an epoch; outside, it repeats no sample.
+        In training a resumed run goes on in the middle of an epoch; elsewhere no sample is repeated.
         """
         assert self.lightning_module is not None
-        dealt = self.feed.deal(
+        distributed = self.feed.distribute(
             dataloader,
             self.lightning_module.trainer,
             rank=self.data_parallel_rank,
@@ -315,9 +320,9 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             control_group=self._control_group,
             ranks_a_batch=self._model_parallel_size,
         )
-        if isinstance(dealt, AgreedLoader) and self.groups is not None:
-            self.groups.settle_control = dealt.settle
-        return dealt
+        if isinstance(distributed, AgreedLoader) and self.groups is not None:
+            self.groups.settle_control = distributed.settle
+        return distributed
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -329,24 +334,24 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
 
     @property
     def state_is_lost(self) -> bool:
-        """True if state that a checkpoint needs is gone; callbacks that save at exceptions cannot know."""
+        """True if state that a checkpoint needs is lost; callbacks that save at exceptions do not know."""
         return self.failure_watch.ranks_have_ended
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.state_is_lost:
-            rank_zero_warn(f"{filepath} is not written: ranks have ended, and what they had trained with them")
+            rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.state_is_lost:  # else nothing has been written in its place
+        if not self.state_is_lost:  # else no newer file was written
             super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads the file that rank 0 has chosen: ranks that look for the newest one may see other files. A collective.
+        """Loads the file that rank 0 has chosen: each rank might find another file to be the newest. A collective.
 
         Raises:
             FileNotFoundError: this host does not see that file.
@@ -403,15 +408,15 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         self.meter.discard()
 
     def on_optimizer_step_end(self) -> None:
-        """Communicates between ranks after an optimizer step, and counts as a part of that step; for subclasses."""
+        """For communication after an optimizer step, as a part of that step; for subclasses."""
 
     @property
     def replicas_differ(self) -> bool:
-        """True while ranks are meant to hold different values of the same parameters."""
+        """True while ranks may hold different values of the same parameters."""
         return False
 
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
-        """Groups of ranks, each with the parameters by name that its ranks have in common."""
+        """Groups of ranks, each with the parameters that its ranks share, by name."""
         assert self._data is not None
         assert self.lightning_module is not None
         ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -426,11 +431,11 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             check_replicas(parameters, self.metered(group.group, "replicas"))
 
     def _compare_changes(self, changes: dict[str, str], what: str) -> None:
-        """Checks that all ranks have changed the same in which parameters are trained; a collective.
+        """Checks that all ranks have frozen and unfrozen the same parameters; a collective.
 
         Args:
-            changes: of this rank: the name of a parameter, and what it has become.
-            what: of ranks that differ, for the message.
+            changes: this rank's changes: the name of a parameter, and "trained" or "frozen".
+            what: the difference between ranks, for the message.
 
         Raises:
             RuntimeError: on all ranks, if they differ.
@@ -440,7 +445,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
         try:
             if dist.get_backend() == "gloo" and self._timeout is not None:
-                # Ranks that do not come wait for this one's gradients: this one has to say so before they give up.
+                # Ranks without changes wait for this rank's gradients: this rank has to raise before they time out.
                 group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
                 with self.meter.blocking("barrier", size_bytes=0, **group):
                     dist.monitored_barrier(timeout=self._timeout / 2, wait_all_ranks=True)
@@ -456,7 +461,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Within the block the layers under ``activation_checkpointing`` run so that backward computes them again."""
+        """Within the block backward computes the layers under ``activation_checkpointing`` again."""
         recomputation = self._recomputation
         if recomputation is None:
             yield
@@ -493,5 +498,5 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         self.meter.end_step()
         recorder = self.failure_watch.flight_recorder
         if recorder is not None and self.lightning_module is not None:
-            recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts it a moment later
+            recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts the step later
         return output

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 
 class CommonOverflow:
-    """Lets the plugin's gradient scaler, if it has one, skip a step on all ranks or on none, until :meth:`end`.
+    """Makes the plugin's gradient scaler, if any, skip a step on all ranks or on none, until :meth:`end`.
 
     Args:
         plugin: the Trainer's precision plugin.
-        any_rank: makes a flag (one number, above 0 where this rank's gradients have inf or nan) that of any rank, in
-            place; a collective.
+        any_rank: sets a flag (one number, above 0 if this rank's gradients have inf or nan) above 0 if any rank's is,
+            in place; a collective.
     """
 
     def __init__(self, plugin: Precision, any_rank: Callable[[Tensor], object]) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import asked_precision, is_compiled, tell_device
+from lightning_multigpu._lightning_internals import asked_precision, attributes_of_lightning, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
@@ -46,9 +46,8 @@ from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.observed import ObservedStrategy
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import attributes_of_lightning
-from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
 from lightning_multigpu.strategies.replica_metrics import ReplicaMetrics
+from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
 from lightning_multigpu.strategies.whole_checkpoints import WholeCheckpoints
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 _WORDING = Wording(parts="parts for the devices of dp", one_part="devices=1", other_dimension="or use ")
 _LOG = "log"  # replaced on each replica while a step runs
 DEVICES = "devices"
-"""The meter's group of what travels between the devices of this process."""
+"""The meter's group for traffic between the devices of this process."""
 
 
 class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrategy):
@@ -75,7 +74,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples (the parts of a
             batch are then weighted by their samples), "sum", or, for a mean over something else, a function from a part
             of the batch to its weight (its number of tokens, for example).
-        activation_checkpointing: layers that backward computes again instead of keeping their activations, as of
+        activation_checkpointing: layers that backward computes again instead of keeping their activations, as in
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Layers may not draw random numbers from a
             generator that replicas share: torch's on CPUs, and those of Python and NumPy.
 
@@ -105,7 +104,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         silence_tips()
         self.meter = Meter()
-        # The Trainer sets these where a strategy has them.
+        # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
@@ -227,7 +226,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """In training, the loader with the means to go on in the middle of an epoch."""
+        """In training, wraps the loader so that a resumed run goes on in the middle of an epoch."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if not trainer.training or is_stateful(dataloader):
@@ -269,7 +268,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             return self._step("predict_step", *args, **kwargs)
 
     def _step(self, hook: str, batch: Any, *others: Any, **options: Any) -> Any:
-        """Runs a step of the module on the parts of a batch, one a replica, and returns the output for the batch.
+        """Runs a step of the module on the parts of a batch, one for each replica; returns the output for the batch.
 
         ::
 
@@ -310,8 +309,8 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         if len(tensors) < len(losses):
             return _without_loss(outputs, losses)
         weights = weights_of(parts, self._loss_reduction)
-        told = [None if self._loss_reduction == "mean" else loss.detach() for loss in tensors]
-        self._log(hook, records, weights if callable(self._loss_reduction) else sizes, told, weights)
+        logged = [None if self._loss_reduction == "mean" else loss.detach() for loss in tensors]
+        self._log(hook, records, weights if callable(self._loss_reduction) else sizes, logged, weights)
         loss = JointLoss(
             tensors,
             weights,
@@ -327,7 +326,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         return {"loss": loss, **self._gathered(further, sizes)}
 
     def _scattered(self, batch: Any) -> list[Any]:
-        """The batch in parts, at most one a device, each on its device."""
+        """The parts of the batch, at most one for each device, on their devices."""
         if len(self.devices) == 1:
             return [batch]
         if leading_size(batch) is None:
@@ -359,13 +358,13 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         losses: Sequence[Tensor | None],
         loss_weights: Sequence[float],
     ) -> None:
-        """Logs on the module what the replicas have logged, each name once."""
+        """Logs the replicas' logs on the module, each name once."""
         assert self.lightning_module is not None
         here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
-        StageLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
+        StepLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
 
     def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[None]:
-        """Meters what travels between the devices within the block, as many times as there are ``copies``."""
+        """Meters the transfer within the block, which sends ``copies`` times its bytes between the devices."""
         sent = round(size_bytes * copies)
         on_gpus = self.root_device.type == "cuda"
         return self.meter.blocking(
@@ -394,7 +393,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
 
     @override
     def held_bytes(self) -> HeldBytes | None:
-        """Bytes on the first device, the only one that holds any from one step to the next."""
+        """Bytes on the first device; other devices hold none between two steps."""
         assert self.lightning_module is not None
         return measured_bytes(self.lightning_module.parameters(), self.optimizers)
 
@@ -405,7 +404,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         trainer = self.lightning_module.trainer
         text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
         rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
-        self._first_step = self.meter.steps_ended + 1  # the first step of a fit is no measure of the others
+        self._first_step = self.meter.steps_ended + 1  # the first step of a fit is slower
         self.meter.discard()
 
     @override
@@ -429,10 +428,10 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
 
 
 def savings_text(steps: Sequence[StepTraffic], num_devices: int) -> str:
-    """What ``ring_ddp`` would have saved, from the measured steps of a run under ``dp``: means in ms.
+    """The time that ``ring_ddp`` would have saved, from the measured steps of a run under ``dp``: means in ms.
 
-    ``ring_ddp`` copies the model once and has no scatter and no gather: their time is saved. Its all-reduce takes the
-    place of the sum of gradients, and travels while backward computes.
+    ``ring_ddp`` copies the model once and has no scatter and no gather, so it saves their time. Its all-reduce replaces
+    the sum of gradients, and travels while backward computes.
     """
 
     def mean_s(*operations: str) -> float:
@@ -446,18 +445,18 @@ def savings_text(steps: Sequence[StepTraffic], num_devices: int) -> str:
         f"{ms(cut)} into scattering batches and gathering outputs, {ms(added)} into the sum of gradients. "
         f"strategy='ring_ddp' would have saved the first two, {ms(copied + cut)} a step "
         f"({100 * (copied + cut) / whole:.1f} %): it copies the model once, and its processes load their own batches. "
-        "Its all-reduce of gradients takes the place of the sum, and runs while backward computes"
+        "Its all-reduce of gradients replaces the sum, and runs while backward computes"
     )
 
 
 def _call_recorded(replica: nn.Module, hook: str, part: Any, *others: Any, **options: Any) -> tuple[Any, list[Record]]:
     step: Callable[..., Any] = getattr(replica, hook)
-    with StageLogs(replica).recording(pass_on=False) as records:  # type: ignore[arg-type]  # a LightningModule
+    with StepLogs(replica).recording(pass_on=False) as records:  # type: ignore[arg-type]  # a LightningModule
         return step(part, *others, **options), records
 
 
 def _without_loss(outputs: Sequence[Any], losses: Sequence[Any]) -> Any:
-    """The output of a training step of which some replica returns no tensor as its loss."""
+    """The output of a training step if a replica returns no tensor as its loss."""
     missing = [number for number, loss in enumerate(losses) if loss is None]
     if missing and len(missing) < len(losses):
         raise ValueError(
@@ -465,7 +464,7 @@ def _without_loss(outputs: Sequence[Any], losses: Sequence[Any]) -> Any:
             "the others: under dp a batch is skipped as a whole; return a loss of 0 that depends on the parameters "
             "where a part of a batch is to be left out"
         )
-    return outputs[0]  # None skips the batch; anything else is for Lightning to refuse
+    return outputs[0]  # None skips the batch; Lightning refuses anything else
 
 
 def _to(value: Any, device: torch.device) -> Any:

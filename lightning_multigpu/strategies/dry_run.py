@@ -1,4 +1,4 @@
-"""Dry runs of the user's steps: they measure or check something and leave no trace."""
+"""Dry runs of the user's steps: they measure or check a step, and leave no trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MULTIPLYING: tuple[Any, ...] = (
     *(torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn),  # type: ignore[attr-defined]
     *(torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn),  # type: ignore[attr-defined]
 )
-"""Where torch may multiply float32 numbers with fewer bits."""
+"""The back ends that may multiply float32 numbers with fewer bits."""
 
 QUIET_SETTINGS: dict[str, Any] = {
     "logger": False,
@@ -38,15 +38,15 @@ QUIET_SETTINGS: dict[str, Any] = {
     "barebones": False,
     "profiler": None,
 }
-"""Options of a Trainer that runs to its first batch alone: it writes nothing."""
+"""Options of a Trainer that runs only to its first batch, and writes nothing."""
 
 
 @contextmanager
 def without_trace(module: pl.LightningModule) -> Iterator[None]:
     """Restores at the end of the block random states, the module's buffers and attributes, and ``should_stop``.
 
-    Within the block the Trainer's loggers do nothing, and warnings are silenced: the step that is trained on repeats
-    them. Changes of other objects stay.
+    Within the block the Trainer's loggers do nothing, and warnings are silenced: the training step repeats them.
+    Changes of other objects stay.
     """
     trainer = module.trainer
     stops, loggers = trainer.should_stop, trainer.loggers
@@ -57,12 +57,12 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
         try:
             yield
         finally:
-            set_rng_states(states)  # Lightning's isolate_rng does not, where the block raises an error
+            set_rng_states(states)  # Lightning's isolate_rng does not if the block raises an error
             trainer.should_stop, trainer.loggers = stops, loggers
 
 
 def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
-    """The loss that ``call``, which runs a training step, returns; the precision is the Trainer's, logs are dropped."""
+    """The loss of a training step that ``call`` runs, under the Trainer's precision; logs are dropped."""
     object.__setattr__(module, "log", lambda *args, **options: None)
     try:
         with plugin.train_step_context():
@@ -75,9 +75,9 @@ def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[
 def trial_precisions(
     module: pl.LightningModule, plugin: Precision, batch: Any
 ) -> Sequence[Callable[[], AbstractContextManager[float]]]:
-    """Blocks in which a step on ``batch`` computes in float32, or else as it is trained.
+    """Two blocks for a step on ``batch``: one computes in float32, one as in training.
 
-    Each gives the relative difference of two gradients that rounding explains.
+    Each yields the relative difference of two gradients that rounding explains.
     """
     return (
         lambda: _in_float32(module, plugin, batch),
@@ -87,7 +87,7 @@ def trial_precisions(
 
 @contextmanager
 def _in_float32(module: pl.LightningModule, plugin: Precision, batch: Any) -> Iterator[float]:
-    """Within the block 16 bits are 32: parameters, buffers and the batch. Nothing is cast, or passes through TF32."""
+    """Within the block 16-bit parameters, buffers and batches are float32, without casts and without TF32."""
     tensors = [*module.parameters(), *module.buffers()]
     apply_to_collection(batch, Tensor, tensors.append)
     halves = [(tensor, tensor.dtype) for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]

@@ -15,9 +15,9 @@ def global_batch_text(sizes: Sequence[int | None], ranks_a_batch: int, trainer: 
     """The global batch and each rank's share of it.
 
     Args:
-        sizes: samples of a full batch of each data rank; None where its loader does not say.
-        ranks_a_batch: ranks that work on the same batch, those of a pipeline or of a tensor group.
-        trainer: of the fit that starts.
+        sizes: samples of each data rank's full batch; None if its loader does not say.
+        ranks_a_batch: ranks that train on the same batch: those of a pipeline or of a tensor group.
+        trainer: the Trainer of the fit that starts.
     """
     count = len(sizes)
     ranks = "1 rank" if count == 1 else f"{count} ranks"

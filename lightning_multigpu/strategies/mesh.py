@@ -26,21 +26,21 @@ T = TypeVar("T")
 class MeshStrategy(ParallelStrategy, ABC):
     """The ranks as a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis.
 
-    All ranks are on the data axis. A strategy that splits the model says how far (:attr:`pipeline_parallel_size`,
-    :attr:`tensor_parallel_size`)::
+    By default all ranks are on the data axis. A strategy that splits the model sets :attr:`pipeline_parallel_size` and
+    :attr:`tensor_parallel_size`::
 
         rank                      0  1  2  3  4  5  6  7
         data_parallel_rank        0  0  0  0  1  1  1  1      with pipeline_parallel_size = 4
                                                               or both sizes 2: then also
         tensor_parallel_rank      0  1  0  1  0  1  0  1
 
-    Lightning's collectives run over the world or the data axis, and the meter is told of them. After a failure they
-    ask nobody: each returns what this rank has, so that saving and tearing down do not wait for ranks that are gone.
+    Lightning's collectives run over the world or the data axis, and the meter records them. After a failure they do not
+    communicate: each returns this rank's value, so that saving and teardown do not wait for ranks that have ended.
 
     Args:
-        process_group_backend: of all groups unless another one is asked for; None for the device's default.
-        timeout: how long a collective may wait.
-        options: those of Lightning's strategies.
+        process_group_backend: the default back end of all groups; None for the device's default.
+        timeout: the longest time that a collective may wait.
+        options: options of Lightning's strategies.
     """
 
     pipeline_parallel_size = 1
@@ -64,7 +64,7 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @property
     def is_distributed(self) -> bool:
-        """True: Lightning then injects a distributed sampler and reduces what is logged with ``sync_dist=True``."""
+        """True: Lightning then injects a distributed sampler, and reduces logs with ``sync_dist=True``."""
         return True
 
     @property
@@ -97,17 +97,17 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of different batches that are trained on at once."""
+        """Number of data ranks: of different batches in one step."""
         return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of those batches is this rank's."""
+        """The index of this rank's batch among them."""
         return self.global_rank // self._model_parallel_size
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each split layer is this rank's."""
+        """The index of this rank's part of each split layer."""
         return self.global_rank % self.tensor_parallel_size
 
     @property
@@ -125,14 +125,14 @@ class MeshStrategy(ParallelStrategy, ABC):
             self.run_context.tell_ranks()
 
     def environment_variables(self) -> dict[str, str]:
-        """Variables that back ends read, for the time of the run; what the user has set stays."""
+        """Environment variables for back ends during the run; variables that the user has set stay."""
         return {}
 
     def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
 
-        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its first rank is
-        the world's last of that line.
+        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its ranks are in
+        descending order.
         """
         assert self.groups is not None
         return self.groups.new(axis, backend=backend, descending=descending)
@@ -164,7 +164,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         if self.groups is not None:
             self.groups.leave(failed=self.failure_watch.failed)
             self.groups = None
-        elif self.failure_watch.failed:  # in a hook after a first teardown, which leaves the world open
+        elif self.failure_watch.failed:  # in a hook after the first teardown, which keeps the world's group
             leave_world()
 
     # Lightning's collectives
@@ -173,7 +173,8 @@ class MeshStrategy(ParallelStrategy, ABC):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The reduction of ``tensor`` over the data axis (or ``group``), the same on every rank.
 
-        What is no tensor passes through. The input is not changed. The mean of integers is a floating-point number.
+        Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
+        number.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -200,14 +201,14 @@ class MeshStrategy(ParallelStrategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
 
-        With ``sync_grads`` the gradient of a rank's tensor is the sum of what all ranks' results contribute to it.
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all ranks' results.
         """
         metered = self._metered_group(group)
         return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks of the world, or any of them, decided for it; the same answer on every rank."""
+        """True if all ranks of the world, or with ``all=False`` any of them, decide so; the same on every rank."""
         world = self._metered_group(dist.group.WORLD)
         if world is None:
             return decision

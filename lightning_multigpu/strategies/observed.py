@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class ObservedStrategy:
-    """The part of a strategy that callbacks see, with the answers of a strategy whose ranks all do the same.
+    """The interface of strategies for callbacks, with defaults for strategies whose ranks all do the same.
 
-    Callbacks ask nothing else of a strategy of this pack beyond Lightning's own interface. A family overrides what it
-    answers differently, and adds here what callbacks ask it alone.
+    Callbacks use nothing else of a strategy of this pack beyond Lightning's own interface. A family overrides the
+    defaults that do not fit it. A question for one family only has its default here too.
 
     Attributes:
         meter: the meter of all bytes between ranks.
-        devices_per_rank: devices that one rank drives; data travels between them too.
+        devices_per_rank: the devices that one rank drives; data travels between them too.
         starts_ranks: whether there is a rank for each device; False if one process drives all of them.
     """
 
@@ -33,7 +33,7 @@ class ObservedStrategy:
     starts_ranks = True
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
-        """Checks the run before any process is started; for subclasses, and for callbacks that have such a method.
+        """Checks the run before any process is started, and calls this method of the callbacks that have it.
 
         Raises:
             ValueError: the strategy cannot run the module, or a callback refuses the run.
@@ -50,12 +50,12 @@ class ObservedStrategy:
 
     @property
     def owns_batch(self) -> bool:
-        """False if this rank's present batch does not count: a copy of another rank's, or one that only fills a gap."""
+        """False if this rank's batch does not count: a copy of another rank's, or a repeated one of weight 0."""
         return True
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss of this rank's batch, with which the mean over ranks is the loss of one device."""
+        """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return 1.0
 
     def holds(self, parameter: Tensor) -> bool:
@@ -63,31 +63,31 @@ class ObservedStrategy:
         return True
 
     def values_of_other_ranks(self) -> dict[int, Tensor]:
-        """On rank 0 the values of the module's parameters and buffers that only other ranks hold, in host memory.
+        """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
 
-        They are listed by the ``id`` of the tensor in their place. Elsewhere the dictionary is empty. A collective.
+        The key is the ``id`` of the placeholder. A collective.
         """
         return {}
 
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        """The values of ranks that train without collectives, each at its own pace; None where there are collectives.
+        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
 
         Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
         alone.
 
         Args:
             name: the same for all values that belong together.
-            value: what JSON can express.
+            value: of types that JSON has.
         """
         return None
 
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        """A list that gets the values of all ranks when training ends; None where there are collectives after it.
+        """A list that gets the values of all ranks when training ends; None if collectives still work then.
 
-        Rank 0 gets those of all ranks, in their order; another rank its own alone. All ranks call it alike.
+        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
 
         Args:
-            value: makes this rank's, of what JSON can express, after the ``on_train_end`` of all callbacks.
+            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
         """
         return None
 
@@ -98,22 +98,22 @@ class ObservedStrategy:
     def held_bytes(self) -> HeldBytes | None:
         """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
 
-        Buffers in which gradients travel count as gradients; optimizer states that are offloaded to the host, or
-        on servers, do not count.
+        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
+        not count.
         """
         return None
 
     def split_plan(self) -> SplitPlan | None:
-        """The blocks of layers that are split over ranks, and what each of them sends; None without a tensor split."""
+        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
         return None
 
     def record_stages(self, *, count_activations: bool | None = True) -> None:
-        """Record the passes and the memory of this rank's stages of a pipeline in every following fit.
+        """Records the passes and the memory of this rank's stages of a pipeline in every following fit.
 
         Args:
             count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
-                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None leaves
-                this as it was.
+                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None keeps
+                the present setting.
         """
 
     def stage_record(self) -> StageRecord | None:

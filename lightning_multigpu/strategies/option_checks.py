@@ -66,7 +66,7 @@ def check_timeout(value: object) -> None:
 
 
 def check_start_method(value: object, *, available: Collection[str] | None = None) -> None:
-    """Checks that this platform can start processes by ``value``; ``available``: multiprocessing's start methods."""
+    """Checks that this platform can start processes by ``value``; ``available`` are multiprocessing's start methods."""
     if available is None:
         available = get_all_start_methods()
     check_choice("start_method", value, ("popen", *(m for m in ("spawn", "fork", "forkserver") if m in available)))
@@ -124,7 +124,7 @@ def check_backend(backend: str | None, device_type: str) -> None:
     """Checks that this build of torch has the process group back end, and that it moves tensors of ``device_type``.
 
     Args:
-        backend: a name ("gloo", "nccl"), one a device ("cpu:gloo,cuda:nccl"), or None for the device's default.
+        backend: a name ("gloo", "nccl"), a name for each device ("cpu:gloo,cuda:nccl"), or None for the default.
         device_type: "cpu" or "cuda".
     """
     if backend is None:
@@ -160,8 +160,8 @@ def check_precision(precision: str, device_type: str, *, bf16_supported: bool = 
         precision: Lightning's name, "16-mixed" for example.
         device_type: "cpu" or "cuda".
         bf16_supported: the GPUs have bfloat16 units.
-        explicit: a precision plugin was passed. ``MixedPrecision("16-mixed", "cpu")`` works on CPU; for the word
-            "16-mixed", Lightning takes bf16-mixed in its place.
+        explicit: a precision plugin was passed. ``MixedPrecision("16-mixed", "cpu")`` works on CPU; for the string
+            "16-mixed" Lightning uses bf16-mixed instead.
     """
     if device_type == "cpu" and precision == "16-mixed" and not explicit:
         raise ValueError(
@@ -181,7 +181,7 @@ def check_precision(precision: str, device_type: str, *, bf16_supported: bool = 
 
 
 def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
-    """Checks that SyncBatchNorm is asked for only where torch has it: on GPUs."""
+    """Checks that SyncBatchNorm is used only on GPUs, where torch has it."""
     if enabled and device_type == "cpu":
         raise ValueError(
             "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
@@ -190,7 +190,7 @@ def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
 
 
 def check_silence(failure_timeout_s: float, num_nodes: int) -> None:
-    """Raises ValueError if the guardians of several hosts would take a busy host for one that is gone."""
+    """Raises ValueError if the guardians of several hosts could take a busy host for a failed one."""
     if num_nodes > 1 and failure_timeout_s < SHORTEST_OF_HOSTS_S:
         raise ValueError(
             f"failure_timeout_s={failure_timeout_s:g} with num_nodes={num_nodes}: it must be "
@@ -200,10 +200,10 @@ def check_silence(failure_timeout_s: float, num_nodes: int) -> None:
 
 
 def check_descriptors(num_ranks: int, device_type: str) -> None:
-    """Raises ValueError if a rank may open too few files for its connections; else back ends fail in their own words.
+    """Raises ValueError if a rank may open too few files for its connections; back ends would fail less clearly.
 
     With 2 ranks, rank 0 has 53 descriptors open under ``ring_ddp``. Over Gloo it has three connections to each other
-    rank; over NCCL one, of control messages, and those of NCCL, which are not counted here.
+    rank; over NCCL one, for control messages, and NCCL's own, which are not counted here.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OWN_DESCRIPTORS + (1 if device_type == "cuda" else 3) * (num_ranks - 1)
@@ -217,13 +217,13 @@ def check_descriptors(num_ranks: int, device_type: str) -> None:
 
 
 def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_gpu: bool) -> None:
-    """Checks what the Trainer has given a strategy: devices, hosts, back end, precision and SyncBatchNorm.
+    """Checks the Trainer's settings for a strategy: devices, hosts, back end, precision and SyncBatchNorm.
 
     Args:
         run: the run.
         precision: Lightning's name of the precision.
         sync_batchnorm: SyncBatchNorm is asked for.
-        may_ask_gpu: whether this rank's GPU may be asked for bfloat16 units; where it may not, it is trusted.
+        may_ask_gpu: whether this rank's GPU may be asked for bfloat16 units; if not, they are assumed.
     """
     on_gpus = run.device_type == "cuda"
     check_devices(run.devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
@@ -245,7 +245,7 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fe
         run: the run.
         num_stages: ranks of a pipeline.
         sync_batchnorm: SyncBatchNorm is asked for; pipelines have none.
-        fewest_stages: 2, or 1 where the ranks share work in another way too.
+        fewest_stages: 2, or 1 if the ranks also split layers.
     """
     num_devices = run.ranks_per_host
     if num_stages < fewest_stages:
@@ -271,7 +271,7 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fe
 
 
 def available_cpu_count() -> int:
-    """Number of CPU cores that this process may use; in a container or under taskset fewer than the machine has."""
+    """CPU cores that this process may use: in a container or under taskset fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

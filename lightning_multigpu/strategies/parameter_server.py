@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.rendezvous import own_host
@@ -34,13 +35,12 @@ from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.hook_detection import reads_gradients
 from lightning_multigpu.strategies.own_pace import OwnPace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _NOTICED_IMBALANCE = 1.05
 _STARTED_S = 10.0  # servers of the strategy listen before any worker looks for them
 
@@ -94,11 +94,6 @@ class OptimizerServerStrategy(MultiGPUStrategy):
     # Starting and ending
 
     @override
-    def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
-
-    @override
     def _setup_model(self, model: Module) -> Module:
         assert self.lightning_module is not None
         assert self._data is not None
@@ -122,7 +117,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         module = self.lightning_module
         assert module is not None
         scaler = getattr(self.precision_plugin, "scaler", None)
-        is_read = any(has_hook(hook, module) for hook in _READ_GRADIENTS)
+        is_read = reads_gradients(module)
         is_changed = is_read or scaler is not None or not module.automatic_optimization
         if self._is_asynchronous:  # a worker's gradients are its own, and complete
             self._set_pushes_early(not is_changed and not trainer.gradient_clip_val)
@@ -201,10 +196,10 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         return averaged
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._served[_plain(optimizer)].clip_norm = float(clip_val)
+        self._served[plain_optimizer(optimizer)].clip_norm = float(clip_val)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._served[_plain(optimizer)].clip_value = float(clip_val)
+        self._served[plain_optimizer(optimizer)].clip_value = float(clip_val)
 
     def _replace(self, name: str, method: Callable[..., Any]) -> None:
         vars(self.precision_plugin)[name] = method
@@ -220,7 +215,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        served = self._served.get(_plain(optimizer))
+        served = self._served.get(plain_optimizer(optimizer))
         return super().optimizer_state(optimizer) if served is None or self.state_is_lost else served.state_dict()
 
     @override
@@ -706,8 +701,3 @@ def _addresses(servers: Any) -> list[tuple[str, int]]:
     if len({*found}) < len(found):
         raise ValueError(f"servers={servers!r}: an address stands there twice")
     return found
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The user's optimizer, without Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]

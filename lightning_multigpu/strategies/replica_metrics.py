@@ -1,4 +1,4 @@
-"""Metrics of replicas: each replica updates a copy, and the states go to the module's own metrics after a step."""
+"""Metrics of replicas: each replica updates a copy; after a step the states are merged into the module's metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 class ReplicaMetrics:
     """Copies of a module's metrics for its replicas.
 
-    The first replica updates the module's own metrics. The copies hold the samples of one step only; :meth:`merge`
-    adds them up in the order of the replicas, by the reductions that the metric's states name for several ranks, so
-    that a metric counts each sample once, as on one device.
+    The first replica updates the module's own metrics. A copy holds the samples of one step only. :meth:`merge` adds up
+    the states in the order of the replicas, by the reductions that they declare for several ranks. So a metric counts
+    each sample once, as on one device.
 
     Args:
-        devices: of the replicas.
+        devices: the devices of the replicas.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -28,7 +28,7 @@ class ReplicaMetrics:
         self._copies: dict[tuple[int, int], tuple[nn.Module, nn.Module]] = {}
 
     def substitute(self, part: nn.Module, number: int) -> nn.Module | None:
-        """The copy, without state, of a metric or a collection for the replica ``number``; None for other modules.
+        """The empty copy of a metric or a collection for the replica ``number``; None for other modules.
 
         Raises:
             ValueError: a state of the metric cannot be merged.
@@ -69,7 +69,7 @@ def _copied(part: nn.Module, device: torch.device) -> nn.Module:
         metric.reset()
     for collection in own.modules():
         if isinstance(collection, MetricCollection):
-            # Which metrics share a state is found from values, and few samples may look alike by chance.
+            # torchmetrics compares values to find metrics that share a state, and few samples may agree by chance.
             collection._enable_compute_groups, collection._groups_checked = False, False
     return own
 
@@ -81,7 +81,7 @@ def _metrics_in(part: nn.Module) -> Iterator[Metric]:
 
 
 def _merge(metric: Metric, of_replica: Metric, device: torch.device) -> None:
-    """Puts the states of both, in this order, into ``metric``."""
+    """Merges the state of ``of_replica`` into ``metric``, which comes first."""
     if isinstance(metric, Running | MinMaxMetric):
         raise ValueError(
             f"{type(metric).__name__} cannot be merged over the replicas of dp: it counts each update, and each "
@@ -96,6 +96,6 @@ def _merge(metric: Metric, of_replica: Metric, device: torch.device) -> None:
         of_replica._reduce_states(metric.metric_state)
     states: dict[str, Any] = of_replica.metric_state
     for name, value in states.items():
-        setattr(metric, name, [*value] if isinstance(value, list) else value)  # reset() empties the copy's list
+        setattr(metric, name, [*value] if isinstance(value, list) else value)  # reset() clears the copy's list
     metric._update_count = count
     metric._computed = None

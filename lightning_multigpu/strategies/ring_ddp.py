@@ -51,7 +51,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             cost less each. By default 4 between hosts and 25 on one host, more for models with many parameters, and
             DDP's own size where NCCL or a communication hook moves the gradients. "auto" measures the all-reduce at the
             start and chooses; sums over more than two ranks may then differ in their last bits from run to run.
-        find_unused_parameters: in every step, look for parameters that the loss does not depend on.
+        find_unused_parameters: in every step, find the parameters on which the loss does not depend.
         gradient_as_bucket_view: make ``.grad`` a view of the bucket, which saves a copy of the gradients. A ``.grad``
             that your code keeps from one step to the next is then overwritten.
         static_graph: promise that every step uses the same parameters in the same order.
@@ -67,14 +67,14 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
             in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
             with a warning.
-        nccl_algorithm: NCCL's algorithm for all-reduces on GPUs: "ring" or "tree", for the time of the run; None lets
-            NCCL choose for each size. The bytes that the meter reports are those of a ring.
+        nccl_algorithm: NCCL's algorithm for all-reduces on GPUs during the run: "ring" or "tree"; None lets NCCL choose
+            for each size. The bytes that the meter reports are those of a ring.
         check_loss: before the first step, check that the gradients of two halves of each rank's first batch add up to
-            those of the whole, as they do unless the loss couples the samples of a batch; see
+            those of the whole batch, as they do unless the loss couples the samples of a batch; see
             :class:`.GradientCheck`. Has no effect in manual optimization; excludes ``static_graph``.
-        adascale: multiply the learning rate of each step by AdaScale's gain, which says how many steps of one rank's
-            batch the step is worth: for batches that grow with the ranks, under the schedule of one rank's batch. True,
-            or ``{"smoothing": 0.9}``; see :class:`.AdaScale`.
+        adascale: multiply the learning rate of each step by AdaScale's gain: the number of steps with one rank's batch
+            that the step is worth. Global batches can then grow with the ranks under the schedule of one rank's batch.
+            True, or ``{"smoothing": 0.9}``; see :class:`.AdaScale`.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -141,7 +141,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
                 "step; leave one of the two out"
             )
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)}: both say what travels; leave one of the two out")
+            raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")
         super().__init__(
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -210,14 +210,14 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
 
     @override
     def environment_variables(self) -> dict[str, str]:
-        # For all-reduces alone: NCCL chooses from all its algorithms for the rest, some of which have no tree.
+        # For all-reduces only: other collectives of NCCL may have no tree.
         return {} if self._nccl_algorithm is None else {_NCCL_ALGORITHM: f"allreduce:{self._nccl_algorithm}"}
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         assert self.lightning_module is not None
         assert self.groups is not None
-        self._bookkeeping = self.groups.mesh.get_group("data")  # used by the main thread, as the world is
+        self._bookkeeping = self.groups.mesh.get_group("data")  # used by the main thread, as the world's group is
         self._buffers = self.metered(self._bookkeeping, "data")
         self._reducer, bucket_cap_mb = self._transport.open(
             self.lightning_module,
@@ -253,7 +253,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Nothing is left to do: the reducer was attached when the module was wrapped."""
+        """Does nothing: the reducer was attached when the module was wrapped."""
 
     def _user_hook(self) -> tuple[Any, Callable[..., Any]] | None:
         hook = self._ddp_comm_hook
@@ -290,14 +290,14 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        # Ranks that step alone average weights, frozen or not.
+        # Local SGD averages all weights, frozen or not.
         if self._trained is not None and self._averager is None and self._trained.has_changed(self.optimizers):
             self._wrap_again()
 
     def _wrap_again(self) -> None:
-        """Has the gradients averaged of the parameters that are trained from here on; a collective.
+        """Wraps the module again, to average gradients of the parameters that are trained from now on; a collective.
 
-        torch's wrapper averages the gradients of parameters that were trainable when it was made, and of no others.
+        torch's wrapper averages only gradients of parameters that were trainable when it was made.
         """
         assert self._reducer is not None
         assert self._trained is not None
@@ -326,7 +326,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             self.model, self._trained = model, TrainedParameters(self.lightning_module)
 
     def _check_averaged(self, is_complete: bool) -> None:
-        """Sees to it that no gradient of this step stays that of a rank."""
+        """Checks that this step averages every gradient; averages those of parameters unfrozen within it."""
         if not (isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync):
             return
         assert self._reducer is not None
@@ -460,7 +460,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
 
     def _average_model(self) -> None:
         if self._averager is None or self.failure_watch.failed:
-            return  # what a failed run saves in its last moments is this rank's own
+            return  # a failed run saves this rank's own weights
         assert self.lightning_module is not None
         if self._averager.average(self.lightning_module.parameters(), self.optimizers):
             self._synchronise_buffers()

@@ -1,4 +1,4 @@
-"""Learning rates that follow AdaScale's gain, as an option of data parallel strategies."""
+"""Learning rates that are multiplied by AdaScale's gain, as an option of data parallel strategies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ScaledRateStrategy(MultiGPUStrategy):
-    """Base class of strategies whose ranks average gradients, and whose learning rates can follow AdaScale's gain.
+    """Base class of strategies whose ranks average gradients, with AdaScale as an option.
 
     Subclasses call :meth:`_measure_gain` once the gradients of a batch are averaged.
 
@@ -77,7 +77,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
         grows = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         if self.data_parallel_size * trainer.accumulate_grad_batches == 1 and not grows:
             raise ValueError(
-                f"{given} on one rank without accumulation: the variance of gradients takes two batches a step; pass "
+                f"{given} on one rank without accumulation: the variance of gradients needs two batches a step; pass "
                 "devices=2 or accumulate_grad_batches=2, or leave adascale out"
             )
 
@@ -89,7 +89,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
         if self._adascale is False or not self.optimizers:
             return
         assert self.groups is not None
-        (optimizer,) = self.optimizers  # automatic optimization has no more
+        (optimizer,) = self.optimizers  # automatic optimization has one
         if isinstance(optimizer, LBFGS):
             raise ValueError(f"adascale={self._adascale!r}: LBFGS evaluates the loss several times a step; use SGD")
         group = self.metered(self.groups.mesh.get_group("data"), "adascale")

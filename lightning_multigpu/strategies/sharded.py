@@ -18,14 +18,15 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
-from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.hook_detection import reads_gradients
 from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _BUCKET_CAP_MB = 1.0
-_READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 ShortDtype = Literal["fp16", "bf16"]
 
@@ -51,27 +51,27 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     of one device at the same global batch. Your optimizers, of any class, stay as they are; those that need all
     parameters at once (LBFGS) are refused.
 
-    After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and
-    where hooks of the module or of your callbacks may read gradients (``on_after_backward``,
-    ``on_before_optimizer_step``, ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all of them,
-    which takes the memory of all gradients and S more bytes.
+    After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and if
+    hooks of the module or of your callbacks may read gradients (``on_after_backward``, ``on_before_optimizer_step``,
+    ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all gradients: this takes the memory of all
+    gradients, and S more bytes of traffic.
 
     Args:
         bucket_cap_mb: size in MiB of the buffer, one for each rank, in which small gradients travel to it together. All
             ranks keep these buffers. 0 sends each gradient alone. By default 1, and 0 for models with parameters of
             several dtypes and with ``reduce_dtype``.
         find_unused_parameters: the losses of a step may depend on different parameters on each rank, or on some only.
-            Gradients then travel after backward, not beside it. By default True in manual optimization only.
+            Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
         reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
-        broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their own rank keeps them exact; the others train
-            with rounded ones, and get the exact ones before validation, for a checkpoint, and at the end.
+        broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their owner keeps exact values; the other ranks
+            train with rounded ones, and get exact ones before validation, for a checkpoint, and at the end.
         offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
             parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
-            still be saved. False leaves each rank its own; checkpoints can then be saved during the run alone.
-        adascale: multiply the learning rate of each step by AdaScale's gain, as of :class:`RingDDPStrategy`.
+            still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
+        adascale: multiply the learning rate of each step by AdaScale's gain, as in :class:`RingDDPStrategy`.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -134,8 +134,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._remote: RemoteValues | None = None
         self._missed: list[Parameter] = []
         self._buffers_due = True
-        self._rounded = False  # parameters of other ranks are
-        self._in_parts: list[Optimizer] = []  # of a former run, with the states of this rank
+        self._rounded = False  # whether parameters of other ranks are
+        self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
         self._undo = ExitStack()
 
     @property
@@ -156,7 +156,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def setup_environment(self) -> None:
-        # Before the ranks join: a default argument of FairScale keeps the world that it finds at its import for ever.
+        # Before the ranks join: a default argument of FairScale keeps the world's group of the time of its import.
         import_module("lightning_multigpu.engine.sharded.sharded_gradients")
         super().setup_environment()
 
@@ -181,11 +181,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                     f"broadcast_dtype={self._broadcast_dtype!r} and {type(callback).__name__}: it would average "
                     "rounded parameters; leave one of the two out"
                 )
-
-    @override
-    def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
 
     @override
     def _setup_model(self, model: Module) -> Module:
@@ -243,7 +238,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                         )
 
     def _wrap(self) -> None:
-        """Has the gradients averaged of the parameters that are trained from here on."""
+        """Wraps the module again, to average the gradients of the parameters that are trained from now on."""
         from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 
         assert self._group is not None
@@ -267,7 +262,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
             reduce_dtype=_DTYPES.get(self._reduce_dtype or ""),
-            shows_all=not module.automatic_optimization or any(has_hook(hook, module) for hook in _READ_GRADIENTS),
+            shows_all=not module.automatic_optimization or reads_gradients(module),
             find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
         )
 
@@ -305,7 +300,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             self._wrap_again()
 
     def _wrap_again(self) -> None:
-        """Follows what hooks have frozen, unfrozen and added; a collective."""
+        """Wraps the module again after hooks have frozen, unfrozen or added parameters; a collective."""
         assert self._group is not None
         assert self._trained is not None
         assert self.lightning_module is not None
@@ -361,7 +356,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         return any(sharded.owns(parameter) for sharded in self._sharded.values())
 
     def _average_missed(self) -> None:
-        """Averages gradients of parameters that were unfrozen within the step, or frozen since they accumulated."""
+        """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
         assert self._group is not None
         missed = self._trained.missed(self.optimizers)
@@ -376,7 +371,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._missed.extend(missed.values())
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._sharded[_plain(optimizer)].clip(clip_val)
+        self._sharded[plain_optimizer(optimizer)].clip(clip_val)
 
     @override
     def on_optimizer_step_end(self) -> None:
@@ -403,7 +398,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         super().on_train_end()
 
     def _share_values(self) -> None:
-        """Gives all ranks exact parameters, where they have rounded ones; a collective."""
+        """Gives all ranks exact parameters, if they have rounded ones; a collective."""
         if self._rounded and not self.failure_watch.failed:
             for sharded in self._sharded.values():
                 sharded.share_values()
@@ -436,8 +431,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state as the optimizer of one device has it, on rank 0; elsewhere this rank's part. A collective."""
-        plain = _plain(optimizer)
+        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
+        plain = plain_optimizer(optimizer)
         if any(plain is each for each in self._in_parts):
             raise RuntimeError(
                 "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
@@ -450,9 +445,9 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         if self.world_size == 1 or self.state_is_lost:
             return state
         if self._remote is None:
-            group = self.new_group("data", descending=True)  # its last is rank 0
+            group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-            messages = PipelineGroup(group, self.meter, device, name="checkpoint")
+            messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
             self._remote = RemoteValues(messages, dist.get_rank(group))
         received = self._remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
@@ -469,8 +464,3 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._sharded[optimizer].load_state_dict(state)
         self._load_gain(checkpoint)
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The user's optimizer, without Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Checkpoints that leave the values of other ranks with them until the file is written."""
+"""Checkpoints that fetch values of other ranks only while the file is written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class StreamedSaves(MultiGPUStrategy):
-    """Base class of strategies whose checkpoints are put together from values of several ranks."""
+    """Base class of strategies whose checkpoints contain values of several ranks."""
 
     _streams = False
-    """Whether a save is under way whose values stay where they are until the file is written."""
+    """Whether a save is under way that fetches values only while the file is written."""
 
     def _stream_saves(self, trainer: pl.Trainer, undo: ExitStack) -> None:
-        """Lets ``trainer.save_checkpoint`` leave the values of other ranks with them until the file is written.
+        """Lets ``trainer.save_checkpoint`` fetch values of other ranks only while the file is written.
 
-        Elsewhere, and where something looks at the values of a checkpoint, they are gathered in rank 0's memory.
+        For other files than local ones, and for hooks that read a checkpoint, values are gathered in rank 0's memory.
         """
         save = trainer.save_checkpoint
 
@@ -33,7 +33,7 @@ class StreamedSaves(MultiGPUStrategy):
         def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
             is_file = storage_options is None and "://" not in str(filepath)
             hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
-            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group take part
+            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group gather
             self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
             try:
                 save(filepath, weights_only, storage_options)
@@ -45,6 +45,6 @@ class StreamedSaves(MultiGPUStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Maps the file, so that a rank reads only the values that it keeps."""
+        """Maps the file into memory, so that a rank reads only the values that it keeps."""
         map_files(self.checkpoint_io)
         return super().load_checkpoint(checkpoint_path, weights_only)

@@ -1,4 +1,4 @@
-"""Checkpoint files of a strategy: written whole or not at all, read without a loss of precision."""
+"""Checkpoint files of a strategy: a file is written whole or not at all, and read without a loss of precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
 
 CHECKPOINT_KEY = "lightning_multigpu"
-"""The one key of a checkpoint beside Lightning's; stock Lightning leaves it alone."""
+"""The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
 
 
 class WholeCheckpoints(Strategy):
@@ -35,7 +35,7 @@ class WholeCheckpoints(Strategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Lightning restores weights before it converts the module: float64 weights would pass through float32.
+        # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
         if isinstance(self.precision_plugin, DoublePrecision):
             assert self.lightning_module is not None
             self.lightning_module.double()

@@ -260,7 +260,7 @@ def test_nothing_is_trained() -> None:
         ("--link-gbit 0", "argument --link-gbit: '0': pass a number above 0"),
         ("--schedules gpip", "--schedules: 'gpip' is unknown. Did you mean 'gpipe'?"),
         ("--schedules zero_bubble --trainer.strategy.activation_checkpointing=true",
-         "activation_checkpointing under schedule='zero_bubble', whose backward comes in two parts"),
+         "activation_checkpointing under schedule='zero_bubble', whose backward has two parts"),
         ("--schedules interleaved --trainer.strategy.balance=[1,3]", "balance=[1, 3] has 2 entries for 4 stages"),
         ("--json no/such.json", "--json=no/such.json: there is no directory no; make it first"),
         ("--picture no/such.svg", "--picture=no/such.svg: there is no directory no; make it first"),

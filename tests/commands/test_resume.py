@@ -176,7 +176,7 @@ def test_what_cannot_be_resumed(project: Path, capsys: pytest.CaptureFixture[str
         capsys, "fit", "--config=run.yaml", f"--config={own()}"
     )
     os.truncate("runs/run/version_0/checkpoints/last.ckpt", 100)
-    with pytest.warns(UserWarning, match="last.ckpt is passed over: it is truncated"):
+    with pytest.warns(UserWarning, match="last.ckpt is skipped: it is truncated"):
         assert "there is no complete checkpoint in it or below it" in error_of(capsys, *resume)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_multigpu.engine.data_parallel.batch_distribution import (
-    DealtBatchSampler,
+    CountedBatchSampler,
     ShardedBatchSampler,
     distribute_batches,
     global_batches,
@@ -75,7 +75,7 @@ def test_skipping_leaves_batches_out_once() -> None:
     assert list(sampler) == [[10, 11]]
     assert list(sampler.counts) == [2]
     assert len(list(sampler)) == 3
-    plain = DealtBatchSampler(BatchSampler(SequentialSampler(range(7)), 3, drop_last=False))
+    plain = CountedBatchSampler(BatchSampler(SequentialSampler(range(7)), 3, drop_last=False))
     plain.skip = 1
     assert list(plain) == [[3, 4, 5], [6]]
     assert list(plain.counts) == [3, 1]

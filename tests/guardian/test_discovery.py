@@ -31,7 +31,7 @@ try:
 except Exception as error:
     print(error); sys.exit(3)
 told.wait(30) and print(client.failure.describe())
-client.goodbye()
+client.leave()
 """
 
 
@@ -87,7 +87,7 @@ class TestAddress:
 def test_a_rank_of_the_same_user_is_told_the_secret(guardian: Guardian, address: str) -> None:
     client = find(address, rank=1, on_failure=lambda failure: None, timeout_s=5)
     assert client.guardian_pid == guardian.pid
-    client.goodbye()
+    client.leave()
 
 
 def test_a_guardian_that_ranks_inherit_tells_its_secret_to_nobody() -> None:
@@ -110,7 +110,7 @@ def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
     started = start_at(address, num_ranks=1, failure_timeout_s=3, join_timeout_s=30)
     assert started is not None
     thread.join(30)
-    found[0].goodbye()
+    found[0].leave()
     started.stop()
 
 
@@ -134,13 +134,13 @@ def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardia
     assert f"rank 0 is the process {os.getpid()} already, and {second.pid} says that it is rank 0" in printed
     assert eventually(lambda: bool(told))
     assert f"{second.pid} says that it is rank 0" in told[0].what
-    client.goodbye()
+    client.leave()
 
 
 def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address: str) -> None:
     client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=5)
     client.failed(Failure("raised ValueError: no such file", 0))
-    client.goodbye()
+    client.leave()
     time.sleep(0.5)
     late = other_rank(address, 1)
     printed, _ = late.communicate(timeout=60)
@@ -182,7 +182,7 @@ def test_another_user_has_taken_the_address(address: str, listens: bool) -> None
         again = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
         assert again.guardian_pid == started.pid
         for one in (again, client):
-            one.goodbye()
+            one.leave()
         started.stop()
         assert eventually(lambda: not is_alive(started.pid))
 

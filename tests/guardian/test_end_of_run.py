@@ -16,7 +16,7 @@ from tests.guardian.job import WORK, Job, eventually, is_alive
 
 pytestmark = pytest.mark.launch
 
-FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.goodbye()"
+FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.leave()"
 
 
 def test_nobody_leaves_before_all_have_come_to_the_end() -> None:
@@ -101,7 +101,7 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> N
 
 
 def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None:
-    with Job("client.interrupted(1); client.interrupted(2); time.sleep(1.5); client.goodbye()") as job:
+    with Job("client.interrupted(1); client.interrupted(2); time.sleep(1.5); client.leave()") as job:
         for _ in range(2):
             os.kill(job.guardian.pid, signal.SIGINT)
             with pytest.raises(subprocess.TimeoutExpired):
@@ -112,7 +112,7 @@ def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None
 def test_a_rank_that_is_ended_on_its_way_out_leaves_nothing(tmp_path: Path) -> None:
     """torchrun ends all ranks by SIGTERM as soon as one has failed; they may have said goodbye by then."""
     place = f"{tmp_path}/pymp-rank"
-    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.goodbye()"
+    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.leave()"
     with Job(f"{leaves}; time.sleep(1); os.kill(os.getpid(), 15)", "os.kill(os.getpid(), 9)") as job:
         assert job.outcome()[0] == [-signal.SIGTERM, -signal.SIGKILL]
         assert job.guardian_ends()

@@ -67,8 +67,8 @@ def test_only_exceptions_are_looked_up_by_name() -> None:
 
 
 def test_a_failure_that_is_no_ranks() -> None:
-    error = Failure("node 1 has heard nothing from node 0").exception()
-    assert str(error) == "the job failed: node 1 has heard nothing from node 0"
+    error = Failure("node 1 has received nothing from node 0").exception()
+    assert str(error) == "the job failed: node 1 has received nothing from node 0"
     assert not hasattr(error, "__notes__"), "it was not raised on another rank"
 
 

@@ -18,7 +18,7 @@ from tests.guardian.job import WORK, Job, eventually, is_alive, start_rank
 
 pytestmark = pytest.mark.launch
 
-GOODBYE = "client.goodbye()"
+LEAVE = "client.leave()"
 # CDLL would release the interpreter lock; PyDLL keeps it, and no other thread of the rank can answer.
 IN_C = "import ctypes; ctypes.PyDLL(None).usleep({us})"
 
@@ -83,7 +83,7 @@ def test_a_zombie_has_ended_although_nobody_collects_it(capfd: pytest.CaptureFix
 
 
 def test_after_goodbye_an_exit_status_means_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job("time.sleep(1); client.goodbye()", "client.goodbye(); os._exit(3)") as job:
+    with Job("time.sleep(1); client.leave()", "client.leave(); os._exit(3)") as job:
         codes, printed = job.outcome()
         assert codes == [0, 3]
         assert printed == ["", ""]
@@ -116,7 +116,7 @@ def test_who_does_not_end_when_told_is_killed(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("first", ["guardian", "ranks"])
 def test_a_job_that_is_paused_as_a_whole_goes_on(first: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A laptop's lid is closed: all processes stop, and go on one after the other."""
-    with Job("time.sleep(4); client.goodbye()", "time.sleep(4); client.goodbye()", failure_timeout_s=2.0) as job:
+    with Job("time.sleep(4); client.leave()", "time.sleep(4); client.leave()", failure_timeout_s=2.0) as job:
         pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -132,7 +132,7 @@ def test_a_job_that_is_paused_as_a_whole_goes_on(first: str, capfd: pytest.Captu
 
 
 def test_ctrl_z_suspends_all_ranks_of_a_host_and_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job("time.sleep(3); client.goodbye()", "time.sleep(3); client.goodbye()", failure_timeout_s=2.0) as job:
+    with Job("time.sleep(3); client.leave()", "time.sleep(3); client.leave()", failure_timeout_s=2.0) as job:
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for rank in job.ranks:
                 rank.send_signal(number)
@@ -144,9 +144,7 @@ def test_ctrl_z_suspends_all_ranks_of_a_host_and_is_no_failure(capfd: pytest.Cap
 def test_a_rank_that_computes_in_c_with_the_interpreter_lock_held_is_no_failure(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with Job(
-        "time.sleep(3.5); client.goodbye()", IN_C.format(us=3_500_000) + "; " + GOODBYE, failure_timeout_s=1
-    ) as job:
+    with Job("time.sleep(3.5); client.leave()", IN_C.format(us=3_500_000) + "; " + LEAVE, failure_timeout_s=1) as job:
         assert job.outcome()[0] == [0, 0]
         assert job.guardian_ends()
     assert message(capfd) == ""
@@ -175,7 +173,7 @@ def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
 def test_a_stopped_guardian_that_is_to_be_killed_does_not_go_on_before(tmp_path: Path) -> None:
     """It would be killed in the middle of what it writes about the rank that has ended meanwhile."""
     late = "kill = client._guardian.kill; client._guardian.kill = lambda: (time.sleep(1), kill())"
-    leave = "told.wait(60) and client.goodbye(); sys.exit(1)"
+    leave = "told.wait(60) and client.leave(); sys.exit(1)"
     with Job(f"{late}; {leave}", "time.sleep(0.5); os._exit(3)", failure_timeout_s=2.0, directory=tmp_path) as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)
         codes, printed = job.outcome()
@@ -186,7 +184,7 @@ def test_a_stopped_guardian_that_is_to_be_killed_does_not_go_on_before(tmp_path:
 
 
 def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
-    with Job("told.wait(0.1); client.goodbye()") as job:
+    with Job("told.wait(0.1); client.leave()") as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)
         assert job.outcome()[0] == [0]
         assert job.guardian_ends()
@@ -200,7 +198,7 @@ INTERRUPTED_EXIT = (
 )
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(1)", FORKED_EXIT, INTERRUPTED_EXIT, "client.goodbye(); sys.exit(1)"])
+@pytest.mark.parametrize("leave", ["sys.exit(1)", FORKED_EXIT, INTERRUPTED_EXIT, "client.leave(); sys.exit(1)"])
 def test_a_stopped_guardian_that_no_thread_has_killed_yet_does_not_stay(leave: str) -> None:
     """A callback's on_exception raised, so no teardown said goodbye, and both ranks ended within a second."""
     slow_to_cut = "client._on_failure = lambda failure: (told.set(), time.sleep(60))"
@@ -210,7 +208,7 @@ def test_a_stopped_guardian_that_no_thread_has_killed_yet_does_not_stay(leave: s
         assert job.guardian_ends()
 
 
-def test_a_stopped_guardian_goes_on_when_a_rank_ends_without_goodbye(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_guardian_goes_on_when_a_rank_ends_without_leaving(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("sys.stdin.readline(); sys.exit(3)", failure_timeout_s=50.0) as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)
         assert eventually(
@@ -222,7 +220,7 @@ def test_a_stopped_guardian_goes_on_when_a_rank_ends_without_goodbye(capfd: pyte
 
 
 def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job("time.sleep(1); client.goodbye()") as job:
+    with Job("time.sleep(1); client.leave()") as job:
         assert os.getpgid(job.guardian.pid) == os.getpgid(0), "it sees Ctrl-C"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1):
             os.kill(job.guardian.pid, number)
@@ -252,7 +250,7 @@ def test_a_rank_that_shows_the_failure_itself(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_a_wrong_secret_is_refused_and_the_job_goes_on() -> None:
-    with Job("time.sleep(1.5); client.goodbye()") as job:
+    with Job("time.sleep(1.5); client.leave()") as job:
         with pytest.raises(GuardianError, match="the secret is not this job's"):
             GuardianClient(job.guardian.environment[ADDRESS], "00" * 32, rank=0, on_failure=print)
         assert job.outcome()[0] == [0]

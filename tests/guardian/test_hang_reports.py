@@ -21,7 +21,7 @@ from lightning_multigpu.guardian.hang.waiting_graph import View
 from lightning_multigpu.guardian.hang.waits import HangWatch, last_waits
 from lightning_multigpu.guardian.proc import RUNNING
 from tests.guardian.job import WORK, Job, eventually, is_alive
-from tests.guardian.test_host_links import GOODBYE, two_hosts
+from tests.guardian.test_host_links import LEAVE, two_hosts
 
 pytestmark = pytest.mark.launch
 
@@ -54,8 +54,8 @@ class Terminal:
 def test_one_report_and_one_line_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     terminal, go = Terminal(capfd), tmp_path / "go"
     with Job(
-        waits_in("all_reduce", go) + "time.sleep(1); " + GOODBYE,
-        UNTIL.format(file=str(go)) + "time.sleep(1); " + GOODBYE,
+        waits_in("all_reduce", go) + "time.sleep(1); " + LEAVE,
+        UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE,
         hang_report_s=LIMIT_S,
         directory=tmp_path / "run",
     ) as job:
@@ -81,7 +81,7 @@ def test_a_file_system_that_does_not_answer_fails_no_run(tmp_path: Path, capfd: 
     """Ranks hang just when it does not. The guardian hung with them in its report, which only describes."""
     terminal, go = Terminal(capfd), tmp_path / "go"
     os.mkfifo(tmp_path / f"hang-{os.uname().nodename}.txt")
-    finish = "client.finish(); " + GOODBYE
+    finish = "client.finish(); " + LEAVE
     with Job(
         waits_in("all_reduce", go) + finish,
         UNTIL.format(file=str(go)) + finish,
@@ -97,7 +97,7 @@ def test_a_file_system_that_does_not_answer_fails_no_run(tmp_path: Path, capfd: 
 def test_another_wait_is_another_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     terminal, first, second = Terminal(capfd), tmp_path / "first", tmp_path / "second"
     work = waits_in("all_reduce", first) + waits_in("barrier", second)
-    with Job(work + GOODBYE, UNTIL.format(file=str(second)) + GOODBYE, hang_report_s=LIMIT_S) as job:
+    with Job(work + LEAVE, UNTIL.format(file=str(second)) + LEAVE, hang_report_s=LIMIT_S) as job:
         assert terminal.shows("Rank 0 waits in all_reduce #1 of group data")
         first.touch()
         assert terminal.shows(END)
@@ -160,7 +160,7 @@ def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str
         "awaited=False); "
     )
     busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
-    with Job(under_way + "time.sleep(3.5); " + GOODBYE, busy + GOODBYE, hang_report_s=LIMIT_S) as job:
+    with Job(under_way + "time.sleep(3.5); " + LEAVE, busy + LEAVE, hang_report_s=LIMIT_S) as job:
         assert job.outcome()[0] == [0, 0]
         assert job.guardian_ends()
     assert capfd.readouterr().err == ""
@@ -181,7 +181,7 @@ def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
     terminal, go = Terminal(capfd), tmp_path / "go"
     code = LIBRARY.format(file=str(go))
     own = f"exec(compile({code!r}, '/x/torch/distributed/distributed_c10d.py', 'exec'), globals()); all_reduce(); "
-    with Job(own + "time.sleep(1); " + GOODBYE, UNTIL.format(file=str(go)) + GOODBYE, hang_report_s=LIMIT_S) as job:
+    with Job(own + "time.sleep(1); " + LEAVE, UNTIL.format(file=str(go)) + LEAVE, hang_report_s=LIMIT_S) as job:
         assert terminal.shows("Only rank 0 is in all_reduce, called at ")
         assert terminal.shows("rank 1 is not: it is at ")
         go.touch()
@@ -192,7 +192,7 @@ def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_ranks_of_two_hosts_in_one_report(waiting: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     terminal, go = Terminal(capfd), tmp_path / "go"
-    work = [UNTIL.format(file=str(go)) + "time.sleep(1); " + GOODBYE] * 2
+    work = [UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE] * 2
     work[waiting] = waits_in("all_reduce", go) + work[waiting]
     with two_hosts(*work, hang_report_s=LIMIT_S) as (one, two):
         assert terminal.shows(f"Rank {waiting} waits in all_reduce #1 of group data")
@@ -209,8 +209,8 @@ def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.Captu
     """A laptop that slept: clocks have gone on, ranks have not."""
     go, waits = tmp_path / "go", tmp_path / "waits"
     first = NOTE.format(operation="barrier") + f"open({str(waits)!r}, 'w').close(); " + UNTIL.format(file=str(go))
-    second = UNTIL.format(file=str(go)) + GOODBYE
-    with Job(first + "note.ended(); " + GOODBYE, second, hang_report_s=3.0) as job:
+    second = UNTIL.format(file=str(go)) + LEAVE
+    with Job(first + "note.ended(); " + LEAVE, second, hang_report_s=3.0) as job:
         assert eventually(waits.exists)
         pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
         for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1.0)):
@@ -237,7 +237,7 @@ def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monk
     for now_s in (5.0, 16.0, 19.0, 22.0):
         before = watch.observe(now_s)
     assert list(before.values()) == [5.0]
-    watch.forgive(40.0)
+    watch.restart_timers(40.0)
     assert watch.observe(41.0) == before
 
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.launch
 SECRET = "ab" * 32
 LISTEN = f"print(client.listen_for_hosts('127.0.0.1', num_nodes=2, secret='{SECRET}'), flush=True); "
 JOIN = "print(client.join_hosts('127.0.0.1', {port}, node_rank=1, secret='{secret}'), flush=True); "
-GOODBYE_LATER = "time.sleep(2); client.goodbye()"
-GOODBYE = "client.goodbye()"
+LEAVE_LATER = "time.sleep(2); client.leave()"
+LEAVE = "client.leave()"
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def test_a_silent_host_is_a_failure(node: int, capfd: pytest.CaptureFixture[str]
         codes, printed = jobs[1 - node].outcome()
         assert codes == [1]
         names = [f"node {number} (host {os.uname().nodename})" for number in (1 - node, node)]
-        assert f"told: {names[0]} has heard nothing from {names[1]} for" in printed[0]
+        assert f"told: {names[0]} has received nothing from {names[1]} for" in printed[0]
         assert jobs[1 - node].guardian_ends()
         with suppress(ProcessLookupError):  # its rank may have ended it by now
             os.kill(jobs[node].guardian.pid, signal.SIGCONT)
@@ -89,7 +89,7 @@ def test_a_silent_host_is_a_failure(node: int, capfd: pytest.CaptureFixture[str]
         assert jobs[node].guardian_ends()
 
 
-@pytest.mark.parametrize(("first", "second"), [(GOODBYE_LATER, GOODBYE), (GOODBYE, GOODBYE_LATER)])
+@pytest.mark.parametrize(("first", "second"), [(LEAVE_LATER, LEAVE), (LEAVE, LEAVE_LATER)])
 def test_hosts_that_finish_at_different_times(first: str, second: str, capfd: pytest.CaptureFixture[str]) -> None:
     with two_hosts(first, second) as (one, two):
         assert one.outcome()[0] == [0]
@@ -99,7 +99,7 @@ def test_hosts_that_finish_at_different_times(first: str, second: str, capfd: py
     assert capfd.readouterr().err == ""
 
 
-FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.goodbye()"
+FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.leave()"
 
 
 @pytest.mark.parametrize("late", [0, 1])

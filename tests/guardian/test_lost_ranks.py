@@ -30,7 +30,7 @@ RAISES = "client.failed(Failure('raised ValueError: spoilt', 1, 'h', os.getpid()
         ("os._exit(3)", 3, "ended with exit status 3"),
         ("os._exit(0)", 0, "ended with exit status 0 in the middle of the run"),
         (f"{RAISES}sys.exit(1)", 1, "raised ValueError: spoilt"),
-        (f"{RAISES}client.goodbye(); sys.exit(1)", 1, "raised ValueError: spoilt"),
+        (f"{RAISES}client.leave(); sys.exit(1)", 1, "raised ValueError: spoilt"),
         ("import threading; threading.Timer(0.3, os._exit, [4]).start(); client.finish()", 4, "exit status 4"),
     ],
 )

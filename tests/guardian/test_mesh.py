@@ -34,7 +34,7 @@ class Node:
             join_timeout_s=JOIN_TIMEOUT_S,
             watch=self.readers.__setitem__,
             forget=lambda sock: self.readers.pop(sock, None),
-            heard=lambda host, message: None,
+            on_message=lambda host, message: None,
         )
 
     def connection_to(self, node_rank: int) -> Connection:
@@ -88,7 +88,7 @@ class Network:
                 found = node.hosts.observe(self.now_s, paused=node.paused)
                 if found is not None:
                     node.found.append(found.failure.describe())
-                    node.hosts.tell(found.failure, found.since_s)
+                    node.hosts.send_failure(found.failure, found.since_s)
             self.deliver()
 
     def cut(self, one: int, other: int) -> None:
@@ -129,7 +129,7 @@ def test_many_know_node_0_and_their_neighbours_in_the_ring(order: int, monkeypat
         assert [node.found for node in network.nodes] == [[]] * 5
         network.cut(2, 3)
         network.go_on(6)
-        assert f"{name(2)} has heard nothing from {name(3)}" in network.nodes[2].found[0]
+        assert f"{name(2)} has received nothing from {name(3)}" in network.nodes[2].found[0]
         assert network.nodes[0].found
 
 
@@ -137,8 +137,8 @@ def test_a_cut_between_two_others_is_seen_by_both_and_told_to_node_0(three: Netw
     three.cut(1, 2)
     three.go_on(6)
     first, second, third = (node.found[0] for node in three.nodes)
-    assert second.startswith(f"{name(1)} has heard nothing from {name(2)} for 3.")
-    assert third.startswith(f"{name(2)} has heard nothing from {name(1)} for 3.")
+    assert second.startswith(f"{name(1)} has received nothing from {name(2)} for 3.")
+    assert third.startswith(f"{name(2)} has received nothing from {name(1)} for 3.")
     assert first in (second, third)
 
 
@@ -148,14 +148,14 @@ def test_a_host_that_is_cut_off_says_so_itself(three: Network, lost: int) -> Non
     for other in others:
         three.cut(lost, other)
     three.go_on(6)
-    expected = f"{name(lost)} has heard nothing from {name(others[0])} and {name(others[1])} for"
+    expected = f"{name(lost)} has received nothing from {name(others[0])} and {name(others[1])} for"
     assert three.nodes[lost].found[0].startswith(expected), "both, because it may be this host's own fault"
     for other in others:
-        assert f"has heard nothing from {name(lost)} for" in three.nodes[other].found[0]
+        assert f"has received nothing from {name(lost)} for" in three.nodes[other].found[0]
 
 
 def test_a_failure_and_its_age_reach_all(three: Network) -> None:
-    three.nodes[2].hosts.tell(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
+    three.nodes[2].hosts.send_failure(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
     three.deliver()
     for node in three.nodes[:2]:
         found = node.hosts.observe(three.now_s, paused=False)
@@ -165,7 +165,7 @@ def test_a_failure_and_its_age_reach_all(three: Network) -> None:
 
 
 def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network) -> None:
-    three.nodes[1].hosts.tell(Failure("was ended by SIGKILL", rank=1, host="h"), three.now_s)
+    three.nodes[1].hosts.send_failure(Failure("was ended by SIGKILL", rank=1, host="h"), three.now_s)
     three.nodes[1].hosts.close()
     # What is sent now comes back as an error.
     for _ in range(3):
@@ -300,7 +300,7 @@ def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unre
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later
         first.hosts.observe(network.now_s + 1, paused=False)
         assert select.select([link], [], [], 10)[0]
-        second.hosts.tell_end_now()
+        second.hosts.send_end_now()
         second.hosts.close()
         network.deliver()
         assert first.hosts.end_now

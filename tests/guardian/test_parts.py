@@ -31,7 +31,7 @@ from lightning_multigpu.guardian.proc import (
     ENDED,
     RUNNING,
     STOPPED,
-    Stillness,
+    StoppedTime,
     WatchedProcess,
     ended_text,
     parse_stat,
@@ -72,9 +72,9 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, Connection])
 
 
 def test_what_was_sent_before_the_end_still_arrives(pair: tuple[Connection, Connection]) -> None:
-    pair[0].send("goodbye")
+    pair[0].send("leave")
     pair[0].close()
-    assert pair[1].receive() == [{"kind": "goodbye"}]
+    assert pair[1].receive() == [{"kind": "leave"}]
     assert pair[1].closed
 
 
@@ -263,7 +263,7 @@ def test_a_process_that_is_gone() -> None:
 
 @pytest.mark.parametrize(
     ("code", "text"),
-    [(3, "exit status 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-40, "signal 40"), (None, "without a word")],
+    [(3, "exit status 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-40, "signal 40"), (None, "unknown exit status")],
 )
 def test_how_a_process_ended(code: int | None, text: str) -> None:
     assert text in ended_text(code)
@@ -273,12 +273,12 @@ def test_how_long_a_process_has_been_stopped(monkeypatch: pytest.MonkeyPatch) ->
     clock = [100.0]
     monkeypatch.setattr("lightning_multigpu.guardian.proc.clock_s", lambda: clock[0])
     process = FakeProcess(7)
-    stillness = Stillness(process, pause_s=2.0)  # type: ignore[arg-type]
+    stopped_time = StoppedTime(process, pause_s=2.0)  # type: ignore[arg-type]
 
     def after(seconds: float, state: str) -> float:
         clock[0] += seconds
         process.now = state
-        return stillness.lasts_s()
+        return stopped_time.lasts_s()
 
     assert [after(1, RUNNING), after(1, STOPPED), after(1, STOPPED), after(2, STOPPED)] == [0, 0, 1, 3]
     assert after(60, STOPPED) == 0, "whoever looks was stopped too, and the other may go on a little later"
@@ -328,7 +328,7 @@ def test_a_rank_may_be_stopped_for_a_while(ranks: Ranks) -> None:
 def test_the_guardians_own_pause_gives_everyone_a_fresh_allowance(ranks: Ranks) -> None:
     _set(ranks, 1, STOPPED)
     ranks.observe(10.0)
-    ranks.forgive()
+    ranks.restart_timers()
     assert [ranks.observe(now) for now in (60.0, 65.0)] == [None, None]
     assert ranks.observe(65.1) is not None
 
@@ -360,14 +360,14 @@ def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: R
     assert ranks.observe(1.0) is None
     rank = ranks.get(0)
     assert rank is not None
-    rank.told_exit_code = 0
+    rank.reported_exit_code = 0
     assert ranks.observe(1.5) is None, "its goodbye may be on its way"
     rank.finished = True
     _set(ranks, 1, ENDED, None)
     assert ranks.observe(2.0) is None
     found = ranks.observe(3.1)
     assert found is not None
-    assert "without a word" in found.failure.what
+    assert "unknown exit status" in found.failure.what
 
 
 def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.launch
 NOBODY = 65534
 as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 # Until the test has done its part; then in order.
-WAITS = "sys.stdin.readline(); client.goodbye()"
+WAITS = "sys.stdin.readline(); client.leave()"
 
 
 def go_on(job: Job) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
                     sock.connect("\0" + guardian.environment[ADDRESS])
             coming = pool.submit(GuardianClient.from_variables, guardian.environment, rank=0, on_failure=print)
             time.sleep(0.3)
-        coming.result(60).goodbye()
+        coming.result(60).leave()
 
 
 def test_a_stranger_that_never_ends_its_line() -> None:

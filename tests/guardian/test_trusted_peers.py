@@ -100,7 +100,7 @@ def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> N
     encode("failure", failure=failure.to_message(), waited=in_message(["é" * 1_000] * 1_000))
     guarded.watchdog._fail(failure, 0.0)
     for _ in range(2):
-        guarded.watchdog._hear("a host", {"kind": "waited", "lines": ["é" * 1_000] * 1_000})
+        guarded.watchdog._handle_host("a host", {"kind": "waited", "lines": ["é" * 1_000] * 1_000})
     assert guarded.watchdog._shutdown is not None
     assert len(guarded.watchdog._shutdown.waits) == 128
 
@@ -109,7 +109,7 @@ def test_stacks_are_asked_for_once_at_a_time(guarded: Guarded, monkeypatch: pyte
     """Each question of a host was kept until the ones before it had been answered."""
     monkeypatch.setattr(waits._Round, "is_over", lambda self: False)
     for _ in range(3):
-        guarded.watchdog._hear("a host", {"kind": "look"})
+        guarded.watchdog._handle_host("a host", {"kind": "look"})
     assert len(guarded.watchdog._hang_watch._wanted) == 1
 
 

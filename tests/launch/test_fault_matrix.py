@@ -83,6 +83,6 @@ def test_every_process_ends_with_a_message_or_nothing_happens(job: Job, outcomes
     assert weights is not None
     assert outcome.is_right(weights), f"{outcome.verdict()}, left: {outcome.leaks}\n{outcome.output[-6000:]}"
     if combination.kind == "sever":  # neither of the two is node 0, whose terminal it is
-        assert re.search(r"node (1|2) \(host .*\) has heard nothing from node (1|2) ", outcome.of_process(0))
+        assert re.search(r"node (1|2) \(host .*\) has received nothing from node (1|2) ", outcome.of_process(0))
     if combination.kind in ("drop", "sever"):
-        assert "has heard nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"
+        assert "has received nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"

@@ -24,7 +24,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("popen", "kill", "was ended by SIGKILL"),
         ("popen", "raise", "raised ValueError: the data is spoilt"),
-        ("popen", "terminate", "was told to end (SIGTERM)"),
+        ("popen", "terminate", "was terminated (SIGTERM)"),
         ("spawn", "exit", "ended with exit status 7"),
     ],
 )

@@ -45,7 +45,7 @@ class Client:
     def failed(self, failure: Failure) -> None:
         self.told.append(failure)
         if self.known is not None:
-            self.watch.hear(self.known)
+            self.watch.receive(self.known)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def under(watch: FailureWatch, known: Failure | None = None) -> Client:
     return client  # type: ignore[no-any-return]
 
 
-SILENT = Failure("node 1 has heard nothing from node 0")
+SILENT = Failure("node 1 has received nothing from node 0")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_the_end_of_another_rank_brings_is_the_failure_that_the_guardian_te
     client = under(watch)
     cuts: list[int] = []
     watch.joined(lambda: cuts.append(1), 2)
-    threading.Timer(0.2, watch.hear, [failure]).start()  # it tells later than the back end
+    threading.Timer(0.2, watch.receive, [failure]).start()  # it tells later than the back end
     assert watch.settle(error, RUN, 3) is failure
     assert cuts == [1]
     assert not client.told, "this rank has not failed"
@@ -150,7 +150,7 @@ def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
 
 def test_every_rank_says_itself_that_it_cannot_join(watch: FailureWatch) -> None:
     under(watch)
-    watch.hear(KILLED._replace(what="raised RendezvousError: the models differ"))
+    watch.receive(KILLED._replace(what="raised RendezvousError: the models differ"))
     error = RendezvousError("the models differ")
     assert watch.settle(error, RUN, None) is None
     assert not hasattr(error, "__notes__")
@@ -164,7 +164,7 @@ def test_without_a_guardian_a_rank_raises_what_torch_has_raised(watch: FailureWa
 
 def test_a_failure_that_came_while_the_ranks_joined(watch: FailureWatch) -> None:
     watch.begin(lambda: None)
-    watch.hear(KILLED)
+    watch.receive(KILLED)
     with pytest.raises(RankFailedError, match=r"rank 1 .* was ended by SIGKILL"):
         watch.joined(lambda: None, 2)
 
@@ -181,7 +181,7 @@ print("goes on", flush=True)
 
 @pytest.mark.parametrize(("timeout_s", "exit_s", "status"), [(0.5, 60, -signal.SIGALRM), (60, 0, 0)])
 def test_the_exit_after_a_failure_ends(timeout_s: float, exit_s: float, status: int) -> None:
-    """Gloo's destructor joins a thread that waits for a host that is gone; the guardian has been told goodbye then."""
+    """Gloo's destructor joins a thread that waits for a host that is gone; the guardian has been left then."""
     command = [sys.executable, "-c", EXIT.format(timeout_s=timeout_s, exit_s=exit_s)]
     with preforked.Process(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

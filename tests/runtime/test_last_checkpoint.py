@@ -50,7 +50,7 @@ def test_a_truncated_file_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     older = saved(tmp_path / "epoch=0.ckpt", step=10)
     broken = saved(tmp_path / "epoch=1.ckpt", step=20)
     os.truncate(broken, os.path.getsize(broken) - 60)
-    with pytest.warns(UserWarning, match=r"epoch=1\.ckpt is passed over: it is truncated, or no checkpoint \("):
+    with pytest.warns(UserWarning, match=r"epoch=1\.ckpt is skipped: it is truncated, or no checkpoint \("):
         assert find_last_checkpoint(tmp_path) == older
 
 

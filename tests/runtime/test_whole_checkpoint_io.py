@@ -45,7 +45,7 @@ def test_a_save_that_breaks_off_leaves_the_former_file(handler: str, tmp_path: P
         last = finished.stderr.strip().splitlines()[-1]
         assert re.fullmatch(
             r"OSError: \[Errno 27\] the checkpoint was not saved: File too large \(\d+\.\d MB are free there\); "
-            rf"a former file of that name is as it was: '{re.escape(str(path))}'",
+            rf"a previous file of that name is unchanged: '{re.escape(str(path))}'",
             last,
         ), "torch tells neither the path nor the reason of some"
     assert torch.load(path, weights_only=True) == {"step": 1}

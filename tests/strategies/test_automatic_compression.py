@@ -291,7 +291,7 @@ def test_ranks_compare_what_was_asked_for() -> None:
     ("options", "message"),
     [
         ({"compression": "auto", "average_every": 2}, "compression='auto'.*leave one of the two out"),
-        ({"compression": "auto", "ddp_comm_hook": print}, "both say what travels"),
+        ({"compression": "auto", "ddp_comm_hook": print}, "both choose how gradients travel"),
         ({"compression": {"name": "auto"}}, "has no options; write compression='auto'"),
         ({"compression": {"name": "auto", "rank": 4}}, "has no options; write compression='auto'"),
     ],

@@ -281,7 +281,7 @@ def test_shared_memory_is_given_back_at_the_end_of_the_run(world2: World) -> Non
         ({"compression": "int4"}, "compression='int4' is unknown"),
         ({"compression": {"name": "topk", "ratio": 2}}, "ratio"),
         ({"compression": "int8", "average_every": 2}, "leave one of the two out"),
-        ({"compression": "int8", "ddp_comm_hook": print}, "both say what travels"),
+        ({"compression": "int8", "ddp_comm_hook": print}, "both choose how gradients travel"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(options: dict[str, Any], message: str) -> None:

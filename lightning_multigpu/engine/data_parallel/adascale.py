@@ -1,7 +1,7 @@
-"""AdaScale: the learning rate of a step grows with what its large batch gains over the batch of one rank.
+"""AdaScale: the learning rate of a step is multiplied by the gain of its large batch over the batch of one rank.
 
-A step averages the gradients of S batches: one for each rank and accumulated batch. If they are all alike, the step is
-worth one step of one batch; if they are nothing but noise, it is worth S steps. The squared norms of the S gradients
+A step averages the gradients of S batches: one for each rank and accumulated batch. If they are all equal, the step is
+worth one step of one batch; if they are only noise, it is worth S steps. The squared norms of the S gradients
 and of their average give the variance of a batch's gradient and the squared norm of the true one. These give the gain,
 between 1 and S, by which the learning rate is multiplied for this step::
 
@@ -45,16 +45,16 @@ class AdaScale:
     gradients of a step are averaged. Ranks get the same gain, bit for bit.
 
     Args:
-        optimizer: steps once after each :meth:`measure`.
+        optimizer: its ``step`` runs once after each :meth:`measure`.
         all_reduce: sums a tensor of 2 x parameter groups over the ranks; a collective.
-        rank, num_ranks: this rank, of those that average their gradients.
+        rank, num_ranks: this rank, and the number of ranks that average their gradients.
         counts: whether this rank adds a parameter's averaged gradient to the norm; one rank does for each.
         smoothing: weight of earlier steps in the averages of norms, from 0 to below 1; by default 1 - S / 1000, at
             least 0.
 
     Attributes:
-        gain: of the last step, over all parameter groups.
-        steps: the sum of all gains: the number of steps with the batch of one rank that training is worth so far.
+        gain: the gain of the last step, over all parameter groups.
+        steps: the sum of all gains: training so far is worth this number of steps with the batch of one rank.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class AdaScale:
         # For each parameter group: averages of a sample's variance and of the squared norm, the sum of their weights.
         self._averages = torch.zeros(0, 3, dtype=torch.float64)
         self._own: dict[tuple[int, torch.device], Tensor] = {}
-        self._shares: list[Share] = []  # of the step: each rank's of each batch
-        self._listens_with: float | None = None
+        self._shares: list[Share] = []  # of each rank's batches in this step
+        self._factor: float | None = None  # during backward: that of this rank's batch
         self._rates: list[Any] | None = None
         self._hooked: list[tuple[int, int]] = []
         self._on_parameters: list[Any] = []
@@ -102,13 +102,13 @@ class AdaScale:
         Args:
             shares: of the batches that the ranks have now, in rank order; the same on all ranks.
         """
-        self._listen_to_new()
+        self._register_hooks()
         self._shares += [share for share in shares if share.factor > 0]
-        self._listens_with = shares[self._rank].factor
+        self._factor = shares[self._rank].factor
 
     def end_backward(self) -> None:
         """The gradients of a batch are complete on this rank."""
-        self._listens_with = None
+        self._factor = None
 
     @torch.no_grad()
     def measure(self, *, accumulate: int, loss_scale: float) -> None:
@@ -117,8 +117,8 @@ class AdaScale:
         Gradients that are inf or NaN change no average: a gradient scaler leaves such a step out.
 
         Args:
-            accumulate: by which each loss was divided; the last step of an epoch may have fewer batches.
-            loss_scale: by which each loss was multiplied.
+            accumulate: the divisor of each loss; the last step of an epoch may have fewer batches.
+            loss_scale: the factor of each loss.
         """
         shares, self._shares = self._shares, []
         total = sum(share.factor for share in shares)
@@ -138,7 +138,7 @@ class AdaScale:
         new = self._averages.new_zeros(num_groups - len(self._averages), 3)
         self._averages = torch.cat([self._averages, new])
         if size > 1 + _ROUNDING and bool(sums.isfinite().all()):
-            # Of losses that were not divided.
+            # For losses that are not divided.
             own, mean = sums[0] * (accumulate**2 / total), sums[1] * (accumulate * self._num_ranks / total) ** 2
             variance = (own - mean) / (1 - 1 / size)
             true = (mean - variance / size).clamp(min=0.0)
@@ -171,7 +171,7 @@ class AdaScale:
             for parameter in group["params"]:
                 yield index, parameter
 
-    def _listen_to_new(self) -> None:
+    def _register_hooks(self) -> None:
         trained = [(index, parameter) for index, parameter in self._parameters() if parameter.requires_grad]
         known = [(index, id(parameter)) for index, parameter in trained]
         if known == self._hooked:
@@ -180,21 +180,21 @@ class AdaScale:
         for handle in self._on_parameters:
             handle.remove()
         self._on_parameters = [
-            parameter.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
             for index, parameter in trained
         ]
 
     @torch.no_grad()
-    def _hear(self, index: int, gradient: Tensor) -> None:
+    def _note(self, index: int, gradient: Tensor) -> None:
         """Notes the norm of a gradient; torch calls it before the gradient is added, and before it is averaged."""
-        if self._listens_with:
+        if self._factor:
             place = (index, gradient.device)
-            self._own[place] = self._own.get(place, 0.0) + _squared_norm(gradient) / self._listens_with
+            self._own[place] = self._own.get(place, 0.0) + _squared_norm(gradient) / self._factor
 
     # Steps
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Has the rates multiplied once the closure has run, in which Lightning runs backward."""
+        """Multiplies the rates after the closure, in which Lightning runs backward."""
         self._restore()
         optimizer, *given = args
         closure = given[0] if given else kwargs.get("closure")

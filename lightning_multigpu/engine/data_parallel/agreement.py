@@ -1,4 +1,4 @@
-"""Agreement of the data ranks, one batch ahead, on how many samples each still has.
+"""Agreement of the data ranks, one batch ahead, on the samples of each rank's next batch.
 
 The announcement of batch k + 1 travels while batch k is trained on, so that no rank waits for it::
 
@@ -28,7 +28,7 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.data_parallel.batch_distribution import DealtBatchSampler, ShardedBatchSampler
+from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, ShardedBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
@@ -42,8 +42,10 @@ _LOOK_S = 0.005
 class Announcement:
     """The announcements of all data ranks for one batch, in rank order.
 
-    ``samples`` are -1 for ranks without a further batch; ``weights`` are those of each rank's loss; ``flags`` has the
-    bits that any rank has set, also among ranks that train on the same batch.
+    Attributes:
+        samples: of each data rank's batch; -1 for a data rank without a further batch.
+        weights: of each data rank's loss.
+        flags: the bits that any rank has set, also one of several ranks that train on the same batch.
     """
 
     samples: tuple[int, ...]
@@ -59,10 +61,10 @@ class Announcer:
     """Exchanges one announcement a batch over a group; at most one is under way.
 
     Args:
-        group: all ranks, on a back end that moves CPU tensors; used by nothing else meanwhile.
-        meter: told of the traffic, as group "control".
-        ranks_a_batch: so many neighbouring ranks of the group train on the same batch, as one data rank. The first of
-            them announces for all; they have no further batch as soon as one of them has none.
+        group: all ranks, on a back end that moves CPU tensors; nothing else may use it meanwhile.
+        meter: records the traffic, as group "control".
+        ranks_a_batch: the number of neighbouring ranks that train on the same batch, as one data rank. The first rank
+            announces for all of them; the data rank has no further batch as soon as one of its ranks has none.
     """
 
     def __init__(self, group: dist.ProcessGroup, meter: Meter, *, ranks_a_batch: int = 1) -> None:
@@ -110,7 +112,7 @@ class Announcer:
         )
 
     def settle(self) -> bool:
-        """Gives an announcement under way a moment to end; returns whether none is under way any more."""
+        """Waits a moment for an announcement under way; False if it has not ended by then."""
         pending, deadline_s = self._pending, time.monotonic() + _SETTLE_S
         while pending is not None and not pending[0].is_completed():
             if time.monotonic() > deadline_s:
@@ -119,7 +121,7 @@ class Announcer:
         return True
 
     def drop(self) -> None:
-        """Forgets an announcement that is not used, because the epoch ended before its data."""
+        """Drops an announcement whose batch nobody uses because the epoch has ended."""
         if self._pending is not None:
             self._pending[2].awaited()
             self._pending[0].wait()
@@ -136,10 +138,10 @@ def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
 
 
 class LoaderWrapper:
-    """Stands for a loader, and has its attributes: Lightning seeds and ends the workers of a loader through them.
+    """Wraps a loader and shows its attributes: Lightning seeds and ends the workers of a loader through them.
 
     Args:
-        loader: what it stands for; assigned after all other attributes.
+        loader: the wrapped loader; assigned after all other attributes.
     """
 
     loader: Any
@@ -162,15 +164,16 @@ class AgreedLoader(LoaderWrapper):
     Args:
         loader: the rank's own loader.
         announcer: carries the announcements.
-        batches: the loader's batch sampler where it has one of ours: it knows each batch's samples, and can skip.
-        uneven_inputs: ``"stop"``: all ranks stop as soon as one has no batch; ``"join"``: all go on until nobody has
+        batches: the loader's batch sampler, if it is ours: it counts each batch's samples, and can skip batches.
+        uneven_inputs: ``"stop"``: all ranks stop as soon as one has no batch; ``"join"``: all go on until no rank has
             one, and a rank without data repeats its last batch with weight 0.
-        loss_reduction: what a rank's loss counts for against the others': its samples (``"mean"``), equally much
-            (``"sum"``), or what a function of the batch returns.
-        skip: asked at the start of each iteration how many batches to leave out (resuming within an epoch).
-        flags: asked before each batch for the bits that this rank wants all ranks to see.
-        on_agreed: called on all ranks between the same two batches with what they said of the next one.
-        on_uneven: called once an iteration with a sentence when ranks run out of data at different times.
+        loss_reduction: the weight of a rank's loss: its samples (``"mean"``), 1 (``"sum"``), or the function's value
+            for the batch.
+        skip: returns how many batches to leave out; called at the start of each iteration, to resume within an epoch.
+        flags: returns the bits that this rank shows all ranks; called before each batch.
+        on_agreed: called on all ranks, between the same two batches, with the announcements of the next one.
+        on_uneven: called with a message, once an iteration, when ranks run out of data at different times.
+        length: batches of an iteration; None if a rank's loader has no length.
 
     Raises:
         ValueError: when iterating with ``"join"``: a rank has not a single batch to repeat.
@@ -181,7 +184,7 @@ class AgreedLoader(LoaderWrapper):
         loader: Iterable[Any],
         announcer: Announcer,
         *,
-        batches: DealtBatchSampler | None = None,
+        batches: CountedBatchSampler | None = None,
         uneven_inputs: UnevenInputs = "stop",
         loss_reduction: LossReduction = "mean",
         skip: Callable[[], int] = lambda: 0,
@@ -222,14 +225,14 @@ class AgreedLoader(LoaderWrapper):
         batches = self._fetch()
         batch = self._announce_next(batches)
         last: Any = _END
-        told = False
+        warned = False
         while True:
             announcement = self._announcer.collect()
             self._on_agreed(announcement)
             exhausted = announcement.exhausted
             everybody = len(exhausted) == len(announcement.samples)
-            if exhausted and not everybody and not told:
-                told = True
+            if exhausted and not everybody and not warned:
+                warned = True
                 self._on_uneven(_uneven_message(exhausted, self._uneven_inputs))
             if everybody or (exhausted and self._uneven_inputs == "stop"):
                 return
@@ -242,12 +245,12 @@ class AgreedLoader(LoaderWrapper):
                 batch = last
             self.announced.append(announcement)
             self._before_fetching_ahead()
-            # Fetched before the batch is handed out, so that its announcement travels while that one is trained on.
+            # The next batch is fetched before this one is yielded, so that its announcement travels during this step.
             last, batch = batch, self._announce_next(batches)
             yield last
 
     def _before_fetching_ahead(self) -> None:
-        """The loader now stands where a run that is saved during the next batch has to go on."""
+        """Called where the loader has the position from which a run that is saved during the next batch goes on."""
 
     def _fetch(self) -> Iterator[Any]:
         skip = self._skip()
@@ -282,7 +285,7 @@ class AgreedLoader(LoaderWrapper):
 class StatefulAgreedLoader(AgreedLoader):
     """An :class:`AgreedLoader` around a loader that saves and restores its own position.
 
-    It is asked for its state before the batch that is only fetched ahead: that batch has yet to be trained on.
+    The state is taken before the next batch is fetched ahead, since that batch is not yet trained on.
     """
 
     def __init__(self, loader: Any, announcer: Announcer, **options: Any) -> None:
@@ -306,7 +309,7 @@ def is_stateful(loader: Any) -> bool:
 
 
 def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduction) -> float:
-    """The factor of this rank's loss with which the plain average of gradients over ranks is the right one.
+    """The factor of this rank's loss that makes the plain average of gradients over ranks correct.
 
     With weights w, rank r's gradient has to count for w_r / sum(w); the average divides by N, so the factor is
     N w_r / sum(w). For a loss that is a sum over samples, gradients have to be added: the factor is N.
@@ -321,10 +324,11 @@ def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduct
 
 
 class Share(NamedTuple):
-    """What a rank's batch has to do with the average of gradients over ranks, for losses that are means.
+    """The share of a rank's batch in the average of gradients over ranks, for losses that are means.
 
-    ``factor``: by which the mean gradient over the batch is multiplied; 0 for a rank without data. ``size``: the
-    samples of that mean, or whatever it counts.
+    Attributes:
+        factor: multiplies the mean gradient over the batch; 0 for a rank without data.
+        size: the number of samples, or of other items, in that mean.
     """
 
     factor: float
@@ -344,23 +348,23 @@ def shares_of(announcement: Announcement, loss_reduction: LossReduction) -> list
 
 
 def counted_samples(batch: Any, *, limit: int | None) -> int:
-    """Samples of a batch that no sampler of ours has drawn: the first dimension of its first tensor.
+    """Samples of a batch from a batch sampler that is not ours: the first dimension of its first tensor.
 
-    Where that is more than ``limit`` (the loader's batch size) or there is no tensor, the batch counts for 1, as
-    all batches then do.
+    If that is more than ``limit`` (the loader's batch size), or there is no tensor, the batch counts for 1 sample, as
+    all such batches do.
     """
     size = leading_size(batch)
     return size if size is not None and limit is not None and 0 < size <= limit else 1
 
 
 def full_batch_size(loader: Any) -> int | None:
-    """Samples of a loader's full batches on this rank; None where that is not known before they are drawn."""
+    """Samples of a loader's full batches on this rank; None if it is unknown before they are drawn."""
     if isinstance(loader, LoaderWrapper):
         loader = loader.loader
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
     if isinstance(batches, ShardedBatchSampler):
         return batches.batch_size
-    if isinstance(batches, DealtBatchSampler):
+    if isinstance(batches, CountedBatchSampler):
         batches = batches.batches
     return batches.batch_size if type(batches) is BatchSampler else None
 
@@ -384,6 +388,6 @@ def _uneven_message(exhausted: list[int], uneven_inputs: UnevenInputs) -> str:
     if uneven_inputs == "stop":
         return (
             f"{who} no more training batches in this epoch, so all ranks stop together here. With "
-            "uneven_inputs='join' the others go on, and a rank without data counts for nothing."
+            "uneven_inputs='join' the others go on, and a rank without data has weight 0."
         )
     return f"{who} no more training batches in this epoch; the others go on (uneven_inputs='join')."

@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.tensors import alike, apply_flat
 
-_FLAT_BYTES = 32 << 20  # a flat copy of all would double the memory of the model
+_FLAT_BYTES = 32 << 20  # a flat copy of all parameters would double the memory of the model
 
 
 class ModelAverager:
     """Counts the steps that ranks take alone, and averages weights and optimizer state over the ranks.
 
     Args:
-        every: optimizer steps from one average to the next.
-        average: averages a flat, contiguous tensor of one dtype, on the device of the first parameter, over the ranks,
-            in place; a collective.
+        every: optimizer steps between two averages.
+        average: averages a flat, contiguous tensor on the device of the first parameter over the ranks, in place; a
+            collective.
 
     Attributes:
         steps_alone: optimizer steps that ranks have taken since the last average.
@@ -35,7 +35,7 @@ class ModelAverager:
 
     def __init__(self, every: int, average: Callable[[Tensor], object]) -> None:
         if every < 1:
-            raise ValueError(f"average_every={every}: ranks must meet every 1 or more steps")
+            raise ValueError(f"average_every={every}: ranks must average every 1 or more steps")
         self.every = every
         self._average = average
         self.steps_alone = 0
@@ -46,7 +46,7 @@ class ModelAverager:
         return self.steps_alone >= self.every
 
     def average(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> bool:
-        """Averages weights and optimizer state, unless no step was taken since the last time; a collective.
+        """Averages weights and optimizer state, if ranks have stepped since the last average; a collective.
 
         Tensors of the optimizer's state are averaged if they have the parameter's shape (momentum, moments). A
         parameter without state on some rank, because it had no gradient there yet, keeps each rank's own state.

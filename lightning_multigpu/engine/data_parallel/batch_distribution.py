@@ -1,8 +1,8 @@
 """Distribution of each global batch over the data ranks, so that N ranks see the samples of one device.
 
 With a batch size of b a rank, global batch k holds positions k N b to (k + 1) N b of the one global order, and each
-rank takes its part of it. Nothing is repeated and nothing is left out; a last batch that N does not divide gives some
-ranks one sample more than others, and the gradients are weighted accordingly::
+rank takes its part of it. No sample is repeated or left out. If N does not divide the last batch, some ranks have one
+sample more than others, and gradients are weighted by samples::
 
     order      0 1 2 3 | 4 5 6 7 | 8 9 10        N = 2, b = 2
     rank 0     0 1     | 4 5     | 8 9
@@ -30,8 +30,8 @@ def share(start: int, stop: int, rank: int, num_replicas: int) -> tuple[int, int
 def global_batches(length: int, global_batch_size: int, *, num_replicas: int, drop_last: bool) -> list[int]:
     """Boundaries of the global batches: batch k holds positions ``[result[k], result[k + 1])``.
 
-    Where the last batch would have fewer samples than there are ranks, it takes some from the batch before, as far as
-    that one keeps a sample a rank too: a rank without a sample has nothing to compute.
+    A last batch with fewer samples than ranks takes some from the batch before, if that one keeps a sample a rank too:
+    a rank without a sample has nothing to compute.
     """
     bounds = list(range(0, length + 1, global_batch_size))
     rest = length - bounds[-1]
@@ -42,15 +42,15 @@ def global_batches(length: int, global_batch_size: int, *, num_replicas: int, dr
     return [*bounds, length]
 
 
-class DealtBatchSampler(Sampler[list[int]]):
-    """A batch sampler that knows how many samples each batch counts for, and where it can go on.
+class CountedBatchSampler(Sampler[list[int]]):
+    """A batch sampler that counts the samples of its batches, and can begin in the middle of an epoch.
 
     Args:
-        batches: the batch sampler whose batches are yielded.
+        batches: the batch sampler that makes the batches.
 
     Attributes:
-        counts: samples of the batches yielded so far whose count has not been taken, oldest first. A loader with
-            workers draws batches ahead of time; the receiver of a batch takes its count from the left.
+        counts: samples of the batches yielded so far, oldest first, but for counts already taken. A loader with workers
+            draws batches ahead of time; the receiver of a batch takes its count from the left.
         skip: batches that the next iteration leaves out without loading them; then 0 again.
     """
 
@@ -81,19 +81,19 @@ class DealtBatchSampler(Sampler[list[int]]):
             yield batch
 
 
-class ShardedBatchSampler(DealtBatchSampler):
+class ShardedBatchSampler(CountedBatchSampler):
     """This rank's part of every global batch of ``order``.
 
     A rank whose part is empty gets the batch's first sample, counted as 0 samples.
 
     Args:
         order: indices in the one global order, the same on every rank; its ``set_epoch`` is called if it has one.
-        batch_size: samples a rank and batch.
+        batch_size: samples of a rank in a batch.
         num_replicas: data ranks.
         rank: this data rank.
         drop_last: leave out a last global batch that is not full.
-        even: take samples from the batch before the last where the last one has too few for every rank. Right where
-            the composition of a batch does not matter, that is, outside training.
+        even: let a last batch with too few samples for all ranks take some from the batch before it. This is for use
+            outside training, where the composition of a batch does not matter.
 
     Raises:
         ValueError: ``batch_size`` or ``num_replicas`` is below 1, or ``rank`` is not among the replicas.
@@ -151,19 +151,19 @@ class ShardedBatchSampler(DealtBatchSampler):
         return shares
 
 
-class OnDemandBatchSampler(DealtBatchSampler):
+class OnDemandBatchSampler(CountedBatchSampler):
     """Batches of the one global order, each taken by the first worker that asks for it.
 
-    Its length is that of the whole epoch, of which this worker yields a part.
+    Its length is that of the whole epoch; this worker yields a part of the epoch.
 
     Args:
         order: indices in the one global order, the same on every rank.
         batch_size: samples a batch.
         drop_last: leave out a last batch that is not full.
-        take: takes the numbers of the next batches, which make one update; none at the end of the epoch.
+        take: returns the numbers of the next batches, which make one update; no number at the end of the epoch.
 
     Attributes:
-        numbers: of the batches yielded so far, as ``counts``.
+        numbers: the numbers of the batches yielded so far, kept as ``counts`` are.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class OnDemandBatchSampler(DealtBatchSampler):
         return full + (rest > 0 and not self.drop_last)
 
     def has_next(self) -> bool:
-        """Whether a further batch is this worker's; takes it if it has none."""
+        """Whether this worker has a further batch; asks for one if it has none."""
         return bool(self.numbers) or self._has_following()
 
     def _has_following(self) -> bool:
@@ -213,22 +213,22 @@ class OnDemandBatchSampler(DealtBatchSampler):
 
 def distribute_batches(
     loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[], Iterable[int]] | None = None
-) -> tuple[Any, DealtBatchSampler | None]:
-    """A copy of ``loader`` whose batches are counted and, where the loader allows it, dealt out by global batches.
+) -> tuple[Any, CountedBatchSampler | None]:
+    """A copy of ``loader`` that counts each batch's samples and, if possible, yields this rank's share of them.
 
-    It allows that where it has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's
-    own batch sampler. Any other batch sampler keeps its batches. Iterable datasets, loaders without batches,
-    loaders that keep their own state and anything that is no DataLoader are returned as they are.
+    That is possible if it has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's own batch
+    sampler. Any other batch sampler keeps its batches. Loaders of iterable datasets, loaders without batches, loaders
+    that keep their own state, and objects that are no DataLoader are returned as they are.
 
     Args:
-        loader: what the user gave, or what Lightning made of it.
+        loader: the user's loader, or Lightning's copy of it.
         num_replicas: data ranks.
         rank: this data rank.
         even: as in :class:`ShardedBatchSampler`.
-        take: as in :class:`OnDemandBatchSampler`; None for a part of each global batch.
+        take: as in :class:`OnDemandBatchSampler`; None gives this rank a part of each global batch.
 
     Returns:
-        The loader to use and its batch sampler, or None where it has none of ours.
+        The loader to use, and its batch sampler; None if that is not ours.
     """
     if (
         not isinstance(loader, DataLoader)
@@ -238,13 +238,13 @@ def distribute_batches(
     ):
         return loader, None
     batches, sampler = loader.batch_sampler, loader.sampler
-    dealt: DealtBatchSampler = DealtBatchSampler(batches)
+    distributed: CountedBatchSampler = CountedBatchSampler(batches)
     if (
         type(batches) is BatchSampler
         and isinstance(sampler, DistributedSampler)
         and (sampler.num_replicas, sampler.rank) == (num_replicas, rank)
     ):
-        dealt = ShardedBatchSampler(
+        distributed = ShardedBatchSampler(
             _whole(sampler),
             batch_size=batches.batch_size,
             num_replicas=num_replicas,
@@ -253,14 +253,14 @@ def distribute_batches(
             even=even,
         )
         if take is not None:
-            dealt = OnDemandBatchSampler(
-                dealt.order, batch_size=batches.batch_size, drop_last=batches.drop_last, take=take
+            distributed = OnDemandBatchSampler(
+                distributed.order, batch_size=batches.batch_size, drop_last=batches.drop_last, take=take
             )
     clone = copy.copy(loader)
-    # DataLoader forbids to set these after it was made, because its iterators would not notice; the copy has none yet.
-    object.__setattr__(clone, "batch_sampler", dealt)
-    object.__setattr__(clone, "sampler", dealt.sampler)
-    return clone, dealt
+    # A DataLoader forbids to change these, because its iterators would not notice; the copy has no iterator yet.
+    object.__setattr__(clone, "batch_sampler", distributed)
+    object.__setattr__(clone, "sampler", distributed.sampler)
+    return clone, distributed
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:

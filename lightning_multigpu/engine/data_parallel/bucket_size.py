@@ -1,6 +1,6 @@
-"""The size of gradient buckets, usual or measured at the start of a run.
+"""The size of gradient buckets: a default, or measured at the start of a run.
 
-Let S be the bytes of all gradients, b those of a bucket, and a b + c the seconds that a bucket takes. Communication
+Let S be the bytes of all gradients, b the bytes of a bucket, and a b + c the seconds that a bucket takes. Communication
 takes S/b buckets of a b + c seconds; at least the last bucket cannot hide behind backward, since it is full only when
 backward is over. The sum S a + S c/b + a b + c is smallest at b = sqrt(S c / a).
 """
@@ -30,7 +30,7 @@ class TransferCost:
     """The time of an all-reduce as a function of size.
 
     Attributes:
-        latency_s: seconds that even the smallest takes.
+        latency_s: seconds that even the smallest tensor takes.
         s_per_byte: seconds that each byte adds.
     """
 
@@ -43,7 +43,7 @@ class TransferCost:
 
 
 def best_bucket_bytes(cost: TransferCost, total_bytes: int) -> int:
-    """The bucket size with which ``total_bytes`` of gradients take the least time that cannot be hidden.
+    """The bucket size that leaves the least time unhidden for ``total_bytes`` of gradients.
 
     Between :data:`SMALLEST_BYTES` and ``total_bytes``.
     """
@@ -54,10 +54,10 @@ def best_bucket_bytes(cost: TransferCost, total_bytes: int) -> int:
 
 
 def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
-    """A size that suits the ring, or shared memory on one host, without a measurement; more for large models.
+    """The default size for the ring, or for shared memory on one host; more for large models.
 
-    On a link of 1 Gbit/s the first of 4 MiB is on its way while backward has most of its work before it. On one host
-    there is little to hide, and every bucket makes ranks wait for each other once more.
+    On a link of 1 Gbit/s the first bucket of 4 MiB travels during most of backward. On one host there is little time to
+    hide, and every bucket makes ranks wait for each other once more.
     """
     usual = _BETWEEN_HOSTS_BYTES if between_hosts else _ON_ONE_HOST_BYTES
     return max(usual, -(-total_bytes // _MOST_BUCKETS))
@@ -66,7 +66,7 @@ def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
 def measure(all_reduce: Callable[[Tensor], object], device: torch.device) -> TransferCost:
     """Times ``all_reduce``, which averages a flat tensor in place over all ranks; a collective.
 
-    All ranks return the same cost, to the last bit: the average of what they have measured.
+    All ranks return the same cost, to the last bit: the average of their measurements.
     """
     all_reduce(torch.ones(1, device=device))  # the first call connects
     seconds = [_median_seconds(all_reduce, num_bytes, device) for num_bytes in _PROBE_BYTES]
@@ -76,7 +76,7 @@ def measure(all_reduce: Callable[[Tensor], object], device: torch.device) -> Tra
 
 
 def fitted(num_bytes: Sequence[int], seconds: Sequence[float]) -> TransferCost:
-    """The straight line through the shortest and the longest transfer; neither of its figures is below zero."""
+    """The straight line through the smallest and the largest transfer; latency and slope are at least zero."""
     slope = (seconds[-1] - seconds[0]) / (num_bytes[-1] - num_bytes[0])
     slope = max(slope, 0.0)
     return TransferCost(max(seconds[0] - slope * num_bytes[0], 0.0), slope)

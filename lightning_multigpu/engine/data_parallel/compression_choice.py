@@ -1,7 +1,7 @@
 """Choice of a compression by measurement at the start of a run: ``compression="auto"``.
 
-Every way for gradients to travel is timed with the buckets of a step, in turn, so that a disturbance meets all of them;
-the median on the slowest rank counts. On a slow link, which a short probe detects, the first buckets stand for all::
+Each candidate averages the buckets of a step, in turn, so that a disturbance slows all candidates; the median on the
+slowest rank decides. On a slow link, which a short probe detects, only the first buckets are sent::
 
     probe     none 64 KiB, 256 KiB, 1 MiB     until one takes long enough to tell the time of a byte
     round 0   none, bf16, int8                not counted: memory is cold; tells how many rounds there is time for
@@ -30,12 +30,12 @@ from lightning_multigpu.planning.numbers import ms, number, size
 
 UNCOMPRESSED = "none"
 CLEARLY = 0.9
-"""A way that loses more precision must take at most this share of the time of one that loses less."""
+"""A compression that loses more precision must take at most this share of the time of one that loses less."""
 BUDGET_S = 1.0
 """Time limit of the rounds; on a very slow link three rounds of the smallest sample may take longer."""
 
-# The one that loses less first. Compressors that delay most of a gradient change training, and are for the user to
-# choose; fp16 takes as long as bf16, and overflows.
+# The one that loses less comes first. Compressors that delay most of a gradient change training, so only the user
+# chooses them; fp16 takes as long as bf16, and overflows.
 _CANDIDATES: dict[torch.dtype, tuple[str, ...]] = {
     torch.float32: ("bf16", "int8"),
     torch.bfloat16: ("int8",),
@@ -43,13 +43,13 @@ _CANDIDATES: dict[torch.dtype, tuple[str, ...]] = {
 }
 _PROBE_BYTES = (64 << 10, 256 << 10, 1 << 20)
 _PROBE_ENOUGH_S = 0.02
-_SHARE_OF_A_ROUND = 1.75  # a round's bytes over those of its uncompressed turn: all, a half, a fourth
+_SHARE_OF_A_ROUND = 1.75  # bytes of a round / bytes of its uncompressed turn: 1 + 1/2 + 1/4
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 7
 _MAX_SAMPLE_BYTES = 64 << 20
 
 Agree = Callable[[Sequence[float]], list[float]]
-"""Takes a number or more of each rank and returns the largest of all ranks, the same on all; a collective."""
+"""Returns, on all ranks, the largest value of any rank for each number; a collective."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Bucket:
 
     Attributes:
         pieces: the parameters whose gradients it holds, in order.
-        dtype: of all of them.
+        dtype: the dtype of these gradients.
     """
 
     pieces: Pieces
@@ -77,11 +77,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured times of the ways; the same on all ranks.
+    """The measured times of the candidates; the same on all ranks.
 
     Attributes:
-        seconds: by way, the slowest rank's median.
-        rounds: how often each was timed.
+        seconds: the slowest rank's median, by name.
+        rounds: how often each candidate was timed.
     """
 
     seconds: Mapping[str, float]
@@ -91,8 +91,8 @@ class Measured:
 def candidates(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
     """The compressions to try for gradients of these types, the one that loses least first.
 
-    For bfloat16 and float16 only shorter ones. None for float64, chosen for its precision, and for types that cannot be
-    compressed.
+    For bfloat16 and float16 only those with fewer bits. None for float64, which users choose for its precision, and for
+    types that cannot be compressed.
     """
     of_each = [_CANDIDATES.get(dtype, ()) for dtype in set(dtypes)]
     if not of_each:
@@ -101,10 +101,10 @@ def candidates(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
 
 
 def choice(seconds: Mapping[str, float]) -> str:
-    """The way to take: one that loses more precision only where it is clearly faster than one that loses less.
+    """The candidate to use: one that loses more precision only if it is clearly faster than one that loses less.
 
     Args:
-        seconds: by way, the one that loses least first.
+        seconds: by name, the candidate that loses least first.
     """
     ways = iter(seconds)
     chosen = next(ways)
@@ -127,7 +127,7 @@ def buckets(pieces: Mapping[Tensor, Piece], bucket_bytes: float) -> list[Bucket]
 
 
 def first_bytes(of: Sequence[Bucket], limit_bytes: float) -> list[Bucket]:
-    """Whole buckets from the first one on, as many as the limit holds; of one that is larger than that, a part."""
+    """The first whole buckets that fit the limit; a part of the first bucket if that alone is larger."""
     found: list[Bucket] = []
     left_bytes = limit_bytes
     for bucket in of:
@@ -142,12 +142,12 @@ def first_bytes(of: Sequence[Bucket], limit_bytes: float) -> list[Bucket]:
 
 
 def sample_bytes(probe: Callable[[int], float], agree: Agree, *, budget_s: float = BUDGET_S) -> float:
-    """The bytes of gradients that there is time to measure with; a collective.
+    """The bytes of gradients that the rounds can send within the time limit; a collective.
 
     Args:
-        probe: sends so many bytes uncompressed, and returns the seconds that it took.
-        agree: over all ranks.
-        budget_s: for all rounds.
+        probe: sends that many bytes uncompressed, and returns the seconds that it took.
+        agree: the maximum over all ranks.
+        budget_s: the time limit of all rounds.
     """
     probe(_PROBE_BYTES[0])  # the first call connects
     for num_bytes in _PROBE_BYTES:
@@ -158,12 +158,12 @@ def sample_bytes(probe: Callable[[int], float], agree: Agree, *, budget_s: float
 
 
 def measure(ways: Mapping[str, Callable[[], float]], agree: Agree, *, budget_s: float = BUDGET_S) -> Measured:
-    """Times the ways in turn; a collective.
+    """Times the candidates in turn; a collective.
 
     Args:
-        ways: by name, each does the same work and returns the seconds that it took.
-        agree: over all ranks, which so begin each turn together.
-        budget_s: time for all rounds together; three there are in any case.
+        ways: by name, functions that do the same work and return the seconds that it took.
+        agree: the maximum over all ranks; it makes them begin each turn together.
+        budget_s: the time limit of all rounds; at least three run.
     """
     first = agree([run() for run in ways.values()])
     rounds = min(max(int(budget_s / max(sum(first), 1e-9)) - 1, _MIN_ROUNDS), _MAX_ROUNDS)
@@ -186,18 +186,18 @@ def reducer_of_choice(
     device: torch.device,
     info: Callable[[str], object],
 ) -> GradientReducer:
-    """``plain``, or a reducer that compresses where compressed gradients arrive clearly sooner.
+    """``plain``, or a reducer that compresses if compressed gradients arrive clearly sooner.
 
     The choice is the same on all ranks; a collective.
 
     Args:
-        pieces: by parameter, in the module's order.
+        pieces: the name and shape of each parameter, in the module's order.
         plain: averages gradients as they are.
         all_reduce: over the same ranks, for tensors in the host's memory; closed if it is not used afterwards.
         bucket_bytes: how many bytes of gradients travel together.
-        ranks: all that take part.
-        device: of the gradients.
-        info: prints the choice, with the times that it was made from, on rank 0.
+        ranks: the ranks that take part.
+        device: the device of the gradients.
+        info: prints the choice and the measured times on rank 0.
     """
     compressor = None
     try:

@@ -47,8 +47,8 @@ class GradientTransport:
     """Options of how gradients travel over the data axis; :meth:`open` makes what moves them.
 
     Attributes:
-        bucket_cap_mb: MiB of gradients that travel together; "auto" measures, None goes by where they travel.
-        compressor: what travels between hosts in place of gradients; "auto" measures, None is for gradients.
+        bucket_cap_mb: MiB of gradients that travel together; "auto" measures, None takes the default of their route.
+        compressor: compresses gradients between hosts; "auto" measures, None does not compress.
         compress_inside_hosts: compress between ranks of one host as well.
         shared_memory: let ranks of one host reduce through memory that they share.
     """
@@ -73,10 +73,10 @@ class GradientTransport:
         """The reducer of a module's gradients, and the MiB of its buckets, None for DDP's own; a collective of all.
 
         Args:
-            module: whose gradients travel.
-            groups: of the run.
-            meter: told of every transfer.
-            ranks: of the data axis.
+            module: the module whose gradients travel.
+            groups: the process groups of the run.
+            meter: records every transfer.
+            ranks: the ranks of the data axis.
             ranks_per_host: neighbouring ranks that share a host.
             hook: a user's own communication hook and its state, which moves the gradients instead.
             info, warn: print a message on rank 0.
@@ -95,7 +95,7 @@ class GradientTransport:
         reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces)
         bucket_cap_mb = self.bucket_cap_mb_of(module, reducer, groups.device, info, is_hooked=hook is not None)
         if chooses and all_reduce is None and (dist.get_world_size() > ranks_per_host or self.compress_inside_hosts):
-            all_reduce = over_hosts(None)  # the way around NCCL that compressed gradients would take
+            all_reduce = over_hosts(None)  # compressed gradients would take this route instead of NCCL
         if chooses and all_reduce is not None:
             bucket_bytes = (bucket_cap_mb or _DDP_BUCKET_CAP_MB) * 2**20
             reducer = reducer_of_choice(
@@ -138,7 +138,7 @@ class GradientTransport:
         compressor: Compressor | None,
         warn: Callable[[str], object],
     ) -> HierarchicalAllReduce:
-        """The all-reduce of tensors in the hosts' memory; where memory cannot be shared, all ranks do without it."""
+        """The all-reduce of tensors in the hosts' memory; if a rank cannot share memory, all ranks use sockets."""
         lines = groups.lines(_AXIS)
         arranged = layout(lines, ranks_per_host, use_hosts=self.shared_memory and not self.compress_inside_hosts)
         inside_group = groups.over(arranged.inside, backend=_HOST_MEMORY_BACKEND) if arranged.inside else None
@@ -181,8 +181,8 @@ class Layout:
     """Groups of ranks that reduce with each other.
 
     Attributes:
-        inside: ranks of one host, for each host and line; empty where no host has two ranks of a line.
-        between: ranks that hold the same shard on each host; empty where there is one host.
+        inside: ranks of one host, for each host and line; empty if no host has two ranks of a line.
+        between: ranks that hold the same shard on each host; empty with one host.
     """
 
     inside: list[list[int]]
@@ -192,7 +192,7 @@ class Layout:
 def layout(lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True) -> Layout:
     """The arrangement of each line's ranks on hosts: rank r is on host r // ranks_per_host.
 
-    Where hosts have different numbers of ranks of a line, or with ``use_hosts`` off, each rank counts as a host.
+    If hosts have different numbers of ranks of a line, or with ``use_hosts`` off, each rank counts as a host.
     """
     by_host = [_by_host(line, ranks_per_host) if use_hosts else [[rank] for rank in line] for line in lines]
     if any(len({len(host) for host in hosts}) > 1 for hosts in by_host):

@@ -1,7 +1,7 @@
 """The reducer: averages gradients over the ranks, bucket by bucket, while backward still runs.
 
-torch's DistributedDataParallel collects gradients in buckets and hands each full bucket to the reducer's hook; a
-thread of its own sends the buckets around the ring in that order; DistributedDataParallel waits for them at the end::
+torch's DistributedDataParallel collects gradients in buckets and passes each full bucket to the reducer's hook. The
+reducer's thread sends the buckets around the ring in that order. DistributedDataParallel waits for them at the end::
 
     main thread     backward ...... [b0 full] ..... [b1 full] ..... [b2 full] |-- waits --| optimizer
                                        |               |               |      :           :
@@ -39,13 +39,13 @@ _Job = tuple[Tensor, int, Sequence[Piece], Future[Tensor]]
 class GradientReducer:
     """The communication hook behind a DistributedDataParallel module.
 
-    Tensors travel through ``all_reduce``, those of CUDA devices staged through the host; without ``all_reduce``, and
-    with a group over NCCL, through NCCL. An exception in a hook is kept and raised again by :meth:`finish`: torch would
-    turn it into a cast error.
+    Tensors travel through ``all_reduce``; CUDA tensors are copied to the host for it. Without ``all_reduce`` and with a
+    group over NCCL, NCCL moves them. :meth:`finish` raises the exception of a hook: torch would turn it into a cast
+    error.
 
     Args:
-        group: the ranks to average over; used by nothing else.
-        meter: told of every bucket.
+        group: the ranks to average over; nothing else may use it.
+        meter: records every bucket.
         axis: the name under which the meter files the traffic.
         hook: a user's own communication hook and its state, used in place of ``all_reduce``.
         all_reduce: over the same ranks; by default NCCL or, with another back end, a ring.
@@ -77,21 +77,21 @@ class GradientReducer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_complete = False
-        # The end of the last hook, on the main thread's clock or on its stream: from there on it can only wait.
+        # The end of the last hook, on the main thread's clock or on its stream: from then on it only waits.
         self._last_bucket_s: float | None = None
         self._last_bucket: torch.cuda.Event | None = None
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are compressed, for which :meth:`average_all` has to know their parameters."""
+        """Whether gradients are compressed; :meth:`average_all` then needs their parameters."""
         return self._pieces is not None
 
     def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, Piece]) -> "GradientReducer":
-        """A reducer in this one's place, whose tensors travel through ``all_reduce``."""
+        """A reducer that replaces this one and uses ``all_reduce``."""
         return GradientReducer(self._group, self._meter, axis=self._axis, all_reduce=all_reduce, pieces=pieces)
 
     def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, Piece] | None = None) -> None:
-        """Makes ``module`` reduce its gradients through this reducer, in place of a module that was attached before.
+        """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
 
         Args:
             module: in the same state on all ranks.
@@ -102,7 +102,7 @@ class GradientReducer:
         module.register_comm_hook(state=self, hook=_run_hook)
 
     def detach(self) -> None:
-        """Gives the memory of the attached module's buckets back; that module is not used any more."""
+        """Frees the memory of the attached module's buckets; that module is not used any more."""
         if self.all_reduce is not None:
             self.all_reduce.forget_moved()
 
@@ -110,10 +110,10 @@ class GradientReducer:
         """Ends a backward pass on the main thread: meters its wait and raises the exception of a failed transfer.
 
         Returns:
-            Whether all buckets have come. DistributedDataParallel averages none before the last one is full.
+            Whether all buckets were reduced. DistributedDataParallel averages none before the last one is full.
 
         Raises:
-            BaseException: the exception that the transfer of a bucket raised, as itself.
+            BaseException: the exception of a bucket's transfer.
         """
         if self._last_bucket_s is not None:
             self._meter.waited(self._last_bucket_s, self._meter.now())
@@ -128,11 +128,11 @@ class GradientReducer:
         return is_complete
 
     def average(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> None:
-        """Averages any flat tensor over the ranks, in place; the main thread waits for it, so backward must be over.
+        """Averages any flat tensor over the ranks, in place; the main thread waits, so backward must be over.
 
         Args:
             tensor: flat.
-            pieces: the parameters whose gradients it holds, in order, if it is to be compressed.
+            pieces: the parameters of these gradients, in order, if they are compressed.
         """
         if self.all_reduce is not None:
             self._begin(tensor, pieces, blocking=True)()
@@ -141,10 +141,10 @@ class GradientReducer:
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
     def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
-        """Averages flat tensors of gradients in place, as the buckets of a backward pass that come at once.
+        """Averages flat tensors of gradients in place, as buckets that are full at the same time.
 
         Args:
-            tensors: each with the parameters that it is made of, in order; not sparse.
+            tensors: dense tensors, each with the parameters of its gradients, in order.
         """
         if self.all_reduce is None:
             for tensor, _ in tensors:
@@ -196,7 +196,7 @@ class GradientReducer:
         return future
 
     def _work(self) -> None:
-        """Begins with a bucket before it finishes the one before, if the next is there already."""
+        """Begins a bucket before it finishes the previous one, if the next one is already full."""
         under_way: _UnderWay | None = None
         closing = False
         while not closing:
@@ -229,7 +229,7 @@ class GradientReducer:
     def _begin(
         self, buffer: Tensor, pieces: Sequence[Piece], index: int | None = None, *, blocking: bool = False
     ) -> Callable[[], None]:
-        """Starts to average a tensor and returns what ends it; a bucket's ``index`` comes again in every step."""
+        """Starts to average a tensor and returns what finishes it; a bucket has one ``index`` in all steps."""
         assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
@@ -293,15 +293,15 @@ class GradientReducer:
             transfer.broke()
             raise
         if buffer.is_cuda:
-            # The values of a CUDA future are ordered by its streams, which a future of our own would lose. The callback
-            # runs on a stream that waits for them.
+            # Our own future would lose the streams that order a CUDA future's values. The callback runs on a stream
+            # that waits for them.
             future.add_done_callback(lambda _: transfer.finish())
             return future
         future.add_done_callback(ended)
         return checked
 
     def _described(self, buffer: Tensor, sent: SentBytes | None = None) -> dict[str, Any]:
-        """The meter's arguments for a transfer; without ``sent`` the formula of an all-reduce gives the bytes."""
+        """The meter's arguments for a transfer; without ``sent``, the meter computes the bytes of an all-reduce."""
         described = {
             "group": self._axis,
             "group_size": self._world_size,

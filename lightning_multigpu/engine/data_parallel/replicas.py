@@ -16,8 +16,8 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], group: MeteredGroup
     """Compares checksums of parameters over the ranks of a group; a collective.
 
     Args:
-        parameters: by name, any shape; only ranks that have a name are compared. Sparse ones are left out.
-        group: the ranks; where there is only one, nothing is done.
+        parameters: by name, any shape; a name is compared over the ranks that have it. Sparse ones are left out.
+        group: the ranks; a single rank does nothing.
 
     Raises:
         RuntimeError: on all ranks, if values differ in a single bit: it names the first such parameters with their

@@ -1,4 +1,4 @@
-"""The parameters whose gradients are averaged, and the changes that a module's hooks make in them during training."""
+"""The parameters whose gradients are averaged, and their changes by a module's hooks during training."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TrainedParameters:
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
         """True if parameters have been unfrozen, frozen, added or replaced since this object was made.
 
-        It looks at every known parameter and every parameter of the optimizers: 0.2 ms for 1,000 parameters. A new
-        layer counts as soon as an optimizer has it; until then it is not trained.
+        This looks at every known parameter and every parameter of the optimizers: 0.2 ms for 1,000 parameters. A new
+        layer counts as soon as an optimizer has its parameters; until then it is not trained.
         """
         optimized = [id(parameter) for parameter in _of(optimizers)]
         if optimized != self._optimized:
@@ -51,7 +51,7 @@ class TrainedParameters:
         return [parameter for parameter in self._module.parameters() if parameter not in self._names]
 
     def differences(self) -> dict[str, str]:
-        """Name -> "trained" or "frozen", for each parameter that has changed; it has to be the same on all ranks."""
+        """Name -> "trained" or "frozen", for each changed parameter; it must be the same on all ranks."""
         before = dict(zip(self._parameters, self._required, strict=True))
         return {
             name: "trained" if parameter.requires_grad else "frozen"
@@ -64,7 +64,7 @@ class TrainedParameters:
         return [name for parameter, name in self.averaged.items() if parameter.grad is None]
 
     def missed(self, optimizers: Iterable[Optimizer]) -> dict[str, Parameter]:
-        """Optimized parameters by name that have a gradient which nobody averages.
+        """Optimized parameters, by name, whose gradients nobody averages.
 
         They were unfrozen within the step, or frozen while batches were being accumulated.
         """

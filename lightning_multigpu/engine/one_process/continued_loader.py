@@ -11,11 +11,11 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import distribut
 
 
 class ContinuedLoader(LoaderWrapper):
-    """Iterates over a loader, without the batches of the epoch that have been trained on before.
+    """Iterates over a loader, without the batches of the epoch that were trained on before the run was resumed.
 
     Args:
-        loader: of the whole batches. Of a DataLoader with a batch sampler, the batches left out are not loaded.
-        skip: asked at the start of each iteration how many batches to leave out.
+        loader: of whole batches. A DataLoader with a batch sampler does not load the batches that are left out.
+        skip: returns how many batches to leave out; called at the start of each iteration.
     """
 
     def __init__(self, loader: Any, skip: Callable[[], int]) -> None:

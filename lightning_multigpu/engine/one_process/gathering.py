@@ -1,4 +1,4 @@
-"""Outputs of a step for the parts of a batch, put together as for the whole batch."""
+"""Gathering of the replicas' outputs of a step into one output for the whole batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def gathered(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """One output of a step, from those of the replicas, in their order.
+    """One output of a step from the outputs of the replicas, in their order.
 
     =============================================  =====================================================
     outputs of the replicas                        the output
@@ -19,15 +19,15 @@ def gathered(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device)
     tensors without dimensions, floats             their mean, weighted by the samples of the parts
     integer tensors without dimensions             their sum
     lists with an entry for each sample            one list
-    mappings, other lists, tuples                  the same, of entries that are gathered in the same way
-    None, or the same value everywhere             that
-    anything else                                  a list with that of each replica
+    mappings, other lists, tuples                  the same, with each entry gathered in this way
+    None, or the same value on all replicas        that value
+    anything else                                  a list with each replica's output
     =============================================  =====================================================
 
     Args:
-        outputs: of each replica.
-        sizes: samples of each replica's part.
-        device: where tensors go, the first replica's.
+        outputs: one for each replica.
+        sizes: the samples of each replica's part.
+        device: gets all tensors: the first replica's.
     """
     first = outputs[0]
     if len(outputs) == 1 or all(output is first for output in outputs):

@@ -23,7 +23,7 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass
 class JointLoss:
-    """The weighted sum of the replicas' losses, whose backward runs that of each replica in the replica's thread.
+    """The weighted sum of the replicas' losses; its backward runs each replica's backward in the replica's thread.
 
     ::
 
@@ -37,12 +37,12 @@ class JointLoss:
     gradients, once, as on one device.
 
     Args:
-        losses: of each replica, on its device.
-        weights: of each loss in the sum. A replica of weight 0 has no part in it: its loss may be a mean over nothing.
-        parameters: of each replica, in one order; those of the first are the module's.
-        threads: of the replicas.
-        reducing: entered while the gradients are summed, with their bytes.
-        has_drawn: the forward passes have drawn from torch's generator on the CPU. Backward leaves it as it finds it.
+        losses: each replica's loss, on its device.
+        weights: the weight of each loss in the sum. A loss of weight 0 is left out: it may be a mean over nothing.
+        parameters: each replica's parameters, in one order; the first replica's are the module's.
+        threads: the threads of the replicas.
+        reducing: returns the block in which gradients are summed; called with their bytes.
+        has_drawn: the forward passes have drawn from torch's generator on the CPU. Backward restores it.
         may_draw: False on CPUs where the forward passes have drawn random numbers; see :class:`.NoDraws`.
     """
 
@@ -72,9 +72,9 @@ class JointLoss:
         return joint
 
     def gradients(self) -> Gradients:
-        """The sum of the gradients of all replicas, for each parameter; None where no loss depends on it."""
+        """The sum of all replicas' gradients for each parameter; None if no loss depends on it."""
         calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
-        # Layers that run again do so in the default dtype of their forward passes: threads must not set it one by one.
+        # Layers that run again need the default dtype of their forward pass: threads must not set it one by one.
         generator = same_generator() if self.has_drawn else nullcontext()
         with default_dtype(self.dtype), _without_hooks(self.parameters[0]), generator:
             found = self.threads.run(calls, "backward")
@@ -95,10 +95,10 @@ class JointLoss:
 
 
 class _Replicas(torch.autograd.Function):
-    """From the parameters to a number without meaning; its backward gives the parameters the replicas' gradients.
+    """Forward: the parameters to a number without meaning. Backward: the replicas' gradients to the parameters.
 
-    The number is on the CPU: autograd then runs this backward in the thread that has called ``backward()``. The thread
-    of a GPU, which the replicas' backward needs, would wait for itself.
+    The number is on the CPU: autograd then runs this backward in the thread that has called ``backward()``. In the
+    thread of a GPU it would wait for itself, since the replicas' backward needs that thread.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class _JointLoss(torch.autograd.Function):
 
 @contextmanager
 def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within the block no hook of a parameter is called: each replica has a part of the gradient only."""
+    """Within the block no hook of a parameter is called: each replica has only a part of the gradient."""
     hooked = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
     for parameter, _ in hooked:
         parameter._backward_hooks = None
@@ -143,7 +143,7 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 def summed(gradients: Sequence[Gradients], parameters: Sequence[Tensor]) -> Gradients:
     """The sum over replicas of each gradient, on the device of its parameter, in the order of the replicas.
 
-    The first replica's gradients are changed in place where their memory is their own: a fresh sum is slower.
+    The first replica's gradients are changed in place if no other tensor uses their memory: a new sum is slower.
     """
     used = Counter(gradient.data_ptr() for gradient in gradients[0] if gradient is not None and not gradient.is_sparse)
     sums: list[Tensor | None] = [None] * len(parameters)
@@ -168,7 +168,7 @@ def summed(gradients: Sequence[Gradients], parameters: Sequence[Tensor]) -> Grad
 
 
 def _has_own_memory(tensor: Tensor, used: Counter[int]) -> bool:
-    """Whether a gradient of the first replica is neither a view nor that of two parameters."""
+    """Whether a gradient of the first replica is no view and belongs to one parameter."""
     if tensor.is_sparse or not tensor.is_contiguous() or used[tensor.data_ptr()] != 1:
         return False
     return tensor.untyped_storage().nbytes() == tensor.nbytes

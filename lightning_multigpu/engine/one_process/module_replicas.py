@@ -1,4 +1,4 @@
-"""Replicas of a module, one for each device, made anew for each batch as in torch's DataParallel."""
+"""Replicas of a module, one for each device; each batch gets new ones, as in torch's DataParallel."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ModuleReplicas:
         buffers         its own               copies                        copies, broadcast from the first GPU
         attributes      its own               those of the module           those of the module
 
-    What a replica but the first changes in its buffers and attributes is lost, as under torch's DataParallel.
+    Changes of buffers and attributes in other replicas than the first are lost, as under torch's DataParallel.
 
     Args:
         module: the module, on the first device.
-        devices: of the replicas, all of one type.
-        substitute: gives the module that stands for a submodule in a replica of this number; None for a shallow copy.
+        devices: the devices of the replicas, all of one type.
+        substitute: returns the module that replaces a submodule in the replica of this number; None for a shallow copy.
 
     Raises:
         ValueError: the module has a part that cannot be copied.
@@ -44,7 +44,7 @@ class ModuleReplicas:
         self._substitute = substitute
 
     def make(self, count: int) -> list[nn.Module]:
-        """The replicas for the next batch, ``count`` of them; the first is the module itself."""
+        """The ``count`` replicas for the next batch; the first is the module itself."""
         if count == 1:
             return [self._module]
         tensors = _copied_tensors(self._module, self._devices[:count])
@@ -84,10 +84,10 @@ class ModuleReplicas:
         whole = copied(self._module)
         for copy in copies.values():
             for name, value in [*vars(copy).items()]:
-                # A method that is kept as an attribute or a hook would go on with the module's own tensors.
+                # A bound method in an attribute or a hook would use the module's own tensors.
                 if isinstance(value, MethodType):
                     object.__setattr__(copy, name, bound(value))
-                elif isinstance(value, dict) and "_hooks" in name:  # its own, also for hooks that a step registers
+                elif isinstance(value, dict) and "_hooks" in name:  # a step may register hooks on the replica
                     object.__setattr__(copy, name, type(value)((key, bound(hook)) for key, hook in value.items()))
         return whole
 
@@ -114,7 +114,7 @@ def check_can_be_copied(module: nn.Module) -> None:
 
 
 def _travelling(module: nn.Module, device_type: str) -> list[Tensor]:
-    """The tensors that each device but the first needs a copy of, in order; those that are shared count once."""
+    """The tensors that are copied to each device but the first, in order; shared tensors count once."""
     tensors: Iterable[Tensor] = module.buffers()
     if device_type != "cpu":
         tensors = [*module.parameters(), *tensors]
@@ -122,9 +122,9 @@ def _travelling(module: nn.Module, device_type: str) -> list[Tensor]:
 
 
 def _copied_tensors(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
-    """For each device but the first, the copies by the ``id`` of the tensor that they are a copy of."""
+    """For each device but the first, the copies by the ``id`` of their originals."""
     originals = _travelling(module, devices[0].type)
-    # Not as tensors of inference mode, which cannot be trained with afterwards.
+    # Tensors made in inference mode could not be trained afterwards.
     with torch.inference_mode(mode=False), torch.no_grad():
         if devices[0].type == "cpu":
             copies = [[tensor.clone() for tensor in originals] for _ in devices[1:]]

@@ -15,10 +15,10 @@ _DRAWS_NOTHING_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the block, which is the backward pass of a replica, layers that run again may not draw random numbers.
+    """Around the backward pass of a replica: refuses random numbers in layers that run again.
 
-    They would draw others than in their forward pass: to draw the same, ``torch.utils.checkpoint`` sets the generator
-    to its state from the beginning of that pass, but then other replicas have drawn, too, as they do now.
+    Such a layer would draw other numbers than in its forward pass. ``torch.utils.checkpoint`` sets the generator to its
+    state at the beginning of that pass, but the threads of other replicas draw from the same generator.
 
     Raises:
         RuntimeError: at the first draw.
@@ -43,10 +43,10 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def same_generator() -> Iterator[None]:
-    """Gives torch's generator the state back that it had before the block.
+    """Restores torch's generator at the end of the block.
 
-    Several threads within ``torch.utils.checkpoint``, each of which sets it and gives it back, leave one of before the
-    forward pass, and the next step would draw the same numbers again.
+    In ``torch.utils.checkpoint`` several threads set and restore the generator, and may leave a state from before the
+    forward pass: the next step would then draw the same numbers again.
     """
     state = torch.get_rng_state()
     try:

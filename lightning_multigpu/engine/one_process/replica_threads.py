@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class ReplicaThreads:
-    """Runs calls side by side: that of the first replica in the calling thread, each other one in its own thread.
+    """Runs a call for each replica at the same time: the first in the calling thread, each other in its own thread.
 
-    torch keeps the grad mode, inference mode, autocast, hooks on saved tensors and the current GPU for each thread:
-    calls have those of the calling thread (of hooks the innermost), and the GPU of their replica. The threads start
-    with the first :meth:`run` of several calls.
+    torch keeps the grad mode, inference mode, autocast, hooks on saved tensors and the current GPU for each thread. A
+    call gets the modes of the calling thread, its innermost hooks, and the GPU of its replica. The threads start with
+    the first :meth:`run` of several calls.
 
     Args:
         devices: the device of each replica.
@@ -37,7 +37,7 @@ class ReplicaThreads:
             what: the work, for the note of an error, such as "backward".
 
         Raises:
-            BaseException: that of the first replica that failed, with a note that names the replica.
+            BaseException: the exception of the first replica that failed, with a note that names the replica.
         """
         if self._executor is None and len(calls) > 1:
             self._executor = ThreadPoolExecutor(len(self._devices) - 1, thread_name_prefix="replica")
@@ -51,7 +51,7 @@ class ReplicaThreads:
         except BaseException as error:
             first = error
         finally:
-            wait(started)  # also after Ctrl-C: nothing may change the module behind the back of what comes next
+            wait(started)  # also after Ctrl-C: no thread may change the module afterwards
         outcomes: list[T | BaseException] = [first]
         for future in started:
             error_of_thread = future.exception()
@@ -74,7 +74,7 @@ Mode = Callable[[], AbstractContextManager[object]]
 
 
 def _modes_of_this_thread(device_type: str) -> list[Mode]:
-    """What enters the modes of the calling thread in another one."""
+    """Context managers that give another thread the modes of the calling thread."""
     grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     modes: list[Mode] = []
     if torch.is_inference_mode_enabled():

@@ -1,7 +1,7 @@
 """Optimizer probe: whether an optimizer's update of one parameter depends on other parameters.
 
-A stage of a pipeline has the gradients of its own parameters only. An optimizer that clips by the norm of all
-gradients, or divides by it, would take another step on each stage.
+A stage of a pipeline has only the gradients of its own parameters. An optimizer that clips by the norm of all
+gradients, or divides by it, would make another step on each stage.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ProbeError(Exception):
 def couples_parameters(optimizer: Any) -> bool:
     """Whether the optimizer changes a parameter by the values or gradients of others.
 
-    torch's optimizers other than LBFGS, and subclasses that step alike, are known not to. Others take a few steps as a
-    copy, whose parameters are of 2 numbers in each dimension, with small and large gradients of every other parameter.
+    torch's optimizers but LBFGS, and subclasses with their ``step``, are known not to. A copy of another one takes
+    a few steps: its parameters have 2 numbers in each dimension, and every second one has small or large gradients.
 
     Args:
         optimizer: has ``param_groups`` and ``step``; it is not changed.
 
     Raises:
-        ProbeError: the copy cannot be made, or fails. Hooks around ``step`` may look at parameters that are no copies.
+        ProbeError: the copy cannot be made, or fails; or hooks around ``step`` may use the original parameters.
     """
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
     if inspect.unwrap(type(optimizer).step) in _KNOWN and not any(hooks) and not _has_own_step(optimizer):
@@ -51,7 +51,7 @@ def couples_parameters(optimizer: Any) -> bool:
             try:
                 if _couples(optimizer, with_closure):
                     return True
-            except Exception as error:  # of whatever the optimizer does
+            except Exception as error:  # any class may come from the optimizer
                 failures.append(error)
     if len(failures) == 2:
         raise ProbeError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
@@ -71,7 +71,7 @@ def _couples(optimizer: Any, with_closure: bool) -> bool:
 
 
 def _has_own_step(optimizer: Any) -> bool:
-    """Whether the object has a step of its own, which is no scheduler's."""
+    """Whether ``step`` was replaced on the object, and not by a scheduler."""
     step = vars(optimizer).get("step")
     return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
 
@@ -113,7 +113,7 @@ def _parameters(optimizer: Any) -> Iterable[Tensor]:
 
 
 def _copied(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """A copy with the parameters of ``memo``; an optimizer that it holds is copied with its attributes as well."""
+    """A copy with the parameters of ``memo``; optimizers within it are copied in the same way."""
     memo[id(optimizer)] = made = object.__new__(type(optimizer))
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer) and id(value) not in memo:

@@ -1,4 +1,4 @@
-"""Gradients that are averaged on the rank which updates their parameter, by FairScale's ShardedDataParallel.
+"""Sharded gradients: each is averaged on the rank that updates its parameter, by FairScale's ShardedDataParallel.
 
 Each gradient travels to the rank that owns its parameter while backward still runs; other ranks then drop theirs. Small
 gradients for one rank travel together, in a bucket::
@@ -6,13 +6,12 @@ gradients for one rank travel together, in a bucket::
     backward     [g4] ....... [g3] ....... [g2] ....... [g1] ....... [g0] |-- waits --| optimizer
     transfers        [-- g4 to rank 1 --]   [-- g3, g2 to rank 0 --]    [-- ... ------]
 
-All ranks send in one order, that of the module's parameters from the last to the first, whatever the order in which
-their backward passes come to them.
+All ranks send in one order, from the module's last parameter to its first, whatever the order of their backward passes.
 
-FairScale 0.4.13 on torch 2.13 would go wrong in these places, where :class:`ShardedGradients` does otherwise:
+FairScale 0.4.13 fails on torch 2.13 in these cases, which :class:`ShardedGradients` handles:
 
 - ``zero_grad`` sets gradients to None nowadays, and a bucket then sends the gradients of an earlier step.
-- Ranks whose losses do not depend on the same parameters, or come to them in another order, add up gradients of
+- If ranks' losses depend on different parameters, or backward reaches them in another order, ranks add up gradients of
   different parameters, or wait for ever.
 - Of several backward passes after one forward pass, only the first is averaged.
 - A parameter that no loss depends on gets a gradient of zero in a bucket, so that weight decay and momentum change it.
@@ -42,19 +41,19 @@ from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer
 
 
 class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without annotations
-    """A module whose gradients are averaged each on one rank; see this file's first lines.
+    """A module each of whose gradients is averaged on one rank; see the top of this file.
 
     After :meth:`finish` a parameter has a gradient on its own rank and, unless ``shows_all``, on no other.
 
     Args:
-        module: with a trained parameter; the same on all ranks.
-        optimizers: of the module. Gradients of parameters that none of them has are left alone.
+        module: has a trained parameter; the same on all ranks.
+        optimizers: the module's optimizers. Gradients of parameters without an optimizer stay as they are.
         group: the ranks.
-        meter: told of every transfer.
-        bucket_bytes: size of the buffer, one for each rank, in which small gradients travel to it; 0 for none.
-        reduce_dtype: float16 or bfloat16 to send gradients in; only without buckets. None for that of the gradients.
-        find_unused: the losses of ranks may depend on different parameters. Ranks agree after each backward pass on
-            those that have a gradient, and nothing travels before.
+        meter: records every transfer.
+        bucket_bytes: size of the buffer in which small gradients travel to a rank; one for each rank, 0 for none.
+        reduce_dtype: float16 or bfloat16 to send gradients in, without buckets only; None keeps the gradients' dtype.
+        find_unused: the losses of ranks may depend on different parameters. After each backward pass the ranks agree on
+            the parameters with a gradient, and only then send gradients.
         shows_all: every rank gets the averaged gradients of all parameters, for code that reads them.
     """
 
@@ -92,12 +91,12 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._reduces: dict[Parameter, Callable[[], None]] = {}
         self._views: dict[Parameter, Tensor] = {}
-        # Of the present backward pass:
+        # In the present backward pass:
         self._ready: set[Parameter] = set()
         self._sent: list[Parameter] = []
         self._sparse: set[Parameter] = set()
         self._unused: set[Parameter] = set()
-        # Of earlier ones:
+        # From earlier backward passes:
         self._averaged: list[Parameter] = []
         self._shown: list[Parameter] = []
         self._aside: dict[Parameter, Tensor] = {}
@@ -109,13 +108,13 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of the buckets that are no parameter's gradient at present: those of other ranks."""
+        """Bytes of the buckets that hold no parameter's gradient at present: those for other ranks."""
         buckets = sum(bucket.buffer.nbytes for bucket in self._bucket_list)
         own = (view.nbytes for p, view in self._views.items() if p.grad is not None and p.grad is view)
         return int(buckets - sum(own))
 
     def begin(self) -> None:
-        """Begins a backward pass: what earlier ones have averaged is put aside, so that it is not averaged again."""
+        """Begins a backward pass: puts gradients of earlier passes aside, so that they are not averaged twice."""
         for parameter in self._shown:
             parameter.grad = None
         self._shown.clear()
@@ -127,7 +126,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         self._averaged.clear()
 
     def finish_accumulating(self) -> None:
-        """Ends a backward pass whose gradients stay on their ranks."""
+        """Ends a backward pass without communication: gradients stay on their ranks."""
         unused = [parameter for parameter in self._aside if parameter.grad is None]
         for parameter in unused:
             parameter.grad = self._aside.pop(parameter)
@@ -185,7 +184,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         for parameter in gradients:
             parameter.grad = None
         super()._setup_bucket_strategy()
-        for parameter, gradient in gradients.items():  # a bucket has made one of zeros
+        for parameter, gradient in gradients.items():  # a bucket has replaced it by zeros
             parameter.grad = gradient
         for bucket in self._bucket_list:
             parts = bucket.buffer.split_with_sizes([parameter.numel() for parameter in bucket._params])
@@ -233,7 +232,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
             self._send(parameter)
 
     def _send(self, parameter: Parameter) -> None:
-        """Has FairScale send a gradient, or put it into its bucket and send that when it is full."""
+        """Lets FairScale send a gradient, or put it into its bucket and send the bucket when it is full."""
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
@@ -249,7 +248,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         if view is not None:
             size_bytes = self._buckets[parameter.device][self._trainable_param_to_rank[parameter]].buffer.nbytes
         self._transfers.next_is(self._trainable_param_to_rank[parameter], size_bytes)
-        self._bucket_flush_callback_set = True  # what FairScale does at the end of backward, finish() does
+        self._bucket_flush_callback_set = True  # finish() does FairScale's work at the end of backward
         self._reduces[parameter]()
         self._sent.append(parameter)
 
@@ -261,7 +260,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
             parameter.grad = parameter.grad.to_sparse(1)
 
     def _show(self, sent: Sequence[Parameter]) -> None:
-        """Gives the other ranks copies of the gradients, which the next backward pass drops."""
+        """Gives the other ranks copies of the gradients; the next backward pass drops the copies."""
         for rank, source in enumerate(self._group.ranks):
             own = rank == self._rank
             of_rank = [p for p in sent if self._trainable_param_to_rank[p] == rank and p not in self._unused]
@@ -273,7 +272,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
 
 
 class _Transfers(deque[Workhandle]):
-    """FairScale's queue of transfers under way, which tells the meter of each."""
+    """FairScale's queue of transfers under way; the meter records each."""
 
     def __init__(self, group: MeteredGroup, meter: Meter, *, on_stream: bool) -> None:
         super().__init__()

@@ -1,20 +1,20 @@
-"""An optimizer whose states FairScale's OSS shards over the ranks.
+"""Sharded optimizer: FairScale's OSS spreads its states over the ranks.
 
-Every parameter belongs to one rank as a whole. That rank has the parameter's averaged gradient and its state, updates
-it, and sends the new value to all ranks::
+Every parameter belongs to one rank as a whole. That rank has the averaged gradient and the optimizer's state, updates
+the parameter, and sends the new value to all ranks::
 
     rank 0   gradients of p0, p2 --> your optimizer, holding p0 and p2 --> p0, p2 --broadcast--> p0 p1 p2
     rank 1   gradient of p1 -------> your optimizer, holding p1 ---------> p1 ------broadcast--> p0 p1 p2
 
-The user's optimizer object stays what Lightning, schedulers and callbacks know, with all parameters in its groups. It
-makes the update itself: within a step its groups hold this rank's parameters only, so that any class works with all its
+Lightning, schedulers and callbacks keep the user's optimizer object, with all parameters in its groups. That object
+makes the update: within a step its groups hold only this rank's parameters, so that any class works with all its
 options, also one whose constructor does not take its own ``defaults`` (AdamW).
 
-FairScale 0.4.13 on torch 2.13 would go wrong in these places, which :class:`_Shards` replaces:
+FairScale 0.4.13 fails on torch 2.13 in these cases, which :class:`_Shards` handles:
 
-- A group that is added after layers were unfrozen deals all parameters out anew, away from their states.
+- A group that is added after layers were unfrozen gives all parameters new owners, which lack their states.
 - Clipping fails for float64 gradients, leaves out parameters that had no gradient at its first call, and sums a float32
-  zero with other ranks' numbers where a rank has none.
+  zero with other ranks' numbers if a rank has no gradient.
 - Parameters of several dtypes fail an assertion.
 - ``broadcast_fp16`` rounds the owner's weights in every step, so that small updates are lost, and makes float64
   parameters float32.
@@ -50,7 +50,7 @@ from lightning_multigpu.engine.parameter_server.redirected_optimizer import Redi
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block FairScale's deprecated calls do not warn, and its messages do not configure logging."""
+    """Within the block FairScale's deprecated calls give no warning, and its messages do not configure logging."""
     handler = logging.NullHandler()  # logging.info() would give a root logger without a handler one
     logging.getLogger().addHandler(handler)
     try:
@@ -62,16 +62,16 @@ def quiet() -> Iterator[None]:
 
 
 class ShardedOptimizer(RedirectedOptimizer):
-    """One optimizer of the user's, each of whose parameters one rank updates.
+    """A user's optimizer; one rank updates each of its parameters.
 
-    Making one, stepping, clipping and loading are collectives of the group.
+    Construction, steps, clipping and loading are collectives of the group.
 
     Args:
-        optimizer: of a module that is the same on all ranks.
+        optimizer: the optimizer of a module that is the same on all ranks.
         group: the ranks.
-        meter: told of every broadcast.
-        broadcast_dtype: in which new values travel; None for that of the parameters.
-        offload: keep states in the host's memory, and update there a copy of this rank's parameters.
+        meter: records every broadcast.
+        broadcast_dtype: the dtype in which new values travel; None for the parameters' own.
+        offload: keep states in the host's memory, and update a copy of this rank's parameters there.
 
     Attributes:
         shards: FairScale's OSS.
@@ -103,11 +103,11 @@ class ShardedOptimizer(RedirectedOptimizer):
         return self.shards.owners.get(parameter) == self._rank
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether the parameter is one of the optimizer's."""
+        """Whether the parameter belongs to the optimizer."""
         return parameter in self.shards.owners
 
     def refresh(self) -> None:
-        """Finds an owner for parameters that have come to the optimizer since; a collective."""
+        """Finds owners for parameters that were added to the optimizer; a collective."""
         self._place_new()
 
     def clip(self, max_norm: float) -> None:
@@ -119,13 +119,13 @@ class ShardedOptimizer(RedirectedOptimizer):
         self.shards.broadcast(None)
 
     def share_values_of(self, parameters: Iterable[Tensor]) -> None:
-        """Gives every rank the owners' values of some parameters, also of frozen ones; a collective."""
+        """Gives every rank the owners' values of these parameters, which may be frozen; a collective."""
         for parameter in parameters:
             source = self._group.ranks[self.shards.owners[parameter]]
             self._group.broadcast_tensors([parameter.detach()], src=source)
 
     def average_gradients(self) -> None:
-        """Does nothing: backward has averaged those of this rank's parameters."""
+        """Does nothing: backward has averaged the gradients of this rank's parameters."""
 
     def _step(self, **options: Any) -> None:
         self.shards.step(**options)
@@ -147,7 +147,7 @@ class ShardedOptimizer(RedirectedOptimizer):
 
     @contextmanager
     def _holding(self, held: Callable[[Parameter], Parameter | None]) -> Iterator[None]:
-        """Within the block the optimizer's groups hold something else for each parameter, or nothing."""
+        """Within the block the optimizer's groups hold ``held(parameter)`` for each parameter; None leaves it out."""
         optimizer = self.optimizer
         before = [group["params"] for group in optimizer.param_groups]
         state = optimizer.state
@@ -165,7 +165,7 @@ class ShardedOptimizer(RedirectedOptimizer):
 
     def _place_new(self) -> None:
         self.shards.follow(self.optimizer)
-        for parameter in self._parameters():  # some optimizers begin with a state of each
+        for parameter in self._parameters():  # some optimizers make all states at once
             if not self.owns(parameter):
                 self.optimizer.state.pop(parameter, None)
             elif self._offload and parameter not in self._copies:
@@ -179,7 +179,7 @@ class ShardedOptimizer(RedirectedOptimizer):
         saved = [number for group in saved_groups for number in group["params"]]
         owned = {number for number, parameter in zip(saved, self._parameters(), strict=True) if self.owns(parameter)}
         own = {number: values for number, values in saved_state.items() if number in owned}
-        # An optimizer keeps the tensors that it is given, and with them the file that they may be mapped from.
+        # An optimizer keeps the given tensors, and so the file that they may be mapped from.
         own = tree_map_only(Tensor, torch.clone, own)
         with self._holding(lambda parameter: self._copies.get(parameter, parameter)):
             self.optimizer.load_state_dict({"state": own, "param_groups": saved_groups})
@@ -187,7 +187,7 @@ class ShardedOptimizer(RedirectedOptimizer):
 
 
 class _Share:
-    """What OSS steps as this rank's optimizer."""
+    """This rank's optimizer as OSS steps it."""
 
     def __init__(self, groups: list[dict[str, Any]], step: Callable[..., None]) -> None:
         self.param_groups = groups
@@ -198,8 +198,8 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
     """OSS around an optimizer object instead of a class; the groups are the optimizer's own.
 
     Attributes:
-        owners: the rank of each parameter, which never changes. As in OSS, a new parameter goes to the rank that has
-            the fewest elements; one that is frozen then counts as one element.
+        owners: the rank of each parameter, which never changes. As in OSS, a new parameter goes to the rank with the
+            fewest elements; a frozen parameter counts as one element.
     """
 
     _partition_parameters: list[list[dict[str, Any]]]
@@ -222,7 +222,7 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
             super().__init__(_filled(optimizer), optim=lambda groups: _Share(groups, step), group=group.group)
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Takes the optimizer's present groups, which loading replaces, and finds owners for new parameters."""
+        """Takes the optimizer's present groups, since loading replaces them, and finds owners for new parameters."""
         self.param_groups = self.optim.param_groups = _filled(optimizer)
         if any(p not in self.owners for group in self.param_groups for p in group["params"]):
             with quiet():
@@ -260,7 +260,7 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
             return
         self._flat = flat
         for parameter in self.owners:
-            if not parameter.requires_grad:  # else it would keep a former flat tensor alive
+            if not parameter.requires_grad:  # else it would keep the old flat tensor alive
                 parameter.data = parameter.data.detach().clone()
         self.buckets = {}
         for (device, dtype), of_ranks in trained.items():
@@ -276,7 +276,7 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
 
     @torch.no_grad()
     def broadcast(self, dtype: torch.dtype | None) -> None:
-        """Copies each rank's parameters to all ranks; with ``dtype`` rounded, except on their own rank."""
+        """Copies each rank's parameters to all ranks; ``dtype`` rounds them, except on their own rank."""
         under_way = []
         for of_ranks in self.buckets.values():
             for rank, bucket in of_ranks.items():
@@ -311,12 +311,12 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
         own = [p for group in self.partition_parameters()[self.rank] for p in group["params"] if p.grad is not None]
         norm = get_total_norm([p.grad for p in own]).to(self._default_device, torch.float64)
         total: Tensor = self._metered_group.all_reduce(norm.square(), "sum").sqrt()
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]  # also copies to read
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]  # and hooks' copies
         if held:
             clip_grads_with_norm_(held, max_norm, total.to(held[0].grad.dtype))
         return total
 
 
 def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups that have parameters; OSS looks at the first parameter of the first."""
+    """The groups that have parameters; OSS looks at the first parameter of the first group."""
     return [group for group in optimizer.param_groups if group["params"]]

@@ -58,7 +58,7 @@ class HangReports:
         self._awaited: dict[Hashable, int] = {}  # and how many views each may send
         self._views: list[View] = []
         # On the other hosts: what node 0 has been told, and what it has not fetched yet.
-        self._told: set[str] = set()
+        self._sent: set[str] = set()
         self._unsent: list[View] = []
 
     def observe(self, now_s: float) -> None:
@@ -66,9 +66,9 @@ class HangReports:
         self._now_s = now_s
         waits = self._watch.observe(now_s)
         if not self._hosts.is_first:
-            if waits.keys() != self._told:
-                self._told = set(waits)
-                self._hosts.say("waiting", waits={name: now_s - since_s for name, since_s in waits.items()})
+            if waits.keys() != self._sent:
+                self._sent = set(waits)
+                self._hosts.send("waiting", waits={name: now_s - since_s for name, since_s in waits.items()})
             return
         self._waits[_OWN] = waits
         if self._limit_s is None:
@@ -84,7 +84,7 @@ class HangReports:
         elif current and (not self._reported or now_s >= self._again_s):
             self._collect()
 
-    def heard(self, host: Hashable, message: Message) -> None:
+    def handle(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian, of one of :data:`KINDS`.
 
         Raises:
@@ -100,7 +100,7 @@ class HangReports:
         elif kind == "view" and self._awaited.get(host, 0) > 0:
             self._awaited[host] -= 1
             self._views.append(View.from_message(message["view"]))
-            self._hosts.say("next", to=host)
+            self._hosts.send("next", to=host)
         elif kind == "seen":
             self._awaited.pop(host, None)
 
@@ -110,7 +110,7 @@ class HangReports:
     def _collect(self) -> None:
         self._until_s = self._now_s + _COLLECT_S
         self._views = []
-        self._awaited = dict.fromkeys([_OWN, *self._hosts.say("look")], _MAX_VIEWS)
+        self._awaited = dict.fromkeys([_OWN, *self._hosts.send("look")], _MAX_VIEWS)
         self._watch.look(self._own_views)
 
     def _own_views(self, views: list[View]) -> None:
@@ -123,9 +123,9 @@ class HangReports:
 
     def _send_next(self) -> None:
         if self._unsent:
-            self._hosts.say("view", view=self._unsent.pop(0).to_message())
+            self._hosts.send("view", view=self._unsent.pop(0).to_message())
         else:
-            self._hosts.say("seen")
+            self._hosts.send("seen")
 
     def _report(self, current: Waits) -> None:
         self._until_s = None

@@ -70,7 +70,7 @@ class HangWatch:
         self._waits: Waits = {}
         self._wanted: list[tuple[list[WatchedRank], Callable[[list[View]], None]]] = []
         self._round: _Round | None = None
-        self._now_s = self._forgiven_s = 0.0
+        self._now_s = self._restarted_s = 0.0
 
     def registered(self, rank: int, how: StackSignal) -> None:
         """The rank has said how to ask it for its stacks."""
@@ -78,26 +78,26 @@ class HangWatch:
             os.close(self._signals[rank].descriptor)
         self._signals[rank] = how
 
-    def forgive(self, now_s: float) -> None:
+    def restart_timers(self, now_s: float) -> None:
         """Counts waits from now on, but for those that were too long: this process, or all ranks, were paused."""
-        self._forgiven_s = now_s
+        self._restarted_s = now_s
         self._silences = {rank: silence for rank, silence in self._silences.items() if silence.confirmed}
 
     def observe(self, now_s: float) -> Waits:
         """Looks at all pages; returns the waits that have lasted too long."""
         self._now_s = now_s
-        self._go_on()
+        self._advance()
         if self._limit_s is None:
             return {}
         at_work = self._ranks.at_work
         if at_work and all(rank.process.state() == STOPPED for rank in at_work):
-            self.forgive(now_s)  # the whole job is suspended
+            self.restart_timers(now_s)  # the whole job is suspended
         waits: Waits = {}
         for rank in at_work:
             entries = read_entries(self._memory, rank.slot)
             for entry in entries:
                 name = f"{rank.rank}: {entry.name} {entry.ranks}"
-                since_s = self._waits.get(name, max(entry.since_s, self._forgiven_s))
+                since_s = self._waits.get(name, max(entry.since_s, self._restarted_s))
                 if entry.state == AWAITED and now_s - since_s >= self._limit_s:
                     waits[name] = since_s
             silence = self._silence(rank, entries)
@@ -117,7 +117,7 @@ class HangWatch:
         self._wanted.append(
             ([rank for rank in self._ranks if rank.lost_since_s is None] if ranks is None else ranks, seen)
         )
-        self._go_on()
+        self._advance()
 
     @property
     def signals(self) -> dict[int, StackSignal]:
@@ -126,7 +126,7 @@ class HangWatch:
 
     # Stacks
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Puts the next questions, or hands the answers over."""
         if self._round is None and self._wanted:
             self._round = _Round(self._wanted[0][0], self._signals)
@@ -142,7 +142,7 @@ class HangWatch:
             host=host_name(),
             pid=rank.process.pid,
             step=read_steps(self._memory, rank.slot),
-            entries=tuple(e._replace(since_s=self._now_s - max(e.since_s, self._forgiven_s)) for e in entries),
+            entries=tuple(e._replace(since_s=self._now_s - max(e.since_s, self._restarted_s)) for e in entries),
             stacks=Stacks(_gone(rank)) if question is None else question.answer(),
             main_thread=self._signals[rank.rank].main_thread if rank.rank in self._signals else 0,
             gone=_gone(rank),

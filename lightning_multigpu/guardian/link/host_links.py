@@ -56,7 +56,7 @@ class Peer:
         where: address and port at which further guardians reach it.
         came_from: the address of a stranger.
         trusted: True once it has proved that it knows the secret.
-        heard_s: time of its last message.
+        received_s: time of its last message.
         paused: True while all ranks of its host are stopped.
         at_end: True once its ranks have come to the end of their run.
         done: True once its ranks have finished, and it may leave.
@@ -65,7 +65,7 @@ class Peer:
     def __init__(self, connection: Connection, *, secret: bytes, now_s: float, node_rank: int | None = None) -> None:
         self.connection = connection
         self.node_rank = node_rank
-        self.heard_s = now_s
+        self.received_s = now_s
         self.host = ""
         self.where = ("", 0)
         self.came_from = ""
@@ -161,7 +161,7 @@ class Hosts:
         join_timeout_s: seconds after :meth:`listen` in which the last host has to come.
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite of ``watch``.
-        heard: called with another host and its message, if the message is not about the connection itself.
+        on_message: called with another host and its message, if the message is not about the connection itself.
 
     Attributes:
         end_now: True once another host has told that the job has to end at once.
@@ -174,12 +174,12 @@ class Hosts:
         join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
-        heard: Callable[[Hashable, Message], None] = lambda host, message: None,
+        on_message: Callable[[Hashable, Message], None] = lambda host, message: None,
     ) -> None:
         self._silence_s = silence_s
         self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
         self._join_timeout_s = join_timeout_s
-        self._watch, self._forget, self._heard = watch, forget, heard
+        self._watch, self._forget, self._on_message = watch, forget, on_message
         self._secret = b""
         self._own_rank = 0
         self._num_nodes = 1
@@ -228,10 +228,10 @@ class Hosts:
             self._open(socket.create_server((sock.getsockname()[0], 0), family=sock.family))
         self._ask(Connection(sock), 0, "")
 
-    def forgive(self, now_s: float) -> None:
+    def restart_timers(self, now_s: float) -> None:
         """Begins to wait anew: this guardian has been paused and may have missed messages of the others."""
         for peer in self._peers:
-            peer.heard_s = now_s
+            peer.received_s = now_s
 
     def observe(self, now_s: float, *, paused: bool) -> Found | None:
         """Says that this host is alive; returns the failure of another one, if there is any.
@@ -246,16 +246,18 @@ class Hosts:
             for peer in self._known():
                 peer.connection.send("alive", paused=paused)
         for stranger in self._strangers[:]:
-            if stranger.connection.closed or now_s - stranger.heard_s > self._silence_s:
+            if stranger.connection.closed or now_s - stranger.received_s > self._silence_s:
                 self._drop(stranger)
         waited_for = [peer for peer in self._peers if not peer.done]
         for peer in waited_for:
             if peer.connection.closed:
                 self._drop(peer)
                 self._lost(peer)
-        if silent := [peer for peer in waited_for if now_s - peer.heard_s > self._silence_s]:
+        if silent := [peer for peer in waited_for if now_s - peer.received_s > self._silence_s]:
             # Those who went silent together are named together: then it is this host that is cut off, or a switch.
-            self._silent([peer for peer in waited_for if now_s - peer.heard_s > self._silence_s - self._beat_every_s])
+            self._silent(
+                [peer for peer in waited_for if now_s - peer.received_s > self._silence_s - self._beat_every_s]
+            )
             for peer in silent:
                 self._drop(peer)
         if self.is_first and self._awaited and now_s - self._since_s > self._join_timeout_s:
@@ -264,20 +266,20 @@ class Hosts:
         found, self._found = self._found, None
         return found
 
-    def tell(self, failure: Failure, since_s: float) -> None:
+    def send_failure(self, failure: Failure, since_s: float) -> None:
         """Passes a failure on to all hosts that this one knows; how long ago it was, because clocks differ."""
         age_s = max(0.0, self._now_s - since_s)
         for peer in self._known():
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
 
-    def say(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
+    def send(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
         """Sends a message to one host; without ``to``, node 0 to all others, and they to node 0. Returns to whom."""
         peers = [p for p in self._known() if p is to or (to is None and (self.is_first or p.node_rank == 0))]
         for peer in peers:
             peer.connection.send(kind, **fields)
         return list(peers)
 
-    def tell_end_now(self) -> None:
+    def send_end_now(self) -> None:
         """Passes on that the job has to end at once."""
         for peer in self._known():
             peer.connection.send("end now")
@@ -291,7 +293,7 @@ class Hosts:
             return False
         if not self._at_end:
             self._at_end = True
-            self.say("all at end" if self.is_first else "at end")
+            self.send("all at end" if self.is_first else "at end")
         return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
@@ -328,14 +330,14 @@ class Hosts:
             self._cannot_reach(peer, why)
 
     def _silent(self, peers: list[Peer]) -> None:
-        since_s = min(peer.heard_s for peer in peers)
+        since_s = min(peer.received_s for peer in peers)
         if not peers[0].trusted:
             self._cannot_reach(peers[0], f": no answer for {self._now_s - since_s:.1f} s")
             return
         names = " and ".join(peer.name for peer in peers)
         self._find(
-            f"{self._own_name} has heard nothing from {names} for {self._now_s - since_s:.1f} s: a host, its guardian, "
-            "or the link between them is down",
+            f"{self._own_name} has received nothing from {names} for {self._now_s - since_s:.1f} s: a host, its "
+            "guardian, or the link between them is down",
             since_s,
         )
 
@@ -374,12 +376,12 @@ class Hosts:
             with contextlib.suppress(OSError):  # it may have left again
                 peer.came_from = connection.socket.getpeername()[0]
             if len(self._strangers) >= _MAX_STRANGERS:
-                self._drop(self._oldest_of_the_crowd())
+                self._drop(self._stranger_to_drop())
             self._strangers.append(peer)
             self._watch(connection.socket, partial(self._read, peer))
             peer.challenge()
 
-    def _oldest_of_the_crowd(self) -> Peer:
+    def _stranger_to_drop(self) -> Peer:
         """The stranger to drop for a new one: of the address with the most strangers."""
         crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
         return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
@@ -418,7 +420,7 @@ class Hosts:
     def _read(self, peer: Peer) -> None:
         for message in peer.connection.arriving():
             if peer not in self._strangers:
-                peer.heard_s = self._now_s
+                peer.received_s = self._now_s
             try:
                 self._handle(peer, message)
             except Exception as error:  # whatever another host says, this guardian goes on
@@ -447,7 +449,7 @@ class Hosts:
         elif kind == "done":
             peer.done = True
         else:
-            self._heard(peer, message)
+            self._on_message(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
         """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""
@@ -494,7 +496,7 @@ class Hosts:
         others = self._others_for(peer) if self.is_first else []
         peer.welcome(message, num_nodes=self._num_nodes, others=others)
         self._peers.append(peer)
-        peer.heard_s = self._now_s
+        peer.received_s = self._now_s
         self._came(peer)
 
     def _others_for(self, newcomer: Peer) -> list[tuple[int, str, str, int]]:

@@ -1,10 +1,10 @@
-"""Kept state: what steps keep in the module for later steps, and whether a pipeline's stages would read an old value.
+"""Kept state: values that steps keep in the module for later steps, and whether a pipeline's stages read old ones.
 
 ::
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(self.layers(batch * self.scale))  # every stage reads self.scale
-        self.scale = 0.9 * self.scale + 0.1 * loss.detach()  # the last stage alone comes here
+        self.scale = 0.9 * self.scale + 0.1 * loss.detach()  # only the last stage runs this
         return loss
 """
 
@@ -22,9 +22,10 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Region
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import attributes_of_lightning, mark
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
 
 Place = tuple[str, str]
 """The name of a submodule and that of its attribute or buffer."""
@@ -34,17 +35,17 @@ Reads = dict[Place, dict[Region, str]]
 
 
 class KeptState:
-    """Notes which attributes and buffers the steps of this rank change, and which of those later steps read.
+    """Notes which attributes and buffers the steps of this rank change, and which of them later steps read.
 
-    Statistics of BatchNorm and states of torchmetrics are left out: no step is trained on them.
+    Statistics of BatchNorm and states of torchmetrics are left out: losses in training do not depend on them.
 
     Args:
         module: the user's module.
         chain: its layers.
 
     Attributes:
-        changes: what steps have changed, and in which regions as far as that is known.
-        reads: what watched steps have read of it, in which regions, and the first line that did.
+        changes: the places that steps have changed, with the known regions of these changes.
+        reads: the places among them that watched steps have read, with the regions and the first line of each.
     """
 
     def __init__(self, module: pl.LightningModule, chain: Chain) -> None:
@@ -62,9 +63,9 @@ class KeptState:
             self._parts |= found
             if part in inside:
                 self._layers |= dict.fromkeys(found, part)
-        # A configuration that the model and its layers share is the model's: the outermost module comes first.
+        # An object that a model and its layers share gets the name of the outermost module.
         self._names = {id(part): name for name, part in reversed(self._parts.items())}
-        # Of torch's own modules none keeps anything for the step that it is a part of.
+        # No module of torch keeps a value for its own later use.
         self._outside = [n for n, part in self._parts.items() if n not in self._layers and _library(part) != "torch"]
         self._forget()
 
@@ -78,7 +79,7 @@ class KeptState:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Adds to ``changes`` what changes outside of the layers within the block."""
+        """Adds to ``changes`` the places outside of the layers that change within the block."""
         before = self._marks(self._outside)
         yield
         for place, found in self._marks(self._outside).items():
@@ -90,7 +91,7 @@ class KeptState:
         """Adds to ``changes`` the regions of the step within the block that change something.
 
         Args:
-            scan: look at everything, and not only at what is known to change.
+            scan: compare all places, and not only those that are known to change.
         """
         self._scanned = list(self._parts) if scan else ()
         self._before = self._marks(self._scanned)
@@ -101,7 +102,7 @@ class KeptState:
             self._forget()
 
     def enter(self, region: Region) -> None:
-        """The running step goes on in another region; nothing happens outside of training steps."""
+        """Called when the running step enters another region; does nothing outside of training steps."""
         if self._before is None:
             return
         now = self._marks(self._scanned)
@@ -111,12 +112,12 @@ class KeptState:
         self._region, self._before = region, now
 
     def learn(self, places: Iterable[Place]) -> None:
-        """Other ranks have found that these places change."""
+        """Adds places that other ranks have found to change."""
         for place in places:
             self.changes.setdefault(place, set())
 
     def _marks(self, names: Sequence[str]) -> dict[Place, Any]:
-        """Marks of all places in the modules of these names, and of those that are known to change."""
+        """Marks of all places in the modules of these names, and of places that are known to change."""
         marks = {place: _mark(self._value(*place)) for place in self.changes}
         for name in names:
             own = vars(self._parts[name])
@@ -134,7 +135,7 @@ class KeptState:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Adds to ``reads`` what steps within the block read of the places in ``changes``."""
+        """Adds to ``reads`` the places in ``changes`` that steps within the block read."""
         with ExitStack() as undo:
             watched = {(type(self._parts[name]), attribute) for name, attribute in self.changes}
             for kind, attribute in watched:
@@ -142,7 +143,7 @@ class KeptState:
             yield
 
     def read(self, part: Any, attribute: str) -> None:
-        """A step reads an attribute; called by watched classes."""
+        """Notes that a step reads an attribute; called by watched classes."""
         place = (self._names.get(id(part), ""), attribute)
         if place in self.changes and place not in self._fresh:
             found = self.reads.setdefault(place, {})
@@ -152,53 +153,53 @@ class KeptState:
                 found[self._region] = f"{frame.f_code.co_name}, line {frame.f_lineno} of {file}"
 
     def assigned(self, part: Any, attribute: str) -> None:
-        """A step assigns an attribute; called by watched classes."""
-        if self._region == Region.BEFORE:  # all stages come here: what they read later in this step is not old
+        """Notes that a step assigns an attribute; called by watched classes."""
+        if self._region == Region.BEFORE:  # on all stages: a later read in this step is not old
             self._fresh.add((self._names.get(id(part), ""), attribute))
 
     # What is wrong with it
 
     def old_value(self, changes: Changes, reads: Reads, held: Collection[Module]) -> str | None:
-        """The message that a rank has read an old value of what another rank has changed; None if it has not.
+        """The message that a rank has read an old value of a place that another rank has changed; None if it has not.
 
         Args:
-            changes: those of the last stage's rank.
-            reads: those of the rank.
+            changes: the changes of the last stage's rank.
+            reads: the reads of the rank.
             held: the modules in the layers of the rank.
         """
         for place, found in reads.items():
             if place[0] in self._layers:
                 if self._layers[place[0]] not in held:
                     return (
-                        f"{called(place)} changes where its layer runs, and another stage of the pipeline reads it "
-                        f"({next(iter(found.values()))}), which has an old value: let the layer return what it has "
-                        "computed with its output, and the layers behind it pass it on, as in x, own = layer(x, own)"
+                        f"{called(place)} changes where its layer runs, and another stage of the pipeline reads an "
+                        f"old value ({next(iter(found.values()))}): let the layer return the new value with its "
+                        "output, and the later layers pass it on, as in x, own = layer(x, own)"
                     )
                 continue
             changed = changes.get(place, set())
             line = found.get(Region.BEFORE) if changed - {Region.BEFORE} else None
-            line = line or (found.get(Region.WITHIN) if Region.BEHIND in changed else None)
+            line = line or (found.get(Region.WITHIN) if Region.AFTER in changed else None)
             if line is not None:
                 return (
-                    f"training_step changes {called(place)} where only the last stage of a pipeline comes to, and what "
-                    f"every stage runs reads it ({line}), so that the other stages would use an old value. Change it "
-                    "in on_train_batch_end(outputs, batch, batch_idx), which every stage calls once a batch, with the "
-                    "loss of the whole batch; what one layer alone uses can also be kept in that layer"
+                    f"training_step changes {called(place)} where only the last stage of a pipeline runs, and every "
+                    f"stage reads it ({line}), so that the other stages would use an old value. Change it in "
+                    "on_train_batch_end(outputs, batch, batch_idx), which every stage calls once a batch, with the "
+                    "loss of the whole batch; a value that only one layer uses can also be kept in that layer"
                 )
         return None
 
     def suspects(self, reads: Sequence[Reads]) -> str:
-        """What steps change and read, for messages."""
+        """The places that steps change and read, for messages."""
         found = dict.fromkeys(place for own in reads for place in own)
         return ", ".join(called(place) for place in found) or "an object that is no module, such as a generator"
 
     def all_are_buffers(self, reads: Sequence[Reads]) -> bool:
-        """Whether what steps change and read are buffers, as those of spectral norm: a difference that is told of."""
+        """Whether all places that steps change and read are buffers, which :func:`.check_gradients` reports."""
         found = [place for own in reads for place in own]
         return bool(found) and all(n in vars(self._parts[name]).get("_buffers", ()) for name, n in found)
 
     def changes_within(self, modules: Collection[Module]) -> bool:
-        """Whether steps of this rank change something in one of the modules."""
+        """Whether steps of this rank change a place in one of the modules."""
         return any(regions and self._layers.get(place[0]) in modules for place, regions in self.changes.items())
 
 
@@ -222,7 +223,7 @@ def _is_helper(value: object) -> bool:
 
 
 class _Watched:
-    """In the place of a class's attribute: tells of reads and assignments of its instances' attribute."""
+    """A descriptor that replaces a class's attribute: it reports reads and assignments of its instances' attribute."""
 
     def __init__(self, attribute: str, default: Any, kept: KeptState) -> None:
         self._attribute, self._default, self._kept = attribute, default, kept

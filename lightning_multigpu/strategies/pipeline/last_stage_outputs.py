@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import first_placeholder
 from lightning_multigpu.strategies.hook_detection import has_hook
@@ -39,9 +39,9 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class LastStageOutputs(Callback):
-    """Shows the hooks of every stage what steps returned and kept in the module on the last stage.
+    """Gives the hooks of every stage the values that steps returned, and kept in the module, on the last stage.
 
-    As the first of the Trainer's callbacks it replaces, after a training batch, the loss that Lightning was given by
+    It is the first of the Trainer's callbacks. After a training batch it replaces the loss in Lightning's outputs by
     the loss and the further outputs that the pipeline has computed since. At the end of an epoch it copies attributes
     of the module that steps have changed. An attribute counts as changed when it is assigned, when a tensor in it is
     changed in place, or when a list, dictionary, set or deque gets another length or, with at most 256 entries, another
@@ -66,8 +66,8 @@ class LastStageOutputs(Callback):
 
     # Among the callbacks
 
-    def stand_first(self) -> None:
-        """Adds this callback before the others, if it is not among them; a Tuner has its own list for a while."""
+    def add_first(self) -> None:
+        """Adds this callback before the others, if it is not among them; a Tuner replaces the list for a while."""
         callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         if self not in callbacks:
             callbacks.insert(0, self)
@@ -92,7 +92,7 @@ class LastStageOutputs(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.share()  # what training steps have kept: the epoch of training has not ended
+        self.share()  # values that training steps have kept: their epoch has not ended
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,20 +112,20 @@ class LastStageOutputs(Callback):
         """The last stage's message and, where the user's code has the ``hook``, its output of a step. A collective.
 
         Args:
-            message: picklable; the last stage's counts.
-            output: of this rank, which keeps its own where no hook looks at the last stage's.
+            message: picklable; all ranks get the last stage's.
+            output: this rank's output, which it keeps if no hook reads the last stage's.
             hook: the name of the hook that gets the output.
         """
         package = None
         if self._is_last and output is not None and has_hook(hook, self._module):
-            package = packed(output, f"what {hook} is given")
+            package = packed(output, f"the argument of {hook}")
         message, package = self._group.from_last((message, package))
         own = package is None or self._is_last
         return message, output if own else unpacked(package, self._module.device)
 
     def prediction(self, output: Any) -> Any:
         """The last stage's output of ``predict_step``, on every stage; an empty list if it cannot be pickled."""
-        package = packed(output, "what predict_step returns") if self._is_last else None
+        package = packed(output, "the output of predict_step") if self._is_last else None
         package = self._group.from_last(package)
         if self._is_last:
             return output
@@ -145,7 +145,7 @@ class LastStageOutputs(Callback):
                     self._changed[name] = None
 
     def share(self) -> None:
-        """Gives all stages the attributes that have changed on the last one since the last call. A collective.
+        """Copies attributes that have changed on the last stage since the last call to all stages. A collective.
 
         Lists, dictionaries, sets and deques stay the same objects on every stage, with new contents. An attribute that
         cannot be pickled, or was computed from values of other stages, is not copied; a warning says so.
@@ -177,15 +177,8 @@ class LastStageOutputs(Callback):
         }
 
 
-@cache
-def attributes_of_lightning() -> frozenset[str]:
-    """Names of attributes that Lightning sets in a LightningModule."""
-    # As a list: attributes of Lightning's may come and go. save_hyperparameters() makes those of hyperparameters.
-    return frozenset((*vars(pl.LightningModule()), "_hparams", "_hparams_name", "_hparams_initial"))
-
-
 def mark(value: Any, depth: int = _DEPTH) -> Any:
-    """A value that differs after a change, and is quick to make."""
+    """A value that is different after a change, and quick to compute."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -201,7 +194,7 @@ def mark(value: Any, depth: int = _DEPTH) -> Any:
 
 @dataclass
 class _OnDevice:
-    """A tensor of the sender's device, in host memory."""
+    """A tensor from the sender's device, in host memory."""
 
     tensor: Tensor
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 _BEFORE_ZERO_GRAD = (
-    "on_before_zero_grad comes between the training step and its backward, and a pipeline runs both after it: what the "
-    "hook changes would count one step too early; use on_train_batch_start or on_train_batch_end"
+    "on_before_zero_grad comes between the training step and its backward, and a pipeline runs both after it: changes "
+    "by the hook would take effect one step too early; use on_train_batch_start or on_train_batch_end"
 )
 
 
@@ -100,15 +100,15 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], known: Sequence[Tensor]) -> None:
-    """Neither a callback nor the module has copied parameters that this rank has no values of.
+    """Neither a callback nor the module has copied parameters whose values this rank lacks.
 
     Args:
         module: the user's module.
-        callbacks: of the Trainer.
-        known: the parameters and buffers that the pipeline itself takes care of.
+        callbacks: the Trainer's callbacks.
+        known: the parameters and buffers that the pipeline itself manages.
 
     Raises:
-        ValueError: it has, as averages of weights do.
+        ValueError: one has, as averages of weights do.
     """
     shapes = {tensor.source: tensor.shape for tensor in known if isinstance(tensor, Placeholder)}
     own = {id(tensor) for tensor in known}
@@ -117,7 +117,7 @@ def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], know
         parts = [part for part in (owner, *entries) if isinstance(part, Module)]
         tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
         for entry in (*entries, *tensors):
-            # Of another shape are values that a step has computed from it.
+            # A placeholder of another shape is a value that a step has computed.
             copied = isinstance(entry, Placeholder) and entry.shape == shapes.get(entry.source)
             if copied and id(entry) not in own:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Options of a pipeline, their checks, and the split that they ask for."""
+"""Options of a pipeline, their checks, and the split that they define."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PipelineOptions:
         check_choice(self.activation_checkpointing)
         if self.activation_checkpointing and self.schedule == "zero_bubble":
             raise ValueError(
-                "activation_checkpointing under schedule='zero_bubble', whose backward comes in two parts: layers "
+                "activation_checkpointing under schedule='zero_bubble', whose backward has two parts: layers "
                 "would be computed again for each group of their parameters; use schedule='interleaved', or leave it "
                 "out"
             )
@@ -99,7 +99,7 @@ class PipelineOptions:
             )
 
     def with_schedule(self, schedule: ScheduleName) -> PipelineOptions:
-        """The same options under another schedule; ``stages_per_rank`` is kept where that schedule takes it.
+        """The same options under another schedule; ``stages_per_rank`` is kept if that schedule takes it.
 
         Raises:
             ValueError: the schedule excludes another option.
@@ -109,28 +109,28 @@ class PipelineOptions:
 
     @property
     def measured_balance(self) -> MeasuredBalance | None:
-        """The cost by which the layers are split after it has been measured; None for a split without measurement."""
+        """The measured cost by which the layers are split; None for a split without measurement."""
         return self.balance if self.balance == "time" or self.balance == "memory" else None
 
     @property
     def num_stages_of_rank(self) -> int:
-        """Stages that each rank has."""
+        """Stages of each rank."""
         return self.stages_per_rank or (2 if self.schedule in LOOPED_SCHEDULES else 1)
 
     def num_parts(self, num_ranks: int) -> int:
-        """Micro-batches of a batch that has at least as many samples, in a pipeline of ``num_ranks`` ranks."""
+        """Micro-batches of a batch with enough samples, in a pipeline of ``num_ranks`` ranks."""
         usual = 4 * num_ranks if num_ranks > 1 else 1
         return usual if self.num_micro_batches == "auto" else self.num_micro_batches
 
     def num_ranks_of_pipeline(self, num_ranks: int) -> int:
-        """Ranks of each pipeline, given the number of ranks in all."""
+        """Ranks of each pipeline, for ``num_ranks`` ranks in all."""
         return self.pipeline_parallel_size or max(1, num_ranks // (self.data_parallel_size or 1))
 
     def check_num_ranks(self, num_ranks: int) -> None:
-        """Checks that ``num_ranks`` ranks can form the pipelines, and that the split points make as many stages.
+        """Checks that ``num_ranks`` ranks can form the pipelines, and that the split points fit the number of stages.
 
         Raises:
-            ValueError: they cannot, or the split points do not.
+            ValueError: they cannot, or the split points do not fit.
         """
         size, pipelines = self.num_ranks_of_pipeline(num_ranks), self.data_parallel_size
         if pipelines is not None and size * pipelines != num_ranks:
@@ -150,7 +150,7 @@ class PipelineOptions:
             )
 
     def chain(self, module: Module, num_ranks: int, device: torch.device) -> Chain:
-        """The part of the module that is split; a chain without layers where one rank runs the whole module.
+        """The part of the module that is split; a chain without layers if one rank runs the whole module.
 
         Args:
             module: the whole module.
@@ -179,7 +179,7 @@ class PipelineOptions:
 
     @property
     def _schedule_code(self) -> str:
-        """The options on which the number of split points depends, as code; empty where they have their defaults."""
+        """The options on which the number of split points depends, as code; empty if they have their defaults."""
         given: dict[str, object] = {"schedule": self.schedule} if self.schedule != "1f1b" else {}
         if self.stages_per_rank is not None:
             given["stages_per_rank"] = self.stages_per_rank
@@ -196,14 +196,14 @@ class PipelineOptions:
             return [(0, len(chain))]
         if isinstance(self.balance, str):
             sizes = chain.parameter_bytes()
-            # A layer that stands in its container several times runs as often, and counts as often.
+            # A layer that is in its container several times runs, and counts, as many times.
             total = [0, *accumulate(sizes[chain.layers.index(layer)] for layer in chain.layers)]
             bounds = balanced_bounds([b - a for a, b in pairwise(total)], num_stages)
             at_ends = Ownership(next(iter(chain.around)), chain, bounds, 0, num_ranks).at_ends()
-            before, behind = (sum(parameter.nbytes for parameter in own) for own in at_ends)
+            before, after = (sum(parameter.nbytes for parameter in own) for own in at_ends)
 
             def size_bytes(stage: int, start: int, stop: int) -> int:
-                ends = (0 if start else before) + (behind if stop == len(chain) else 0)
+                ends = (0 if start else before) + (after if stop == len(chain) else 0)
                 return total[stop] - total[start] + ends
 
             return cheapest_bounds(size_bytes, len(chain), num_stages)

@@ -18,12 +18,12 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.clocks import CoreWait
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 USUAL_NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 NUM_ROUNDS = 5
-"""Rounds of measurements: each measures every number of micro-batches, so that a busy moment is all of theirs."""
+"""Rounds of measurements: each measures every number of micro-batches, so that a busy moment affects all numbers."""
 _ROUND_S = 0.2
 
 
 class PlanError(ValueError):
-    """The plan that was asked for is impossible; nothing has been measured."""
+    """The requested plan is impossible; nothing was measured."""
 
 
 class FirstBatchStrategy(SingleDeviceStrategy):
-    """One device, on which module, optimizers and precision are set up as for training, and nothing is trained.
+    """One device with module, optimizers and precision as in training; it trains nothing.
 
     Args:
         device: the device.
@@ -70,15 +70,15 @@ class FirstBatchStrategy(SingleDeviceStrategy):
         raise EndOfRun
 
     def begin_step(self) -> None:
-        """A step of the module begins."""
+        """Begins a step of the module."""
 
 
 class FirstSplitBatchStrategy(TensorSplitStrategy):
-    """One tensor group, on which module, optimizers and precision are set up as for training; as the class above.
+    """One tensor group with module, optimizers and precision as in training; it trains nothing.
 
     Args:
         visit: called on every rank in place of the first ``training_step``.
-        options: of :class:`.TensorSplitStrategy`.
+        options: options of :class:`.TensorSplitStrategy`.
     """
 
     def __init__(self, visit: Callable[[FirstSplitBatchStrategy, Any, Sequence[Any]], None], **options: Any) -> None:
@@ -92,7 +92,7 @@ class FirstSplitBatchStrategy(TensorSplitStrategy):
         raise EndOfRun
 
     def split(self, chain: Chain, micro_batch: Any, others: Sequence[Any]) -> str:
-        """Splits the layers as a rank of a pipeline does, and says how; a collective of the group."""
+        """Splits the layers as a rank of a pipeline does; returns a description; a collective of the group."""
         assert self.lightning_module is not None
         assert self._tensor is not None
         self._layers = layers_within(chain, self.lightning_module, self._tensor, self._plan, self._sequence_split)
@@ -102,12 +102,12 @@ class FirstSplitBatchStrategy(TensorSplitStrategy):
         return summary(self._split_plan)
 
     def begin_step(self) -> None:
-        """A step of the module begins."""
+        """Begins a step of the module."""
         assert self._layers is not None
         self._layers.begin_step()
 
     def agreed(self, is_enough: bool) -> bool:
-        """Whether it is enough for any rank; a collective of the group."""
+        """Whether any rank passes True; a collective of the group."""
         assert self._tensor is not None
         votes = torch.tensor([float(is_enough)], device=self.root_device)
         return bool(self._tensor.all_reduce(votes, "agreement") > 0)
@@ -120,10 +120,9 @@ class PipelinePlanner:
     """Predicts time and memory of a pipeline under several schedules and with several numbers of micro-batches.
 
     Args:
-        trainer: its strategy is the pipeline; the trainer itself is read and not run.
+        trainer: its strategy is the pipeline; the trainer itself does not run.
         schedules: names of schedules; by default the strategy's own.
-        num_micro_batches: by default those of 1, 2, 4, 8, 16 and the strategy's own number that the batch has samples
-            for.
+        num_micro_batches: by default 1, 2, 4, 8, 16 and the strategy's own number, up to the batch's samples.
         link: the cost of messages between neighbouring ranks.
 
     Raises:
@@ -173,7 +172,7 @@ class PipelinePlanner:
     ) -> PipelinePlans:
         """Takes the first training batch, measures the layers on it and predicts; weights do not change.
 
-        With a tensor axis, the ranks of one tensor group do so together; the first of them has the plans.
+        With a tensor axis, the ranks of one tensor group do so together; the first rank returns the plans.
 
         ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
         checkpoints and callbacks, but for those that set the size of batches.
@@ -214,18 +213,19 @@ class PipelinePlanner:
         try:
             check_optimizers(one.optimizers)
             dim = self._options[0].batch_dim
-            # A loader's batch is a pipeline's, unless a callback has set it to all pipelines' together.
+            # A loader's batch is for one pipeline, unless a callback sets the batch of all pipelines together.
             batch = first_part(moved(batch, dim, 0), found.num_pipelines if self._of_batches else 1)
             found.num_samples = leading_size(batch)
             numbers = self._numbers_of_micro_batches(found.num_samples)
             parts = {number: moved(first_part(batch, number), 0, dim) for number in (1, *numbers)}
             wanted = [(options, self._chain(options, module)) for options in self._options]
             chains = {chain.name: chain for _, chain in wanted}
-            again = {name: layers_of(c, self._options[0].activation_checkpointing) for name, c in chains.items()}
+            choice = self._options[0].activation_checkpointing
+            again = {name: layers_of(name, chain.named_layers(), choice) for name, chain in chains.items()}
         except ValueError as error:
             raise PlanError(str(error)) from error
         self._is_over = True
-        alone = next(iter(chains))  # what it takes on one device, which recomputes no layer
+        alone = next(iter(chains))  # for the time on one device, which recomputes no layer
         on_one = {
             (alone, number, False): Measurement(one, chains[alone], parts[number], others)
             for number in ((1, *numbers) if found.tensor_parallel_size > 1 else (1,))
@@ -294,9 +294,9 @@ class PipelinePlanner:
         rounds: Sequence[Sequence[PartCost]],
         whole_s: Sequence[float],
     ) -> Plan:
-        """The plan by the medians of the rounds, and by each of them, with the split of the former.
+        """The plan by the medians of the rounds, and by each round with the split of the medians.
 
-        ``whole_s`` has the seconds of one device, in each round and then by the medians.
+        ``whole_s`` has the seconds of one device, for each round and then for the medians.
         """
         assert one.lightning_module is not None
         num_ranks, sizes = self._found.num_ranks, layer_bytes(chain, one.optimizers)
@@ -338,16 +338,16 @@ class PipelinePlanner:
 
 
 class Measurement:
-    """Measures the parts of ``training_step`` on one device that has all layers, or its part of each, round by round.
+    """Measures the parts of ``training_step``, round by round, on one device with all layers, or with its part of each.
 
     Random states, gradients, and the module's buffers and attributes are restored after each round.
 
     Args:
-        one: the device; or the tensor group, whose ranks measure together.
+        one: the device, or the tensor group, whose ranks measure together.
         chain: all layers.
         micro_batch, others: arguments of ``training_step``.
         recompute: layers that run again in backward.
-        agreed: as of :class:`.CostProbe`.
+        agreed: as in :class:`.CostProbe`.
 
     Attributes:
         rounds: the costs of the parts in each round; see :mod:`~lightning_multigpu.planning.stage_costs`.
@@ -385,7 +385,7 @@ class Measurement:
         self.rounds: list[list[PartCost]] = []
 
     def watch(self) -> None:
-        """Finds which stages will use what is outside of the layers."""
+        """Finds the stages that will use tensors outside of the layers."""
         with self._undone():
             uses = self._use_probe.watch(self._step, lambda: [vars(part) for part in self._module.modules()])
         self._chain.learn([uses])

@@ -47,29 +47,29 @@ from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.stage_logs import Record, StageLogs, combined
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
 
 _SEED_BITS = 2**62 - 1
 
 
 class RunningPipeline:
-    """One rank's part of a pipeline during a run. Its methods are collectives of the pipeline unless they say more.
+    """One rank's part of a pipeline during a run. Methods are collectives of the pipeline unless they say otherwise.
 
     Args:
         model: the split model, with its values on this rank's device.
-        options: of the strategy.
-        outputs: notes and packs values of the last stage.
-        loss_reduction: how the losses of micro-batches make that of their batch.
+        options: the options of the pipeline.
+        outputs: copies values of the last stage to all stages.
+        loss_reduction: combines the losses of micro-batches to the loss of their batch.
         plugin: the Trainer's precision plugin.
-        number: the index of this pipeline among those side by side.
-        data_axis: communication with the ranks that hold the same stages in other pipelines; None if there are none.
-        tensor_axis: the ranks that split the layers of this rank's stages among them; None if there are none.
+        number: the index of this pipeline among all pipelines.
+        data_axis: communication with the ranks that hold the same stages in other pipelines; None for one pipeline.
+        tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
         world: all ranks of all pipelines.
 
     Attributes:
-        in_step: a step of the user's is running, so that other stages are at another place in the program.
+        in_step: the user's step is running, so other stages are elsewhere in the program.
 
     Raises:
         ValueError: no layer has a name or class that is listed in ``activation_checkpointing``.
@@ -101,18 +101,18 @@ class RunningPipeline:
         self._tensor_axis = tensor_axis
         self._world = world
         self._num_micro_batches = options.num_parts(model.group.num_ranks)
-        self._recompute = layers_of(model.chain, options.activation_checkpointing)
+        self._recompute = layers_of(model.chain.name, model.chain.named_layers(), options.activation_checkpointing)
         self._recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
         self._kept = KeptState(model.module, model.chain)
         self._runner = self._new_runner()
         seed = world.broadcast_object(torch.initial_seed() & _SEED_BITS, 0)
         self._seed = seed_of(seed, number)
         self._sums = StageSums(model.group)
-        self._logs = StageLogs(model.module)
+        self._logs = StepLogs(model.module)
         self._metrics = [part for part in model.module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
         self._will_train = model.module.trainer.state.fn == TrainerFn.FITTING
-        # What is still to be done with the first batch.
+        # The work that the first batch still has to do.
         self._balance_due = options.measured_balance if self._will_train and model.group.num_ranks > 1 else None
         self._is_checked = False
         self._is_new_form = False
@@ -139,10 +139,7 @@ class RunningPipeline:
     # Training
 
     def same_batch(self, batch: Any) -> tuple[bool, Any]:
-        """The batch for all stages, and whether it is the one that this rank has loaded.
-
-        Where stages have loaded different batches, all get that of the last stage.
-        """
+        """Whether all stages have loaded the same batch, and the batch for all stages: else the last stage's."""
         model = self._model
         if model.group.same_everywhere(checksum_of(batch)):
             return True, batch
@@ -154,17 +151,17 @@ class RunningPipeline:
         Args:
             batch: the same on every stage.
             others: further arguments of ``training_step``.
-            multiplier: the loss is multiplied by it before its backward.
-            accumulating: more batches follow before the optimizer's step, and gradients stay with their ranks.
+            multiplier: the factor of the loss before its backward.
+            accumulating: more batches follow before the optimizer's step, so gradients stay on their ranks.
 
         Returns:
-            The loss of the whole batch and, on the last stage and where a hook looks at them, the step's further
-            outputs.
+            The loss of the whole batch, and the step's further outputs on the last stage, or on all if a hook reads
+            them.
 
         Raises:
-            ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch, which is
-                checked for the first batch and for the first one whose loss has another form.
-            PipelineError: a stage reads an old value of something that another stage has changed in an earlier step.
+            ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch; checked
+                for the first batch, and for the first batch whose loss has another form.
+            PipelineError: a stage reads an old value, which another stage has changed in an earlier step.
         """
         batch = moved(batch, self._options.batch_dim, 0)
         if self._buffers_due:
@@ -196,11 +193,11 @@ class RunningPipeline:
         """Runs the micro-batches through the schedule, and logs their outputs as those of one batch.
 
         Returns:
-            These outputs, and whether the loss has a form that none had before.
+            These outputs, and whether the loss has a new form.
         """
         records: list[list[Record]] = [[] for _ in parts]
         outputs: list[dict[str, Any]] = [{} for _ in parts]
-        # A step may change its batch in place, and runs on it for each stage of this rank.
+        # A step may change its batch in place, and each stage of this rank runs it.
         own = cloned if self._options.num_stages_of_rank > 1 else lambda part: part
 
         def step(micro_batch: int) -> Any:
@@ -219,7 +216,7 @@ class RunningPipeline:
                 self._is_new_form = self._loss_forms.is_new(loss)
             return loss
 
-        # Frozen parameters decide whether the tensors that travel have a gradient.
+        # Whether sent tensors have a gradient depends on which parameters are frozen.
         trainable = tuple(parameter.requires_grad for parameter in self._model.ownership.parameters())
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self._model.module.trainer
@@ -244,7 +241,7 @@ class RunningPipeline:
         return {"loss": loss, **further}, is_new
 
     def _reduce_gradients(self) -> None:
-        """Averages a stage's own gradients first: later stages have them while earlier ones still run backward."""
+        """Averages gradients of unshared parameters first: later stages do so while earlier ones still run backward."""
         if self._tensor_axis is not None:
             self._tensor_axis.sum_gradients()
         ownership = self._model.ownership
@@ -257,7 +254,7 @@ class RunningPipeline:
             self._data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
 
     def share_buffers(self) -> None:
-        """Gives all pipelines the buffers of the first; a collective of the data axis."""
+        """Gives all pipelines the buffers of the first pipeline; a collective of the data axis."""
         if self._data_axis is not None:
             self._data_axis.share_buffers(self._model.ownership.buffers())
 
@@ -267,21 +264,21 @@ class RunningPipeline:
         if self._tensor_axis is not None:
             self._tensor_axis.begin_step()
         try:
-            if hook == "training_step":  # its batch is a part that has been cut along dimension 0
+            if hook == "training_step":  # its part was cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
             with self._outputs.noting():
                 output = getattr(self._model.module, hook)(*args, **kwargs)
                 return output if self._tensor_axis is None else self._tensor_axis.whole_outputs(output)
         finally:
             self.in_step = False
-            # A metric that was computed within the step was computed on this stage alone: now all have to do so.
+            # A metric that this stage computed alone within the step has to be computed by all stages.
             for metric in self._metrics:
                 metric._computed = None
 
     # The first batch
 
     def _decide_split(self, batch: Any, others: Sequence[Any]) -> None:
-        """Splits the model by its first batch: it is traced or measured, if it has to be, and watched."""
+        """Splits the model by its first batch: traces or measures it, if necessary, and watches a step."""
         if "training_step" in self._watched:
             return
         part = first_part(batch, self._num_micro_batches)
@@ -303,7 +300,7 @@ class RunningPipeline:
             self._split_by_costs(balance, batch, others)
 
     def _trace(self, hook: str, *args: Any, will_train: bool, **kwargs: Any) -> None:
-        """Traces a step of the module, and leaves each rank the parameters that its stages use."""
+        """Traces a step of the module, and gives each rank the parameters that its stages use."""
 
         def step() -> Any:
             with self._logs.recording(pass_on=False):
@@ -314,7 +311,7 @@ class RunningPipeline:
         self._model.split_again(self._model.bounds)
 
     def _find_uses(self, key: Any, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Watches a step of the module when the first with this ``key`` is due, and prints the split if it changes."""
+        """Watches the first step of the module with this ``key``, and prints the split if it changes."""
         is_first = not self._watched
         self._watched.add(key)
         records: list[Record] = []
@@ -331,7 +328,7 @@ class RunningPipeline:
         everyone = self._world if self._will_train else self._model.stages
         with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
             has_moved = self._model.find_uses(step, left, seed_of(self._seed, 4), everyone)
-        if has_moved and hook == "training_step":  # the split has counted what it moved elsewhere
+        if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
             bounds = self._options.bounds(self._model.chain, self._model.group.num_ranks)
             if self._options.measured_balance is None and bounds != self._model.bounds:
                 self._model.split_again(bounds)
@@ -340,7 +337,7 @@ class RunningPipeline:
             rank_zero_info(self._model.describe())
 
     def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
-        """Measures the layers, splits them so that the most expensive rank costs least, and prints the prediction."""
+        """Measures the layers, splits them to minimise the largest cost of a rank, and prints the prediction."""
         model, before = self._model, self._model.bounds
         costs = self._measured_costs(batch, others)
         model.split_again(self._world.broadcast_object(costs.bounds(balance), 0))
@@ -427,7 +424,7 @@ class RunningPipeline:
             check_gradients(self._model, batch, run, len(weights), loss_reduction=self._loss_reduction, gather=gather)
 
     def _check_kept_state(self, batch: Any, others: Sequence[Any]) -> None:
-        """Where stages run steps or layers several times a batch, which shows before the first step what they keep."""
+        """Checks kept state before the first step, if stages run steps or layers several times a batch."""
         part, seed = first_part(batch, self._num_micro_batches), (self._seed, 2, 2)
 
         def loss_of_step(scan: bool) -> Any:
@@ -453,7 +450,7 @@ class RunningPipeline:
             check_kept_state(self._model, self._kept, loss_of_step, repeats=repeats, recomputed=recomputed)
 
     def _loss_of(self, part: Any, others: Sequence[Any], seed: tuple[int, ...], *, scan: bool = False) -> Any:
-        """The loss of the step, forward only, on the last stage; or an exception that it raised after the layers."""
+        """The loss of the step, forward only, on the last stage; or the exception that it raised after the layers."""
 
         def step() -> Any:
             try:
@@ -472,8 +469,8 @@ class RunningPipeline:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 
         Returns:
-            The output of the step: of ``predict_step`` on every stage, of others on the last stage and where a hook
-            looks at it; None elsewhere.
+            The output of the step: on every stage for ``predict_step`` and if a hook reads it, else on the last stage;
+            None elsewhere.
         """
         if self._model.is_untraced:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
@@ -498,11 +495,11 @@ class RunningPipeline:
     # Reports
 
     def record(self, *, steps: bool, activations: bool) -> None:
-        """Sets whether steps are recorded from now on and, in one of them, what autograd keeps for backward."""
+        """Sets whether steps are recorded from now on and, in one step, the tensors that autograd keeps."""
         self._recorder.notes_steps, self._recorder.counts_activations = steps, activations
 
     def stage_record(self) -> StageRecord:
-        """The newest steps of this rank's stages, and the memory that they take with the optimizers' states."""
+        """The newest steps of this rank's stages, and their memory, with the optimizers' states."""
         optimizers = self._model.module.trainer.optimizers
         return StageRecord(
             pipeline=self._number,
@@ -517,7 +514,7 @@ class RunningPipeline:
 
 
 def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The further outputs of the micro-batches as those of one batch: tensors along their samples, else lists."""
+    """The further outputs of the micro-batches, combined for the batch: tensors along their samples, else lists."""
     merged: dict[str, Any] = {}
     for key in outputs[0]:
         values = [output[key] for output in outputs]

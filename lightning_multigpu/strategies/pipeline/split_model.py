@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.errors import PipelineError
@@ -23,10 +24,10 @@ from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
-from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteValues
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.runtime.process_groups import metered_group
@@ -41,24 +42,24 @@ _CPU = torch.device("cpu")
 
 
 class SplitModel:
-    """A module of which one rank of a pipeline holds some stages.
+    """A module on one rank of a pipeline, which holds some of its stages.
 
-    Every method that says nothing else is a collective of the pipeline; :meth:`modules_of`, :meth:`own_optimizer_state`
-    and the descriptions are not. A checkpoint is put together on the last stage, whose rank writes it: keys keep their
-    order, and parameters are numbered as on one device.
+    Methods are collectives of the pipeline unless they say otherwise; :meth:`modules_of`, :meth:`own_optimizer_state`
+    and the descriptions are not. The last stage's rank gathers and writes a checkpoint: keys keep their order, and
+    parameters are numbered as on one device.
 
     Args:
         module: the whole module.
         chain: its layers.
         bounds: the layers ``[start, stop)`` of each stage.
         group: the ranks of the pipeline, in the order of their positions.
-        meter: told of all messages.
+        meter: records all messages.
         device: the device of this rank.
 
     Attributes:
         group: point-to-point messages between the ranks of the pipeline.
         stages: collectives of the same ranks.
-        ownership: which rank holds which parameter and buffer.
+        ownership: the ranks that hold each parameter and buffer.
         is_last: this rank has the last stage.
     """
 
@@ -84,7 +85,7 @@ class SplitModel:
         self._was_whole = True
 
     def share(self, world: MeteredGroup, peers: MeteredGroup) -> None:
-        """Gives all ranks the same values, and leaves each rank those of its own stages, on its device.
+        """Makes the values of all ranks equal, and leaves each rank only the values of its own stages, on its device.
 
         Args:
             world: all ranks, of all pipelines.
@@ -99,15 +100,15 @@ class SplitModel:
 
     @property
     def is_untraced(self) -> bool:
-        """Whether a traced chain still has to find out which stage uses which parameters."""
+        """Whether a traced chain has yet to find the parameters that each stage uses."""
         return isinstance(self.chain, TracedChain) and not self.chain.is_arranged
 
     def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
-        """Traces a step to find out which stage uses which parameters; :meth:`split_again` then hands them out.
+        """Traces a step to find the parameters that each stage uses; :meth:`split_again` then moves them.
 
         Args:
             step: runs the user's step up to the split part.
-            will_train: also traces what training uses, where the step is one of evaluation.
+            will_train: also traces the module in training, if the step is one of evaluation.
 
         Raises:
             PipelineError: the split part cannot be traced.
@@ -116,15 +117,15 @@ class SplitModel:
         self.chain.arrange(step, will_train=will_train)
 
     def find_uses(self, step: Callable[[], Any], left: Callable[[], Any], seed: int, everyone: MeteredGroup) -> bool:
-        """Watches a step to find the stages that use what is outside of the layers, and moves it there.
+        """Watches a step to find the stages that use tensors outside of the layers, and moves these tensors there.
 
         Args:
-            step, left: as of :meth:`.UseProbe.watch`.
-            seed: of the random numbers.
-            everyone: ranks that have to agree, of all pipelines in training; a collective of theirs.
+            step, left: as in :meth:`.UseProbe.watch`.
+            seed: the seed of the random numbers.
+            everyone: the ranks that have to agree, in training those of all pipelines; a collective of these ranks.
 
         Returns:
-            Whether anything has moved.
+            Whether a tensor has moved.
         """
         has_moved = False
         if self.group.num_ranks == 1 or not any(holding.is_outside for holding in self.ownership.holdings):
@@ -139,17 +140,17 @@ class SplitModel:
             has_moved = True
 
     def split_again(self, bounds: Bounds) -> bool:
-        """Gives each rank the parameters, buffers and optimizer states of its stages, and says whether any moved."""
+        """Gives each rank the parameters, buffers and optimizer states of its stages; returns whether any moved."""
         with torch.inference_mode(False), torch.no_grad():
             has_moved = self.ownership.split_again(bounds, self.group, self.device, self._move_states)
         self.bounds = bounds
         return has_moved
 
     def _move_states(self, holding: Holding, sender: int, receivers: Sequence[int]) -> None:
-        """Sends the optimizers' states of a parameter after it."""
+        """Sends the optimizers' states of a parameter to its new holders."""
         position = self.ownership.position
         for optimizer in self.module.trainer.optimizers:
-            states = getattr(optimizer, "_optimizer", optimizer).state
+            states = plain_optimizer(optimizer).state
             if position == sender:
                 state = packed(states[holding.tensor], holding.name) if holding.tensor in states else None
                 for receiver in receivers:
@@ -167,10 +168,10 @@ class SplitModel:
         return {part for start, stop in own for layer in self.chain.layers[start:stop] for part in layer.modules()}
 
     def make_whole(self, *, is_first: bool) -> None:
-        """Gives every rank all values, or rank 0 alone if no other rank had them; and rank 0 the optimizers' states.
+        """Gives every rank all values, or only rank 0 if no other rank had them; and rank 0 the optimizers' states.
 
         Args:
-            is_first: this pipeline is the first of those side by side, so that its last stage is on rank 0.
+            is_first: this is the first pipeline, whose last stage is on rank 0.
         """
         optimizers = self.module.trainer.optimizers
         states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers] if is_first else []
@@ -183,7 +184,7 @@ class SplitModel:
                 optimizer.load_state_dict(state)
 
     def leave_in_parts(self) -> None:
-        """Lets errors about values of other ranks say why they are missing after the run; no collective."""
+        """Makes errors about values of other ranks name the reason after the run; no collective."""
         for holding in self.ownership.holdings:
             if isinstance(holding.tensor, Placeholder):
                 kind = "parameter" if holding.is_parameter else "buffer"
@@ -191,7 +192,7 @@ class SplitModel:
                 holding.tensor.sources = (f"{kind} {holding.name} ({why})",)
 
     def values_of_other_ranks(self) -> dict[int, Tensor]:
-        """On the last stage the values that it does not hold, by the ``id`` of the placeholder; elsewhere none."""
+        """On the last stage, the values that it does not hold, by the ``id`` of the placeholder; elsewhere none."""
         return {
             id(holding.tensor): Parameter(value, holding.tensor.requires_grad) if holding.is_parameter else value
             for holding, value in self.ownership.values_of_others(self.group)
@@ -201,8 +202,8 @@ class SplitModel:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
         Args:
-            state: this rank's, with placeholders for values of other stages.
-            streams: the values of other stages stay there until the checkpoint is written, see :meth:`saving`.
+            state: this rank's state, with placeholders for values of other stages.
+            streams: other stages keep their values until the checkpoint is written, see :meth:`saving`.
         """
         last, position = self.group.num_ranks - 1, self.ownership.position
         holders_of = self.ownership.holders_by_name()
@@ -221,8 +222,8 @@ class SplitModel:
         """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
 
         Args:
-            optimizer: of the module.
-            streams: as of :meth:`whole_state_dict`.
+            optimizer: an optimizer of the module.
+            streams: as in :meth:`whole_state_dict`.
 
         Raises:
             PipelineError: on all stages, if their optimizers do not have the same parameters.
@@ -240,7 +241,7 @@ class SplitModel:
         return {**state, "state": merged if streams else self._remote.fetched(merged)}
 
     def saving(self) -> AbstractContextManager[None]:
-        """Within the block the last stage writes what :meth:`whole_state_dict` and its like have left with others."""
+        """Within the block the last stage writes the values that other stages have kept."""
         return self._remote.served()
 
     def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -252,11 +253,11 @@ class SplitModel:
             if self.ownership.position in holders
         }
         own = {number: value for number, value in state["state"].items() if number in held}
-        # An optimizer keeps the tensors that it is given, and with them the file that they may be mapped from.
+        # An optimizer keeps the given tensors, and so the file that they may be mapped from.
         return {**state, "state": tree_map_only(Tensor, torch.clone, own)}
 
     def describe(self) -> str:
-        """The stages, and what their ranks hold, as a few lines of text."""
+        """The stages, and the parameters of their ranks, as a few lines of text."""
         sizes, ranks = self.chain.parameter_bytes(), self.group.ranks
         lines = [f"Pipeline over {self.chain.describe()} in {len(self.bounds)} stages:"]
         for stage, (start, stop) in enumerate(self.bounds):
@@ -265,7 +266,7 @@ class SplitModel:
         return "\n".join([*lines, self.describe_ranks()])
 
     def describe_ranks(self) -> str:
-        """The parameters that each rank holds, and where those outside of the layers and shared ones are, as text."""
+        """The parameters of each rank, and the ranks of shared ones and of those outside of the layers, as text."""
         held = [f"{size(own)} on rank {rank}" for rank, own in zip(self.group.ranks, self._held(), strict=True)]
         shared: dict[tuple[int, ...], list[Holding]] = {}
         for holding in self.ownership.holdings:
@@ -295,7 +296,7 @@ class SplitModel:
         return found
 
     def _check_groups(self, optimizer: Optimizer) -> None:
-        """Stages number parameters alike, also after a callback has added some in the middle of the run."""
+        """Checks that stages number parameters alike: a callback may have added some during the run."""
         names = {id(holding.tensor): holding.name for holding in self.ownership.holdings}
         own = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
         if self.group.same_everywhere(zlib.crc32(repr(own).encode())):
@@ -305,12 +306,12 @@ class SplitModel:
         known = [{name for group in groups for name in group} for groups in (first, other)]
         raise PipelineError(
             f"stages have optimizers with different parameters: only one of two has {sorted(known[0] ^ known[1])}. "
-            "Lightning's callbacks for fine-tuning leave out what has the same values as a parameter that is there "
-            "already; add param groups by name, or give such parameters different values before the first step"
+            "Lightning's callbacks for fine-tuning leave out parameters with the same values as one that the optimizer "
+            "already has; add param groups by name, or give such parameters different values before the first step"
         )
 
     def _holders(self, optimizer: Optimizer) -> list[tuple[int, ...]]:
-        """Of each parameter of the optimizer the positions that hold it; all, if it is not the module's."""
+        """The positions that hold each parameter of the optimizer; all positions for one that is not the module's."""
         holders_of = {id(holding.tensor): holding.holders for holding in self.ownership.holdings}
         everywhere = tuple(range(self.group.num_ranks))
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
@@ -320,16 +321,16 @@ def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup,
     """Gives each rank the values that it holds, the same on all ranks; a collective of the world.
 
     Args:
-        ownership: which rank holds what; values that only other ranks of the pipeline have come from there.
-        world: all ranks, in the order of their numbers.
-        peers: the ranks that hold the same layers, one of each pipeline; their first gives values that rank 0 lacks.
+        ownership: the ranks that hold each tensor; ranks of the pipeline send values that rank 0 lacks.
+        world: all ranks, in order.
+        peers: the ranks that hold the same layers, one of each pipeline; their first rank sends those values to them.
         group: the ranks of this pipeline.
 
     Returns:
         Whether every rank had all values.
 
     Raises:
-        ValueError: on all ranks, if neither rank 0 nor a rank of the pipeline has values that a rank is to hold.
+        ValueError: on all ranks, if neither rank 0 nor a rank of the pipeline has values that a rank must hold.
     """
     found = world.gather_objects((ownership.is_whole(), ownership.missing()))
     if found[0][0]:
@@ -364,11 +365,11 @@ def built_by_stages(
 ) -> Iterator[Bounds]:
     """Within the block ``module.configure_model()`` keeps only the values that the rank at ``position`` will hold.
 
-    Before the block it is called once for ``split``, which finds the layers and cuts them into stages; its changes of
-    the module and of random states are undone. Yields the layers of each stage.
+    Before the block ``configure_model()`` runs once, and ``split`` then finds the layers and cuts them into stages; its
+    changes of the module and of random states are undone. Yields the layers of each stage.
 
     Raises:
-        ValueError: the module cannot be built so.
+        ValueError: the module cannot be built in this way.
     """
     construction = Construction()
     try:

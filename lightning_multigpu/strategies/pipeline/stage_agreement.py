@@ -22,13 +22,13 @@ from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 class StageAgreement:
     """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
 
-    It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`. Meanwhile it also silences
-    Lightning's advice to log with ``sync_dist=True``: the stages of a pipeline log the same values anyway.
+    It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`. Until then it also
+    silences Lightning's advice to log with ``sync_dist=True``: the stages of a pipeline log the same values anyway.
 
     Args:
         plugin: the Trainer's precision plugin.
         model: the split model.
-        tensor: the ranks that split layers of this stage among them; None if there are none.
+        tensor: the ranks that split the layers of this stage; None without a tensor split.
     """
 
     def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:

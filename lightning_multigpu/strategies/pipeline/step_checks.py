@@ -1,4 +1,4 @@
-"""Checks of a pipeline's steps by dry runs: of losses, gradients and what steps keep."""
+"""Checks of a pipeline's steps by dry runs: of losses, gradients and kept state."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def check_losses(
     loss_reduction: LossReduction,
     seed: int,
 ) -> None:
-    """Checks that the losses of a batch's micro-batches add up to its own; a collective of the pipeline.
+    """Checks that the losses of micro-batches add up to the loss of their batch; a collective of the pipeline.
 
     Both are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for its
-    parts, and BatchNorm's statistics of a part are not those of the whole, which is known and documented. A step may
-    draw further random numbers by itself: if losses that do not add up change with another seed, training goes on.
+    parts, and BatchNorm's statistics of a part differ from those of the batch, as documented. A step may draw further
+    random numbers itself: if losses that do not add up change with another seed, training goes on.
 
     The check leaves no trace in the module, in random states, in logs and in the batch; changes that the step makes to
     other objects stay.
@@ -47,16 +47,16 @@ def check_losses(
         batch: the same on every stage.
         loss_of: returns, on the last stage, the loss of the training step for a batch or micro-batch and a seed, or
             an exception that the step raised after the layers.
-        weights: of the losses of the micro-batches.
-        loss_reduction: the option that the weights come from, for the message.
-        seed: of the run.
+        weights: the weights of the micro-batches' losses.
+        loss_reduction: the option behind the weights, for the message.
+        seed: the seed of the run.
 
     Raises:
         ValueError: on every stage, if the losses do not add up.
     """
 
     def losses_of(attempt: int) -> list[Any]:
-        # Of copies: a step may change its batch.
+        # Copies, since a step may change its batch.
         batches = [copy.deepcopy(batch), *split_batch(copy.deepcopy(batch), len(weights))]
         losses = [loss_of(part, (seed, 2, attempt, number)) for number, part in enumerate(batches)]
         model.group.finish()
@@ -91,22 +91,22 @@ def check_kept_state(
     repeats: str | None,
     recomputed: Collection[Module],
 ) -> None:
-    """Checks that no step depends on what an earlier step has kept elsewhere; a collective of the pipeline.
+    """Checks that no step depends on values that an earlier step has kept elsewhere; a collective of the pipeline.
 
     A step runs twice on the same micro-batch with the same random numbers, forward only and in the modules' own modes.
-    As the check of the losses, this one leaves no trace.
+    The check leaves no trace, as :func:`check_losses`.
 
     Args:
         model: the split model.
-        kept: of this rank; it knows afterwards what the steps of all ranks change.
-        loss_of_step: runs the step, and scans for changes if its argument is true; returns what ``loss_of`` of
-            :func:`check_losses` returns.
-        repeats: why stages run the step several times a batch, and the fix; None if they run it once.
+        kept: the kept state of this rank; it gets the places that steps of all ranks change.
+        loss_of_step: runs the step, and scans for changes if its argument is true; returns as ``loss_of`` of
+            :func:`check_losses`.
+        repeats: the reason why stages run the step several times a batch, and the fix; None if they run it once.
         recomputed: the modules that run again in backward.
 
     Raises:
         PipelineError: on every stage, if a stage reads an old value, or if a step that runs several times a batch, or
-            a layer that runs again in backward, depends on what it has kept.
+            a layer that runs again in backward, depends on a value that it has kept.
     """
     with without_trace(model.module), torch.no_grad():
         first = loss_of_step(True)
@@ -126,17 +126,18 @@ def check_kept_state(
     if not any(all_depend):
         return
     if kept.all_are_buffers(all_reads):
-        repeats = None  # check_gradients tells of it
+        repeats = None  # check_gradients reports it
     if any(all_recompute):
-        repeats = "layers under activation_checkpointing run again in backward. Leave out those that keep something"
+        repeats = "layers under activation_checkpointing run again in backward. Leave out those that keep values"
     if repeats is not None:
         raise PipelineError(
-            f"the loss of a step depends on what the step before has kept ({kept.suspects(all_reads)}), and {repeats}"
+            f"the loss of a step depends on values that the previous step has kept ({kept.suspects(all_reads)}), and "
+            f"{repeats}"
         )
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:
-    """Whether two runs of one computation on one device gave these losses."""
+    """Whether two losses may come from the same computation on one device."""
     eps = torch.finfo(loss.dtype).eps
     rtol = 8 * eps if loss.device.type == "cpu" else relative_tolerance([loss.dtype], loss.device.type)
     return torch.allclose(loss, other, rtol=rtol, atol=0.0, equal_nan=True)
@@ -175,15 +176,15 @@ def check_gradients(
 ) -> None:
     """Checks that the gradients of two micro-batches add up to those of both together; a collective of the pipeline.
 
-    Layers but those of dropout and BatchNorm are in training mode. The check leaves no trace, as :func:`check_losses`.
+    Layers other than dropout and BatchNorm are in training mode. The check leaves no trace, as :func:`check_losses`.
 
     Args:
         model: the split model.
         batch: the same on every stage.
         run: see :class:`.GradientCheck`.
-        num_parts: micro-batches of the batch.
-        loss_reduction: how the losses of micro-batches make that of their batch.
-        gather: returns the objects of all ranks of the pipeline, and of those that split its layers, on every rank.
+        num_parts: the micro-batches of the batch.
+        loss_reduction: combines the losses of micro-batches to the loss of their batch.
+        gather: returns the objects of all ranks of the pipeline and of its tensor groups, on every rank.
 
     Raises:
         ValueError: on every stage, if the gradients do not add up.

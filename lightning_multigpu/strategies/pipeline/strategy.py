@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu._lightning_internals import collect_rng_states, plain_optimizer, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.planning.schedule_order import ScheduleName
@@ -47,7 +47,7 @@ class StagedStrategy(StreamedSaves):
     """Base class of strategies whose ranks hold stages of a model, see :class:`PipelineStrategy`.
 
     Args:
-        pipeline_options: of the pipeline.
+        pipeline_options: the options of the pipeline.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
     """
 
@@ -97,14 +97,14 @@ class StagedStrategy(StreamedSaves):
         self.pipeline_options.check_num_ranks(self.num_nodes * self.num_processes)
         if not self.pipeline_options.gather_at_end and self._start_method != "popen":
             raise ValueError(
-                f"gather_at_end=False with start_method={self._start_method!r}: the parts of the model would end with "
-                "the processes that have them; use start_method='popen'"
+                f"gather_at_end=False with start_method={self._start_method!r}: the parts of the model would be lost "
+                "with the processes that hold them; use start_method='popen'"
             )
 
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Within the block ``configure_model`` builds the layers of this rank only, from rank 0's random states."""
+        """Within the block ``configure_model`` builds only the layers of this rank, from rank 0's random states."""
         module = self.lightning_module
         with super().model_sharded_context():
             if module is None or not is_overridden("configure_model", module):
@@ -128,7 +128,7 @@ class StagedStrategy(StreamedSaves):
             self._split(module)
 
     def _share_random_states(self) -> None:
-        """Gives every rank the random states of rank 0: torch's, Python's, NumPy's, and that of its own GPU."""
+        """Gives every rank rank 0's random states: torch's, Python's, NumPy's, and its GPU's."""
         device = self.root_device
         on_gpu = device.type == "cuda"
         mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
@@ -157,7 +157,7 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def model_to_device(self) -> None:
-        """Splits the module, whose dtype is final by now, and moves this rank's stages to its device."""
+        """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
         assert self.lightning_module is not None
         assert self._world is not None
         assert self._data is not None
@@ -192,7 +192,7 @@ class StagedStrategy(StreamedSaves):
         self._undo.callback(self._agreement.end)
         self._stream_saves(module.trainer, self._undo)
         self._undo.callback(ModelsInStages(module).end)
-        self._outputs.stand_first()
+        self._outputs.add_first()
         self._undo.callback(self._outputs.leave)
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
@@ -200,15 +200,15 @@ class StagedStrategy(StreamedSaves):
                 self._undo.callback(setattr, metric, "dist_sync_fn", None)
 
     def _data_reducer(self) -> GradientReducer:
-        """Averages gradients with the same stages of other pipelines; making it is a collective of the world."""
+        """The reducer of gradients over the same stages of all pipelines; a collective of the world."""
         return GradientReducer(self.new_group("data"), self.meter, axis="data")
 
     def _tensor_axis(self, model: SplitModel) -> TensorAxis | None:
-        """The ranks that split the layers of a stage among them; making it is a collective of the world."""
+        """The ranks that split the layers of a stage; a collective of the world."""
         return None
 
     def _make_whole(self) -> None:
-        """Gives the ranks the whole module back, if that is wanted, at the end of a run that has not failed."""
+        """Gives the ranks the whole module, with ``gather_at_end``, at the end of a run without failures."""
         assert self._split_model is not None
         if self.pipeline_options.gather_at_end:
             self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
@@ -258,17 +258,17 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch to the device; where stages have loaded different batches, all get the last stage's."""
+        """Moves the batch to the device; if stages have loaded different batches, all get the last stage's."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         is_own, batch = self._pipeline.same_batch(batch)
-        # Without the module's hooks, which have seen the other batch on the last stage.
+        # Without the module's hooks: the last stage has called them for this batch.
         return batch if is_own else move_data_to_device(batch, device or self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._outputs is not None
-        self._outputs.stand_first()
-        if batch_idx < 2:  # hooks that have run before the first batch, or at its end, may have copied weights
+        self._outputs.add_first()
+        if batch_idx < 2:  # hooks before or after the first batch may have copied weights
             assert self._split_model is not None
             module, known = self._split_model.module, self._split_model.ownership.holdings
             callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
@@ -280,8 +280,8 @@ class StagedStrategy(StreamedSaves):
         """Keeps the batch for :meth:`backward`, which Lightning calls after it has set gradients to zero.
 
         Returns:
-            A 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of the
-            gradients; the loss of each micro-batch is then multiplied by the result.
+            The number 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of
+            the gradients; the result is the factor of each micro-batch's loss.
         """
         self._step_args = (*args, *kwargs.values())
         return torch.ones((), dtype=torch.float64, device=self.root_device)
@@ -304,7 +304,7 @@ class StagedStrategy(StreamedSaves):
             multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
         self.post_backward(multiplier)
         if not (accumulating or self._in_optimizer_step):
-            # The module's optimizer_step has called the closure itself, and may clip before it steps.
+            # The module's optimizer_step has called the closure itself, and may clip before the step.
             self._gradients_shown.enter_context(self._agreement.gradients_for("optimizer_step"))
         return multiplier
 
@@ -383,7 +383,7 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def _metered_group(self, group: Any | None) -> MeteredGroup | None:
-        """Within a step the data axis in place of the world: other stages are at another place in the program."""
+        """Within a step, the data axis instead of the world: other stages are elsewhere in the program."""
         if group is dist.group.WORLD and self._in_step:
             group = None
         return super()._metered_group(group)
@@ -392,22 +392,22 @@ class StagedStrategy(StreamedSaves):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
 
-        The world means the data axis too: ``LightningModule.all_gather`` passes it where it was given no group.
+        The world's group means the data axis too: ``LightningModule.all_gather`` passes it by default.
         """
         return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``; within a step that of the rank with this rank's stages in ``src``'s pipeline."""
+        """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
         if self._in_step:
             size = self._model_parallel_size
             src = src // size * size + self.global_rank % size
         return super().broadcast(obj, src)
 
     def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """The states of a metric on the last stages, which have its samples; within a step only those ask."""
+        """The states of a metric on the last stages, which have its samples; within a step only these call it."""
         assert self._split_model is not None
-        # Ranks of a tensor group have the same samples; within a step all ranks asked are of one tensor rank.
+        # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
         counts = self._split_model.is_last and (self._in_step or self.tensor_parallel_rank == 0)
         states = self.gather_objects((counts, tensor.cpu()))
         return [state.to(tensor.device) for counts, state in states if counts] or [tensor]
@@ -420,7 +420,7 @@ class StagedStrategy(StreamedSaves):
         return super().state_is_lost or (self._running is not None and self.failure_watch.failed)
 
     def _gathering_model(self) -> SplitModel | None:
-        """The model whose state all stages of this pipeline gather for a checkpoint; None where nothing is gathered."""
+        """The model whose state the stages of this pipeline gather for a checkpoint; None if they gather nothing."""
         gathers = self._running is not None and self.data_parallel_rank == 0 and not self.state_is_lost
         return self._split_model if gathers else None
 
@@ -428,8 +428,8 @@ class StagedStrategy(StreamedSaves):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._in_step:
             raise PipelineError(
-                "a checkpoint is saved within a step, where the last stage alone is; save it in on_train_batch_end, or "
-                "by ModelCheckpoint(every_n_train_steps=...)"
+                "a checkpoint is saved within a step, at a place that only the last stage reaches; save it in "
+                "on_train_batch_end, or by ModelCheckpoint(every_n_train_steps=...)"
             )
         state, model = super().lightning_module_state_dict(), self._gathering_model()
         in_parts = self._running is None and not self.pipeline_options.gather_at_end
@@ -442,7 +442,7 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain, model = getattr(optimizer, "_optimizer", optimizer), self._gathering_model()
+        plain, model = plain_optimizer(optimizer), self._gathering_model()
         if model is None:
             return super().optimizer_state(plain)
         return model.whole_optimizer_state(plain, streams=self._streams)
@@ -484,32 +484,33 @@ class PipelineStrategy(StagedStrategy):
             "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
             memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
             schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
-            of layers of each stage. What stands before the layers counts as the first stage's, and what stands behind
-            them as the last stage's.
-        split_points: names of submodules, "net.decoder" for example, at each of which another stage begins, for modules
-            that are no chain of layers. ``module`` is then the module that is cut, "auto" the smallest submodule whose
+            of layers of each stage. Modules before the layers count for the first stage, modules after them for the
+            last stage.
+        split_points: names of submodules, "net.decoder" for example, at which further stages begin, for modules that
+            are no chain of layers. ``module`` is then the module that is cut, "auto" the smallest submodule whose
             forward pass contains all points. ``torch.export`` traces that forward pass on the first batch.
         pipeline_parallel_size: ranks of one pipeline, by default all ranks. With fewer there are several pipelines
             side by side, each with its part of every global batch; each stage averages its gradients with the same
             stage of the other pipelines.
-        data_parallel_size: number of pipelines side by side: the same setting the other way round.
+        data_parallel_size: number of pipelines side by side, instead of ``pipeline_parallel_size``.
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             all layers, or a list of classes, names of classes ("Block") and names of layers ("blocks.3"). Under
             "zero_bubble" this is refused: it would compute a layer again for each group of its parameters.
         replicated: modules and parameters outside of the layers, by name ("embedding"), that every rank holds; True for
-            all. By default the ranks whose stages use a parameter hold it. Pass the names of those that hooks outside
-            of steps compute with on every rank.
-        check_loss: before the first step, and where the loss has a new term, check that losses and gradients of
+            all. By default the ranks whose stages use a parameter hold it. Name the parameters with which hooks
+            outside of steps compute on every rank.
+        check_loss: before the first step, and when the loss has a new term, check that losses and gradients of
             micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
-        batch_dim: the dimension of the tensors of a training batch that counts samples, along which they are cut into
-            micro-batches: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
+        batch_dim: the dimension of a training batch's tensors that counts samples; they are cut into micro-batches
+            along
+            it: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
             one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
         gather_at_end: after the run, rank 0 has the whole model and the optimizers' states in host memory (every rank
             has the model, if ``configure_model`` has not built it). False leaves each rank its part, for models that
-            do not fit there: a later run with the same module goes on from the parts; to use the module otherwise,
-            load a checkpoint that was saved during the run.
+            do not fit into it: a later run with the same module continues from the parts; to use the module
+            elsewhere, load a checkpoint that was saved during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
-            says how the losses of the micro-batches add up to the loss of the batch: "mean" weights them by their
+            combines the losses of the micro-batches to the loss of the batch: "mean" weights them by their
             samples, "sum" adds them, and a function that returns the weight w of a batch or a micro-batch gives
             sum(w l) / sum(w). ``uneven_inputs`` has no effect on a single pipeline.
 
@@ -556,4 +557,4 @@ class PipelineStrategy(StagedStrategy):
 
 
 def _write_nothing(*args: Any) -> None:
-    """Stands in for the methods of a prediction writer on a stage whose predictions the last stage writes."""
+    """Replaces the methods of a prediction writer on stages other than the last."""

@@ -1,4 +1,4 @@
-"""The tensor axis of a pipeline: layers that are split among the ranks that have the same stages.
+"""The tensor axis of a pipeline: the ranks with the same stages split the layers of these stages.
 
 The layers are split on the first batch, on the whole module, before its stages are watched and balanced::
 
@@ -38,17 +38,17 @@ from lightning_multigpu.strategies.split_layers import Plan, SequenceSplit, Spli
 
 
 class TensorAxis:
-    """The ranks that split the layers of this rank's stages among them.
+    """The ranks that split the layers of this rank's stages.
 
     Args:
         model: the stages of this rank.
-        group: those ranks, for what their layers exchange.
+        group: the ranks, for communication within layers.
         peers: the same ranks, for everything else.
-        plan, sequence_split: as of :class:`.TensorSplitStrategy`.
-        on_split: called with the plan of the split, once there is one.
+        plan, sequence_split: as in :class:`.TensorSplitStrategy`.
+        on_split: called with the plan of the split, when it is made.
 
     Attributes:
-        plan: of the split; None before the first batch.
+        plan: the plan of the split; None before the first batch.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TensorAxis:
 
     @property
     def is_split(self) -> bool:
-        """Whether the first batch has come."""
+        """Whether the layers are split: after the first batch."""
         return self._layers.split is not None
 
     def split(
@@ -86,7 +86,7 @@ class TensorAxis:
 
         Args:
             step: runs the training step and returns its loss.
-            precisions: as of :class:`.Trials`.
+            precisions: as in :class:`.Trials`.
             world: all ranks, of all pipelines.
 
         Raises:
@@ -105,8 +105,8 @@ class TensorAxis:
                 gather=world.gather_objects,
                 precisions=precisions,
             )
-            self._summed = self._layers.close()  # a hook would not move to another stage with its parameter
-            gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+            self._summed = self._layers.close()  # a hook does not move to another stage with its parameter
+            gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
         self.plan = plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
@@ -118,22 +118,22 @@ class TensorAxis:
     # During a step
 
     def begin_step(self) -> None:
-        """A step of the module begins, with whole activations."""
+        """Begins a step of the module, with whole activations."""
         self._layers.begin_step()
 
     def begin_part(self, part: int | None) -> None:
         """Makes random numbers differ between the ranks in parts of a step that begin between split layers.
 
         Args:
-            part: as of :class:`.PipelineRunner`, which has just set the same random state on all ranks.
+            part: as in :class:`.PipelineRunner`, which has just set the same random state on all ranks.
         """
         inside = part in self._inside and self._model.module.training
         self.group.random.restart(self._model.device, inside=inside)
 
     def sum_gradients(self) -> None:
-        """Sums the gradients of whole parameters within blocks, of which each rank has computed a part.
+        """Sums the gradients of whole parameters within blocks: each rank has computed a part of them.
 
-        To be called when the gradients of all micro-batches are there; a collective of the group.
+        Call it when the gradients of all micro-batches are complete; a collective of the group.
         """
         if not self._summed:
             return
@@ -152,7 +152,7 @@ class TensorAxis:
         return tree_map_only(SplitLogits, torch.clone, outputs) if self.is_split else outputs
 
     def any(self, is_so: bool) -> bool:
-        """Whether it is so on any rank of the group; a collective of the group."""
+        """Whether any rank of the group passes True; a collective of the group."""
         votes = torch.tensor([float(is_so)], device=self._model.group.device)
         return bool(self.group.all_reduce(votes, "agreement") > 0)
 
@@ -181,18 +181,18 @@ class TensorAxis:
         return self._layers.whole_optimizer_state(optimizer, found)
 
     def cut_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """Makes whole states that optimizers have this rank's parts of them."""
+        """Replaces whole states of optimizers by this rank's parts."""
         for optimizer in optimizers if self.is_split else ():
             self._layers.cut_state(optimizer)
 
     def make_whole(self) -> None:
-        """Gives every rank the whole of the layers whose values it has; a collective of the group."""
+        """Gives every rank the whole layers of its stages; a collective of the group."""
         if not self.is_split:
             return
         self._layers.make_whole(self._model.module.trainer.optimizers)
         for holding in self._model.ownership.holdings:
             split = split_of(holding.tensor)
-            if split is not None:  # what only another rank has
+            if split is not None:  # a placeholder
                 shape = list(holding.tensor.shape)
                 shape[split.dim] = split.whole_size
                 like = torch.empty(shape, dtype=holding.tensor.dtype, device="meta")
@@ -226,22 +226,22 @@ class TensorAxis:
 def layers_within(
     chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: SequenceSplit
 ) -> SplitLayers:
-    """The layers of a module that are split although a pipeline has parts of them in different stages.
+    """The splittable layers of a module whose layers a pipeline spreads over stages.
 
     Args:
         chain: the layers of the pipeline.
         module: the whole module.
         group: the ranks among which layers are split.
-        plan, sequence_split: as of :class:`.TensorSplitStrategy`.
+        plan, sequence_split: as in :class:`.TensorSplitStrategy`.
     """
 
     def is_followed(name: str) -> bool:
-        """Whether a split layer is in a layer of the pipeline that another one follows."""
+        """Whether a split layer is in a layer of the pipeline that is not the last one."""
         index = _indices(chain).get(module.get_submodule(name))
         return index is not None and index < len(chain) - 1
 
     def keeps_whole(name: str) -> str | None:
-        """Why a list that has the pipeline's layers within its own does not split activations along the sequence."""
+        """Why a list that contains the pipeline's layers does not split activations along the sequence."""
         if not chain.layers or not chain.name.startswith(f"{name}."):
             return None
         return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
@@ -250,6 +250,6 @@ def layers_within(
 
 
 def _indices(chain: Chain) -> dict[Module, int]:
-    """Of each module within the pipeline's layers, the index of its layer."""
+    """The index of its layer for each module within the pipeline's layers."""
     layers = [*enumerate(chain.layers)]
     return {part: index for index, layer in reversed(layers) for part in layer.modules()}

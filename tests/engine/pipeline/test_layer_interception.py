@@ -163,7 +163,7 @@ def test_stages_compute_together_what_the_module_computes(cuts: tuple[int, ...])
         (in_place, "layers.0 is changed in place"),
         (twice, "twice.*keep the result of the first call"),
         (skipping, "calls layers.2 where layers.1 was due"),
-        (ending_early, "ended behind layer layers.2 without running layers.3"),
+        (ending_early, "ended after layer layers.2 without running layers.3"),
         (all_outputs, "what the step returns depends on the output of layer layers.0"),
         (skip_connection, "takes the output of layer layers.0 as an input"),
     ],

@@ -249,8 +249,8 @@ def size_of_a_value(net: Net, x: Tensor) -> Tensor:
         (writes_shared, r"stage 0 changes 'scale' in place, and the stages \[0, 1\] use it"),
         (norm_twice, r"changes 'norm.num_batches_tracked' in place, and the stages \[0, 1\] use it"),
         (statistics_twice, r"changes 'norm.running_mean' in place, and the stages \[0, 1\] use it"),
-        (independent, "nothing that is computed before split point 1 is needed behind it"),
-        (size_of_a_value, "gives a SymFloat that is needed behind it, and only tensors travel"),
+        (independent, "nothing that is computed before split point 1 is needed after it"),
+        (size_of_a_value, "gives a SymFloat that is needed after it, and only tensors travel"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:

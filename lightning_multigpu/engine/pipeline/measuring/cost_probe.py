@@ -1,10 +1,10 @@
 """Cost probe: measures the parts of a step and the links between ranks, without training.
 
-Each rank measures the layers that it holds, one stage after the other. A layer runs backward as soon as it has run
-forward, on detached inputs, and its output goes on to the next layer, or to the rank that has the next layer::
+Each rank measures the layers that it holds, one stage after the other. Each layer runs forward and then backward, on
+detached inputs, and its output goes on to the next layer, or to the rank that has the next layer::
 
     rank 1    step: before -> [0] -> [1] -> end, sends           [ ] forward and backward, timed
-    rank 0                                 receives, step: -> [2] -> [3] -> behind -> loss
+    rank 0                                 receives, step: -> [2] -> [3] -> after -> loss
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class CostProbe:
         ownership: the tensors that this rank holds.
         group: the ranks of the pipeline; None if this rank has all layers.
         device: where this rank computes.
-        seed: of the random numbers of the measurement, the same on all ranks.
-        recompute: indices of the layers that run again in backward, and are measured so.
-        fewest_runs: runs of a step that are measured in any case.
-        enough_s: seconds after which no further run begins.
-        agreed: what ranks whose layers communicate with each other make of whether it is enough, the same on each.
+        seed: the seed of the random numbers, the same on all ranks.
+        recompute: indices of the layers that run again in backward, also when they are measured.
+        fewest_runs: the smallest number of measured runs of a step.
+        enough_s: seconds after which no further run begins, if there are ``fewest_runs``.
+        agreed: makes one decision of those of ranks whose layers communicate with each other.
 
     Attributes:
-        elsewhere_s: seconds that a stage other than the first took for the part before the layers; None if this rank
-            has measured no such stage.
+        elsewhere_s: seconds that another stage than the first took before the layers; None if this rank has measured no
+            such stage.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class CostProbe:
         threads had the core does not count.
 
         Args:
-            step: runs the user's step on one micro-batch and returns its loss. It is called for each stage of this rank
-                once to warm up, unless this probe has measured before, and then up to 10 times.
+            step: runs the user's step on one micro-batch and returns its loss. Each stage of this rank calls it once to
+                warm up, unless this probe has measured before, and then up to 10 times.
 
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
@@ -122,7 +122,7 @@ class CostProbe:
                 self._measure_stage(stage, step, (position - 1) % num_ranks, (position + 1) % num_ranks)
         if self._group is not None:
             self._group.finish()
-            gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+            gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
         self._is_warm = True
         return {part: _fastest(costs) for part, costs in self._parts.items()}
 
@@ -160,7 +160,7 @@ class CostProbe:
         if index == 0:
             self._end_part(0, tensors_of((args, kwargs)))
         self._saved.part = 1 + index
-        # Copies, so that a layer may work in place, as it may on any tensor that is no leaf.
+        # Copies, so that a layer may work in place, which autograd forbids on leaves.
         args, kwargs = map_only(Tensor, self._saved.detached_copy, (args, kwargs))
         recomputed_bytes = 0
         if index in self._recompute:
@@ -178,7 +178,7 @@ class CostProbe:
         return output
 
     def _inner_bytes(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> int:
-        """Bytes that a recomputed layer saves besides its inputs while it runs again; counted in the warm-up run."""
+        """Bytes that a recomputed layer saves, without its inputs, when it runs again; counted in the warm-up run."""
         if not self._saved.counts:
             return 0
         inner = SavedTensors([*self._ownership.held(), *self._ownership.buffers(), *tensors_of((args, kwargs))])
@@ -190,12 +190,12 @@ class CostProbe:
 
     def _start_clock(self) -> None:
         synchronise(self._device)
-        # In this order, and at the end in the other: a wait between the two makes the time too long, never too short.
+        # The end reads in reverse order: a wait between the two readings makes the time too long, never too short.
         start_s = time.perf_counter()
         self._part_start_s = start_s - self._core_wait.seconds()
 
     def _clock_s(self) -> float:
-        """Seconds since the clock was started, without those in which other threads had the core."""
+        """Seconds since the clock was started, without time in which other threads had the core."""
         synchronise(self._device)
         waited_s = self._core_wait.seconds()
         return time.perf_counter() - waited_s - self._part_start_s
@@ -203,7 +203,7 @@ class CostProbe:
     def _end_part(
         self, part: int, outputs: Sequence[Tensor], *, output_bytes: int | None = None, recomputed_bytes: int = 0
     ) -> None:
-        """Stops the clock of a part's forward pass, runs and times its backward pass and records its costs."""
+        """Stops the clock of a part's forward pass, times its backward pass, and records the costs."""
         forward_s = self._clock_s()
         wanted = [output for output in outputs if output.requires_grad and output.grad_fn is not None]
         gradients = [torch.ones_like(output) for output in wanted]
@@ -245,7 +245,7 @@ class CostProbe:
 
 
 def _fastest(costs: Sequence[PartCost]) -> PartCost:
-    """Sizes from the warm-up run, which counts them; times from the other runs."""
+    """The sizes that the warm-up run has counted, and the shortest times of the other runs."""
     warm_up, *timed_runs = costs
     return replace(
         warm_up,
@@ -257,7 +257,7 @@ def _fastest(costs: Sequence[PartCost]) -> PartCost:
 def slowest_link(group: PipelineGroup) -> LinkCost:
     """The cost of the slowest link between neighbouring ranks, from round trips of 4 KiB and of 1 MiB.
 
-    The fastest of a few round trips counts. A collective of the pipeline; a rank knows only the links of its own.
+    The fastest of a few round trips counts. A collective of the pipeline; a rank knows only its own links.
     """
     slowest = LinkCost(0.0, 0.0)
     mine, num_ranks = dist.get_rank(group.process_group), group.num_ranks

@@ -20,28 +20,28 @@ from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTime
 
 KEPT_STEPS = 9
 _GPU_STRIDE = 16
-"""On a GPU one step of so many is timed, since the host waits for the device as such a step begins."""
+"""On a GPU one in 16 steps is timed, since the host waits for the device as a timed step begins."""
 
 _Mark = tuple[str, int, int, Any]
-"""Kind, stage and micro-batch of the rank's work from a mark of the clock on."""
+"""Kind, stage and micro-batch of the work that begins at this mark, and the clock's mark."""
 
 
 class Recorder:
-    """Records the newest steps of a rank as marks, each of which says what the rank does from then on::
+    """Records the newest steps of a rank as marks; each mark names the work that begins there::
 
         receive   forward       idle send  receive    backward     idle
         |---------|-------------|----|-----|----------|------------|
 
-    Steps whose micro-batches all run together are recorded, which those of the first batch of a shape do not. In the
-    first of them, and in a later one of more micro-batches, saved tensors are counted instead of the time.
+    It records steps whose micro-batches run in one schedule; the first batch of a shape does not. The first of these
+    steps, and a later step with more micro-batches, count saved tensors instead of the time.
 
     Attributes:
         notes_steps: whether anything is recorded.
-        counts_activations: whether saved tensors are counted. That takes saved-tensor hooks, which some transforms of
-            ``torch.func`` refuse to work with.
+        counts_activations: whether saved tensors are counted. This takes saved-tensor hooks, which some transforms of
+            ``torch.func`` refuse.
 
     Args:
-        meter: its clock is read.
+        meter: gives the time.
         device: where the rank computes.
         parameters: returns the module's parameters; placeholders do not count.
         buffers: returns the buffers that the rank holds.
@@ -71,7 +71,7 @@ class Recorder:
 
     @contextmanager
     def step(self, num_micro_batches: int, *, together: bool) -> Iterator[None]:
-        """Records the step within the block; a step that fails is left out.
+        """Records the step within the block, unless it fails.
 
         With ``together`` all its micro-batches run in one schedule.
         """
@@ -102,9 +102,9 @@ class Recorder:
         """Marks the beginning of a piece of work.
 
         Args:
-            kind: as of :class:`~lightning_multigpu.planning.timeline.Interval`, or "idle".
-            stage: whose work it is.
-            micro_batch: that is worked on.
+            kind: a kind of :class:`~lightning_multigpu.planning.timeline.Interval`, or "idle".
+            stage: the stage that works.
+            micro_batch: the micro-batch of the work.
             received: the work needs a received message, and the rank has waited for it since the previous mark.
         """
         marks = self._marks
@@ -129,7 +129,7 @@ class Recorder:
         return tuple(found)
 
     def memory(self, optimizers: Sequence[Optimizer]) -> StageMemory:
-        """The memory that the rank holds now, and that of saved tensors in the step that counted them."""
+        """The memory that the rank holds now, and the memory of saved tensors in the step that counted them."""
         held = measured_bytes(self._parameters(), optimizers)
         return StageMemory(
             parameters_bytes=held.parameters_bytes,

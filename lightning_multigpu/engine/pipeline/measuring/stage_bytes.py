@@ -1,4 +1,4 @@
-"""Bytes that training will need for each layer of a chain, and for what lies before and behind the layers."""
+"""Bytes that training will need for each layer of a chain, and for parameters before and after the layers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def layer_bytes(chain: Chain, optimizers: Sequence[Optimizer]) -> list[int]:
 
 
 def end_bytes(ownership: Ownership, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
-    """As :func:`layer_bytes`, of what only the first and the last stage hold outside of the layers."""
+    """As :func:`layer_bytes`, for parameters outside of the layers that only the first, or the last, stage holds."""
     first, last = ownership.at_ends()
     return held_bytes(first, optimizers).total, held_bytes(last, optimizers).total

@@ -1,11 +1,11 @@
-"""Use probe: finds by watching a step which parts of it use the tensors outside of the layers.
+"""Use probe: watches a step to find which of its parts use the tensors outside of the layers.
 
-Values that a step computes before the layers remember which of these tensors they come from, on every rank, also where
-the tensor is a placeholder. Such a value is used where a layer or what is behind the layers computes with it::
+The probe tracks which of these tensors each value before the layers is computed from, on every rank, also if the tensor
+is a placeholder. A layer, or the part after the layers, uses such a tensor if it computes with such a value::
 
     tokens.weight -> embedding -> [0] -> [1] -> [2] -> norm -> head         tokens.weight: before the layers
     bias.weight   -> bias table ---+------+------+                          bias.weight:   before, and layers 0, 1 and 2
-                                                                            norm.weight, head.weight: behind the layers
+                                                                            norm.weight, head.weight: after the layers
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 
 Uses = dict[str, set[int]]
-"""Parts of a step by the names of the tensors that they use; as of :class:`Chain`."""
+"""The parts of a step that use each tensor, by its name; parts are numbered as in :class:`Chain`."""
 
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -42,7 +42,7 @@ class UseProbe:
         ownership: the tensors that this rank holds.
         group: the ranks of the pipeline; None if this rank has all layers.
         device: where this rank computes.
-        seed: of the random numbers, the same on all ranks.
+        seed: the seed of the random numbers, the same on all ranks.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class UseProbe:
         self._layers = LayerInterception(chain, *bounds[ownership.position], self._begin_part, self._run_layer)
 
     def watch(self, step: Callable[[], Any], left: Callable[[], Any] = lambda: None) -> Uses:
-        """What this rank's stages have used; a collective of the pipeline. Random states are left unchanged.
+        """The tensors that this rank's stages use; a collective of the pipeline. Random states are left unchanged.
 
-        A step that needs values that the rank lacks is not run to its end; what it needs counts as used.
+        A step stops where it needs values that the rank lacks; these values count as used.
 
         Args:
             step: runs the user's step.
-            left: returns what the step leaves for others, such as logged values, in nested containers; called after
-                the last stage's step.
+            left: returns further results of the step, such as logged values, in nested containers; called after the
+                last stage's step.
 
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
@@ -88,7 +88,7 @@ class UseProbe:
                     self._watch.uses.setdefault(name, set()).add(0)
         if self._group is not None:
             self._group.finish()
-            gc.collect()  # reference cycles with autograd graphs, which keep parameters from being exchanged
+            gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
         return self._watch.uses
 
     def _run_stage(
@@ -104,7 +104,7 @@ class UseProbe:
                 if not self._group.receive_object(previous):
                     raise _Abandoned
                 found = self._group.receive_activations(previous, self._device, gradients=True)
-                # Copies, so that a layer may work in place, as it may on any tensor that is no leaf.
+                # Copies, so that a layer may work in place, which autograd forbids on leaves.
                 arrived.append(Activations(found.structure, tuple(tensor.clone() for tensor in found.tensors)))
             return arrived[0]
 
@@ -147,16 +147,16 @@ class UseProbe:
 
 
 class _Abandoned(BaseException):
-    """Raised through the user's step where the stage before has not run to its end."""
+    """Raised through the user's step if the previous stage has not run to its end."""
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which parts of a step compute with tensors outside of the layers, or with what comes from them.
+    """Notes which parts of a step compute with tensors outside of the layers, or with values computed from them.
 
     Attributes:
-        part: of the step, that is running; 0 also between the layers.
-        runs_first_stage: values that are computed before the layers are used by this stage itself.
-        uses: found so far.
+        part: the running part of the step; 0 also between the layers.
+        runs_first_stage: this stage itself uses the values that are computed before the layers.
+        uses: the uses found so far.
     """
 
     supports_higher_order_operators = True
@@ -177,29 +177,29 @@ class _Watch(TorchDispatchMode):
         self._drawn: set[str] = set()
 
     def take(self, value: Any, part: int) -> None:
-        """A part of the step takes the tensors within nested containers."""
+        """Notes that a part of the step uses the tensors within nested containers."""
         self._note(self._names(value), {part})
 
     def lacks(self, sources: Iterable[str]) -> bool:
-        """The running part needs values of placeholders with these sources; false if none of them is outside."""
+        """Notes that the running part needs values of placeholders; False if none of their sources is outside."""
         names = {name for source in sources for name in self._by_source.get(source, ())}
         self._note(names, {self.part} if self.part else range(1 + self._last_part))
         return bool(names)
 
     def left_in(self, value: Any) -> list[Tensor]:
-        """The tensors within nested containers, without those outside of the layers themselves."""
+        """The tensors within nested containers, but for the tensors outside of the layers themselves."""
         found = (entry for entry in tree_iter(value) if isinstance(entry, Tensor))
         return [tensor for tensor in found if id(tensor) not in self._outside]
 
     def computed(self, output: Any) -> None:
-        """A layer has returned this, and perhaps changed its input in place: the next stage gets it from there."""
+        """Forgets where a layer's output, perhaps its changed input, comes from: the next stage receives its values."""
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and torch._C._has_storage(tensor):
                 self._by_storage.pop(_storage(tensor), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a traced chain meets arguments of a new kind
+        if torch.compiler.is_compiling():  # a traced chain traces arguments of a new kind
             return func(*args, **kwargs)
         names = self._names((args, kwargs))
         if self.part:
@@ -218,7 +218,7 @@ class _Watch(TorchDispatchMode):
         return results
 
     def _needed_everywhere(self, func: Any, args: Any, names: set[str]) -> set[str]:
-        """The tensors without whose values an operation before the layers makes stages differ."""
+        """The tensors whose values every stage needs, since else an operation before the layers would differ."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             if names:  # a placeholder draws no random numbers: what is drawn later would differ
                 self._drawn |= names

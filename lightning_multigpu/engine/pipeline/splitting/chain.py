@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import block_lists, models_in
+from lightning_multigpu.engine.hugging_face import block_lists, models_in
 from lightning_multigpu.planning.balance import balanced_bounds, layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
@@ -25,15 +25,15 @@ class Chain:
     """Layers in the order in which they run.
 
     Attributes:
-        name: of the container in the module, "layers" for example.
+        name: the container's name in the module, "layers" for example.
         layers: the container's children.
         around: the modules that contain the layers, the container included, with their names; the outermost first.
-        points: names of submodules at each of which another stage could begin; empty where none can.
+        points: names of submodules at which other stages could begin; empty if there are none.
         schedule: options of the schedule, as code.
-        uses: for each tensor outside of the layers, by its first name, the parts of a step that use its values, as far
-            as steps have shown: 0 before the layers, 1 + i layer i, and n + 1 behind the last of n layers.
+        uses: for each tensor outside of the layers, by its first name, the parts of a step that have used its values:
+            0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
         replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
-        is_arranged: it is known which layer uses which parameters and buffers.
+        is_arranged: the parameters and buffers of each layer are known.
     """
 
     name: str
@@ -51,22 +51,25 @@ class Chain:
     def layer_name(self, index: int) -> str:
         return f"{self.name}.{index}"
 
+    def named_layers(self) -> list[tuple[str, Module]]:
+        return [(self.layer_name(index), layer) for index, layer in enumerate(self.layers)]
+
     def cut_of(self, around: Module) -> str:
-        """The strategy that cuts the forward pass of a module around the layers, as code to paste.
+        """A strategy that cuts the forward pass of a module around the layers, as code to paste.
 
         Args:
-            around: one of ``self.around``, whose forward pass the step runs once.
+            around: one of ``self.around``; the step runs its forward pass once.
         """
         root, name = next(iter(self.around)), self.around[around]
         is_found = smallest_around(root, self.points) == name
         return strategy_code("auto" if is_found else name, self.points, self.schedule)
 
     def describe(self) -> str:
-        """The split part, for people."""
+        """A description of the split part, for messages."""
         return f"{self.name!r}, {len(self)} layers"
 
     def describe_layers(self, start: int, stop: int) -> str:
-        """The layers ``[start, stop)``, for people."""
+        """A description of the layers ``[start, stop)``, for messages."""
         return layers_text(start, stop)
 
     def modules(self) -> set[Module]:
@@ -74,7 +77,7 @@ class Chain:
         return {part for layer in self.layers for part in layer.modules()}
 
     def learn(self, uses: Iterable[Mapping[str, Iterable[int]]]) -> None:
-        """Adds to ``uses`` what ranks have seen."""
+        """Adds uses that ranks have found."""
         for found in uses:
             for name, parts in found.items():
                 self.uses.setdefault(name, set()).update(parts)
@@ -91,8 +94,8 @@ class Chain:
     def intercepted(self, call: Callable[..., Any]) -> Iterator[None]:
         """Runs ``call(places, own, args, kwargs)`` in place of each call of a layer within the block.
 
-        ``places`` are the layer's indices: several, if it stands in the container several times. ``own`` is the call
-        itself, with hooks and compiled code. Calls within ``own`` stay as they are.
+        ``places`` are the layer's indices: several if the container holds it several times. ``own`` is the original
+        call, with hooks and compiled code. Calls within ``own`` are not intercepted.
         """
         running: list[Module] = []
         with ExitStack() as undo:
@@ -103,7 +106,7 @@ class Chain:
             yield
 
     def parameter_bytes(self) -> list[int]:
-        """Bytes of each layer's parameters; a parameter of several layers counts for the first of them."""
+        """Bytes of each layer's parameters; a shared parameter counts for its first layer."""
         return [sum(parameter.nbytes for parameter in own) for own in self.own_parameters()]
 
     def own_parameters(self) -> Iterator[set[Parameter]]:
@@ -122,8 +125,8 @@ _CALLS = ("forward", "_compiled_call_impl")
 def _patched_call(module: Module, call: Callable[..., Any], running: list[Module]) -> Iterator[None]:
     """Runs ``call(own, args, kwargs)`` in place of the module and of its forward within the block.
 
-    torch runs what a module has as ``_compiled_call_impl`` in place of hooks and forward. While ``own`` runs, the
-    module is as it was, and in ``running``. While any module is in ``running``, calls are not replaced.
+    torch calls a module's ``_compiled_call_impl``, if any, instead of hooks and forward. While ``own`` runs, the module
+    is unpatched and in ``running``. While any module is in ``running``, calls are not replaced.
     """
     table = vars(module)
     before = {name: table[name] for name in _CALLS if name in table}
@@ -155,7 +158,7 @@ def _patched_call(module: Module, call: Callable[..., Any], running: list[Module
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, into which compiled code that calls it does not look."""
+    """The function, which ``torch.compile`` does not trace when compiled code calls it."""
     reason = "the layers of a pipeline run apart from each other; compile each of them, without fullgraph around them"
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
@@ -170,8 +173,8 @@ def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -
 
     Args:
         module: the whole module.
-        name: of the container, or "auto".
-        num_stages: to split the layers into.
+        name: the name of the container, or "auto".
+        num_stages: the number of stages.
         schedule: options of the schedule, as code, for suggestions.
 
     Raises:
@@ -192,7 +195,7 @@ def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
             f"{num_stages} stages. {_listing(found)} Use fewer devices{other}"
         )
-    path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals, which is the outer one
+    path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals is the outer one
     return _chain(module, path, usable[path], num_stages, schedule)
 
 
@@ -203,12 +206,12 @@ def strategy_code(name: str, points: Sequence[str], schedule: str) -> str:
 
 
 def suggested_split_points(module: Module, num_stages: int) -> list[str]:
-    """Submodules at which stages of similar size would begin, for an error message; empty where there are too few."""
+    """Submodules at which stages of similar size would begin, for an error message; empty if there are too few."""
     starts: dict[int, str] = {}
     passed = 0
     for name, parameter in module.named_parameters():
         parts = name.split(".")[:-1]
-        for depth in range(len(parts), 0, -1):  # the outermost submodule that begins with this parameter remains
+        for depth in range(len(parts), 0, -1):  # keep the outermost submodule that begins with this parameter
             path = ".".join(parts[:depth])
             part = module.get_submodule(path)
             if next(part.parameters()) is parameter and not isinstance(part, ModuleList):
@@ -224,13 +227,13 @@ def suggested_split_points(module: Module, num_stages: int) -> list[str]:
         points.append(min(near, key=lambda path: (path.count("."), away[path])))
     order = list(starts.values())
     whole = smallest_around(module, points)
-    # A step that calls the parts by itself leaves the whole module without a forward pass of its own.
+    # If the step calls the parts itself, the whole module has no forward pass.
     has_forward = bool(whole) or type(module).forward.__module__.partition(".")[0] not in ("torch", "lightning")
     return sorted(points, key=order.index) if has_forward else []
 
 
 def smallest_around(module: Module, points: Sequence[str]) -> str:
-    """The name of the smallest submodule that has all points, and a forward pass."""
+    """The name of the smallest submodule that contains all points and has a forward pass."""
     parts = [point.split(".")[:-1] for point in points]
     common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
     parts_by_name = dict(module.named_modules())
@@ -255,7 +258,7 @@ def _named(
 
 
 def _chain(module: Module, path: str, container: Sequential | ModuleList, num_stages: int, schedule: str) -> Chain:
-    """The chain; warns where only what is around the layers has been compiled."""
+    """The chain; warns if a module around the layers was compiled and the layers were not."""
     around = modules_around(module, path)
     if any(map(_is_compiled, around)) and not all(map(_is_compiled, container)):
         warnings.warn(
@@ -272,7 +275,7 @@ def _chain(module: Module, path: str, container: Sequential | ModuleList, num_st
 
 
 def modules_around(module: Module, path: str) -> dict[Module, str]:
-    """The submodule at ``path`` and the modules that contain it, with their names; ``module`` itself first."""
+    """The submodule at ``path`` and the modules around it, with their names; ``module`` itself first."""
     parts = path.split(".") if path else []
     paths = [".".join(parts[:end]) for end in range(len(parts) + 1)]
     return {module.get_submodule(each): each for each in paths}

@@ -1,14 +1,14 @@
 """Construction: builds on each rank of a pipeline only the tensors that it will hold, with the values of one device.
 
-The module is built twice. Both times modules register the same tensors in the same order, by which they are matched::
+The module is built twice. Both times modules register the same tensors in the same order, which matches them::
 
-    dry run      every parameter becomes a placeholder as soon as it is registered: shows which tensors there will be,
-                 and so where the module will be split
+    dry run      every parameter becomes a placeholder as soon as it is registered: shows the tensors of the module, and
+                 so where the module will be split
     building     tensors that this rank will hold stay; all others become placeholders. Random numbers that would fill
                  a placeholder are drawn into memory that is freed at once
 
-No random number is left out, so the remaining values are those that one device draws. A rank never has more memory in
-use than the tensors that it will hold and the one tensor that is being filled.
+No random number is left out, so the values equal those of one device. A rank never uses more memory than for the
+tensors that it will hold and for the one tensor that is being filled.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Construction:
         """Keeps the values of tensors that modules register within the block if ``is_held``.
 
         Args:
-            is_held: called with the tensor of the dry run in the same place.
+            is_held: called with the matching tensor of the dry run.
 
         Raises:
-            PipelineError: other tensors are registered than in the dry run.
+            PipelineError: modules register other tensors than in the dry run.
         """
         expected = [(description, is_held(tensor)) for description, tensor in self._expected]
         self._expected = []
@@ -95,7 +95,7 @@ def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
     truncated = init._no_grad_trunc_normal_
 
     def fill_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # How many numbers it draws depends on the drawn values, which a placeholder does not have.
+        # The count of its random numbers depends on the drawn values, which a placeholder lacks.
         if not isinstance(tensor, Placeholder):
             return truncated(tensor, *args, **kwargs)
         if draw:
@@ -113,7 +113,7 @@ def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws the random numbers that would have filled placeholders."""
+    """Draws the random numbers that would fill placeholders."""
 
     def __init__(self, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ def _drop(tensor: Tensor, name: str, module: Module) -> None:
     new: Tensor = Placeholder(tensor.data, source)
     if is_parameter:
         new = Parameter(new, requires_grad=tensor.requires_grad)
-    with suppress(RuntimeError):  # something refers to it; it is dropped when the module is complete
+    with suppress(RuntimeError):  # something refers to it; drop() replaces it when the module is complete
         exchange(tensor, new)
 
 

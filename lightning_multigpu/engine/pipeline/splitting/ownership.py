@@ -1,14 +1,14 @@
 """Ownership: the ranks of a pipeline that hold the values of each parameter and buffer.
 
-A tensor is held by the ranks whose stages use it; the other ranks have placeholders in its place, under the same names
-and in the same order. Gradients of a parameter that several ranks hold (tied weights) are summed over these ranks. ::
+The ranks whose stages use a tensor hold it; the other ranks have a placeholder in its place, under the same names and
+in the same order. Gradients of a parameter that several ranks hold (tied weights) are summed over these ranks. ::
 
     embed -> [0] -> [1] -> [2] -> [3] -> norm -> head        first stage: embed, layers 0 and 1
                                                              last stage:  layers 2 and 3, norm, head
 
-Which parts of a step use a parameter outside of the layers is known once steps have been watched; until then, what is
-registered in front of the layers counts as used before them, and the rest as used behind them. Buffers outside of the
-layers are on all ranks, unless steps write into them before the layers.
+Watched steps show which parts of a step use a parameter outside of the layers. Until then, parameters registered before
+the layers count as used before them, and the rest as used after them. Buffers outside of the layers are on all ranks,
+unless steps write into them before the layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Holding:
 
     @property
     def source(self) -> str:
-        """What its placeholder stands for."""
+        """The source that its placeholder names."""
         fix = f" (outside of the layers; replicated=[{self.name!r}] keeps it on every rank)" if self.is_outside else ""
         return f"{'parameter' if self.is_parameter else 'buffer'} {self.name}{fix}"
 
@@ -57,8 +57,8 @@ class Ownership:
         module: the whole module.
         chain: its layers.
         bounds: the layers ``[start, stop)`` of each stage.
-        position: of this rank; it has every stage whose index modulo ``num_ranks`` is its position.
-        num_ranks: of the pipeline.
+        position: this rank's position; it has every stage whose index modulo ``num_ranks`` is its position.
+        num_ranks: the ranks of the pipeline.
     """
 
     def __init__(
@@ -80,10 +80,7 @@ class Ownership:
         return [h.tensor for h in self.holdings if self.position in h.holders and isinstance(h.tensor, Parameter)]
 
     def at_ends(self) -> tuple[list[Parameter], list[Parameter]]:
-        """Parameters outside of the layers that the first rank holds, and those that the last one holds.
-
-        Those that all ranks hold are left out.
-        """
+        """Parameters outside of the layers on the first rank, and on the last one, without those on all ranks."""
         found = [h for h in self.holdings if h.is_outside and len(h.holders) < self.num_ranks]
         first, last = (
             [h.tensor for h in found if position in h.holders and isinstance(h.tensor, Parameter)]
@@ -113,21 +110,18 @@ class Ownership:
         return not any(isinstance(holding.tensor, Placeholder) for holding in self.holdings)
 
     def missing(self) -> set[str]:
-        """Names of tensors that this rank has no values of."""
+        """Names of tensors whose values this rank lacks."""
         return {holding.name for holding in self.holdings if isinstance(holding.tensor, Placeholder)}
 
     def share_values(self, group: MeteredGroup, source: int) -> None:
-        """Gives every rank of ``group``, at the start of a run, the values that it holds.
-
-        They come from the world's rank ``source``, which has all values.
-        """
+        """Copies values from the world's rank ``source``, which has all, to their holders; at the start of a run."""
         self._share(self.holdings, group, source)
 
     def complete(self, missing: Sequence[Collection[str]], group: PipelineGroup) -> None:
-        """Brings values to ranks of the pipeline that are to hold them and have none; a collective of the pipeline.
+        """Copies values to the ranks of the pipeline that should hold them and lack them; a collective of the pipeline.
 
         Args:
-            missing: the names of what each position has no values of; every tensor is somewhere.
+            missing: for each position, the names of tensors that it lacks; some position has each tensor.
             group: the ranks of the pipeline.
         """
         for holding in self.holdings:
@@ -136,12 +130,12 @@ class Ownership:
         group.finish()
 
     def share_held(self, everyone: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> None:
-        """Gives all ranks equal values if no rank has all values and each has those that it holds.
+        """Makes the values of all ranks equal where no rank has all values, and each rank has the values that it holds.
 
         Args:
-            everyone: all ranks; the tensors that all hold come from its first rank.
-            peers: the ranks with this position in all pipelines; tensors that not all ranks hold come from the first.
-            group: the ranks of this pipeline; tensors that several of them hold come from the last of these.
+            everyone: all ranks; its first rank sends the tensors that all ranks hold.
+            peers: the ranks at this position in all pipelines; their first rank sends all other tensors.
+            group: the ranks of this pipeline; the last holder of a tensor sends it to its other holders.
         """
         self._share([h for h in self.holdings if len(h.holders) == self.num_ranks], everyone, everyone.first_rank)
         others = [h for h in self.holdings if len(h.holders) < self.num_ranks]
@@ -153,7 +147,7 @@ class Ownership:
             self._share([h for h in others if self.position in h.holders], peers, peers.first_rank)
 
     def _send(self, holding: Holding, sender: int, receivers: Sequence[int], group: PipelineGroup) -> None:
-        """Sends the values of a tensor from one position to others; a collective of these."""
+        """Sends the values of a tensor from one position to others; a collective of these positions."""
         if self.position == sender:
             for receiver in receivers:
                 group.send(holding.tensor, receiver)
@@ -173,7 +167,7 @@ class Ownership:
                     self._exchange(holding, value)
 
     def drop(self) -> None:
-        """Replaces tensors that only other ranks hold by placeholders. Parameters stay the same Python objects."""
+        """Replaces tensors that this rank does not hold by placeholders. Parameters stay the same Python objects."""
         for holding in self.holdings:
             if self.position in holding.holders:
                 continue
@@ -183,7 +177,7 @@ class Ownership:
                 self._exchange(holding, Placeholder(holding.tensor.data, holding.source))
 
     def move(self, device: torch.device) -> None:
-        """Moves the tensors that this rank holds to its device, except those that may become another rank's."""
+        """Moves the tensors that this rank holds to its device, except tensors that another rank may hold later."""
         unassigned = {id(tensor) for tensor in self._chain.unassigned()}
         for holding in self.holdings:
             is_held = self.position in holding.holders and id(holding.tensor) not in unassigned
@@ -191,12 +185,12 @@ class Ownership:
                 holding.tensor.data = holding.tensor.data.to(device)
 
     def gather(self, group: PipelineGroup) -> None:
-        """Brings all values into the host's memory of the last position; a collective of the pipeline."""
+        """Copies all values to the host's memory at the last position; a collective of the pipeline."""
         for holding, value in self.values_of_others(group):
             self._exchange(holding, value)
 
     def values_of_others(self, group: PipelineGroup) -> Iterator[tuple[Holding, Tensor]]:
-        """On the last position the values that it does not hold, in host memory; a collective of the pipeline."""
+        """At the last position, the values that it does not hold, in host memory; a collective of the pipeline."""
         last = self.num_ranks - 1
         for holding in self.holdings:
             if self.position == holding.holders[0] and last not in holding.holders:
@@ -207,10 +201,10 @@ class Ownership:
         group.finish()
 
     def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
-        """Brings all values into the host's memory of every rank of ``group``.
+        """Copies all values to the host's memory of every rank of ``group``.
 
         Args:
-            group: the stages.
+            group: the ranks of the pipeline.
             ranks: the world's rank at each position.
         """
         for part in _in_parts(self.holdings):
@@ -231,17 +225,17 @@ class Ownership:
         device: torch.device,
         moved: Callable[[Holding, int, list[int]], None] = lambda holding, sender, receivers: None,
     ) -> bool:
-        """Moves tensors to the ranks that hold them from now on, and says whether any moved. A collective of ``group``.
+        """Moves tensors to the ranks that hold them from now on; returns whether any moved. A collective of ``group``.
 
-        Parameters stay the same Python objects. A tensor that moves is for a moment in the host's memory of the ranks
-        that it comes from and goes to.
+        Parameters stay the same Python objects. A tensor that moves passes through the host's memory of its sender and
+        of its receivers.
 
         Args:
             bounds: the layers ``[start, stop)`` of each stage.
             group: the ranks of the pipeline.
             device: where this rank computes.
-            moved: called on every rank with a parameter, the position that has sent it, and those that have received it
-                and did not hold it before.
+            moved: called on every rank with a parameter, the position of its sender, and the positions of its new
+                holders.
 
         Raises:
             PipelineError: a parameter cannot be exchanged, because something refers to it.
@@ -274,7 +268,7 @@ class Ownership:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def _exchange(self, holding: Holding, value: Tensor) -> None:
-        """Puts ``value`` into the tensor's place: into the same object or, if that is in use, into all modules."""
+        """Replaces a tensor by ``value``: in the same Python object or, if a graph uses that, in all modules."""
         old = holding.tensor
         new: Tensor = value
         if isinstance(old, Parameter):
@@ -293,7 +287,7 @@ class Ownership:
 
     @contextmanager
     def _without_weak_references(self) -> Iterator[None]:
-        """Drops the weak references of ``nn.LSTM`` and its like to their parameters within the block."""
+        """Within the block ``nn.LSTM`` and other recurrent layers have no weak references to their parameters."""
         for part in self._recurrent:
             part._flat_weight_refs = []
         yield
@@ -319,7 +313,7 @@ def _holdings(module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], n
         if name != names[id(tensor)][0]:
             continue
         found = holders.get(id(tensor), set())
-        is_outside = id(tensor) in outside or not found  # what no layer uses can only be used outside of them
+        is_outside = id(tensor) in outside or not found  # a tensor of no layer can only be used outside of them
         if is_outside:
             uses = chain.uses.get(name, set())
             is_read_only = not (uses or isinstance(tensor, Parameter))
@@ -331,9 +325,9 @@ def _holdings(module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], n
 
 
 def _parts_outside(module: Module, chain: Chain) -> dict[int, set[int]]:
-    """The parts of a step that are expected to use each tensor outside of the layers, by its ``id``.
+    """The parts of a step that should use each tensor outside of the layers, by its ``id``.
 
-    The order in which modules are registered tells: 0 before the layers, -1 behind them.
+    Part 0 uses tensors that are registered before the layers, part -1 those that are registered after them.
     """
     found: dict[int, set[int]] = {}
     inside, part = chain.modules(), 0
@@ -351,14 +345,14 @@ def _own_tensors(module: Module) -> list[Tensor]:
 
 
 def _is_replicated(chain: Chain, names: Sequence[str]) -> bool:
-    """Whether the user wants a tensor outside of the layers, which has these names, on all ranks."""
+    """Whether the user wants a tensor with these names, outside of the layers, on all ranks."""
     if isinstance(chain.replicated, bool):
         return chain.replicated
     return any(f"{name}.".startswith(f"{wanted}.") for name in names for wanted in chain.replicated)
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """The tensor; for a placeholder, memory for its values."""
+    """The tensor, or memory for the values of a placeholder."""
     if isinstance(tensor, Placeholder):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor

@@ -23,11 +23,11 @@ _MANY_TRACES = 12  # the checks of the first batch make up to four
 class Piece(Module):
     """The part of a traced module between two split points.
 
-    It looks its parameters and buffers up by name, and lists them as its own, and their modules as its children.
+    It finds its parameters and buffers by name. It lists them as its own, and their modules as its children.
 
     Args:
         whole: the module that is cut.
-        index: number of the piece.
+        index: the number of the piece.
     """
 
     def __init__(self, whole: Module, index: int) -> None:
@@ -37,7 +37,7 @@ class Piece(Module):
         self.names: tuple[str, ...] = ()
 
     def forward(self, arrived: tuple[Tensor, ...], trace: Trace, leaves: list[Any]) -> tuple[Any, ...]:
-        """Runs the piece on the previous piece's result and on those arguments of the whole module that it uses."""
+        """Runs the piece on the previous piece's result and on the whole module's arguments that it uses."""
         piece = trace.pieces[self.index]
         if piece.changes_arrived:
             arrived = tuple(tensor.clone() for tensor in arrived)
@@ -78,12 +78,12 @@ class _Arranged(BaseException):
 class TracedChain(Chain):
     """The pieces of a module between split points.
 
-    The forward pass is traced again for arguments of other shapes, and in training and in evaluation; a trace takes
-    seconds. Side effects of the forward pass, such as counting in Python or logging, happen only while it is traced.
+    The forward pass is traced again for arguments of other shapes, and once each for training and evaluation; a trace
+    takes seconds. Side effects of the forward pass, such as Python counters or logs, happen only in a trace.
 
     Args:
-        module: has the submodules.
-        name: of the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
+        module: the module with the submodules.
+        name: the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
         points: names of submodules of ``module``; a piece begins with each of them.
         device: where the parameters and buffers will be.
         schedule: options of the schedule, as code, for suggestions.
@@ -107,11 +107,11 @@ class TracedChain(Chain):
         self._traces: dict[Any, Trace] = {}
         self._arranging = self._will_train = False
         self.is_arranged = False
-        self._is_all = self._whole is module  # what runs before its forward pass may need any parameter
+        self._is_all = self._whole is module  # code before its forward pass may need any parameter
         self._parts = tuple(self._whole.modules())
 
     def layer_name(self, index: int) -> str:
-        return f"what begins with {self.points[index - 1]!r}" if index else f"the beginning of {self.name!r}"
+        return f"the piece that begins with {self.points[index - 1]!r}" if index else f"the beginning of {self.name!r}"
 
     def describe(self) -> str:
         return f"{self.name!r}, cut before {', '.join(map(repr, self.points))}"
@@ -223,8 +223,9 @@ class TracedChain(Chain):
                 if self.is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
                     others = ", ".join(map(str, users)) or "none"
                     raise PipelineError(
-                        f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, before "
-                        f"the stages that did were: {others}; move the split points so that it stays on one stage"
+                        f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, and the "
+                        f"stages that used it before are: {others}; move the split points so that it stays on one "
+                        "stage"
                     )
         if not self.is_arranged:
             for piece in self.layers:

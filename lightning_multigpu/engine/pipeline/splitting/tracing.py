@@ -5,11 +5,11 @@ models that do not fit into memory). They also replace the parameters and buffer
 Parameters and buffers are inputs of the graph, so each run uses those that the module has at that time: tied ones stay
 tied, and trained or loaded values are used.
 
-Each piece of the graph gets what it needs of the earlier pieces from the piece before::
+Each piece of the graph gets the results of earlier pieces from the previous piece::
 
-    piece 0    arguments, tensors               -> what later pieces need
-    piece 1    what arrived, arguments, tensors -> what later pieces need
-    piece 2    what arrived, arguments, tensors -> what the forward pass returns
+    piece 0    arguments, tensors                  -> results for later pieces
+    piece 1    received values, arguments, tensors -> results for later pieces
+    piece 2    received values, arguments, tensors -> the output of the forward pass
 
 A value that a later piece needs is sent through all pieces between. Arguments are not sent: every stage has them.
 """
@@ -34,7 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only
 
 from lightning_multigpu.engine.errors import PipelineError
 
-# Operations that write into running statistics, which their schemas do not say.
+# Operations that write into running statistics, although their schemas do not say so.
 _WRITES_STATISTICS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten.batch_norm.default: (3, 4),
     torch.ops.aten.instance_norm.default: (3, 4),
@@ -46,11 +46,11 @@ class GraphPiece:
     """One piece of a graph.
 
     Attributes:
-        module: takes what arrived, then arguments, then tensors; returns a tuple of tensors, the last piece a tuple of
-            whatever the forward pass returns.
+        module: takes received values, then arguments, then tensors; returns a tuple of tensors, the last piece a tuple
+            of the forward pass's results.
         inputs: indices of the graph's inputs (arguments and tensors) that the piece takes.
-        written: the inputs that it writes into.
-        changes_arrived: it writes into what arrived.
+        written: the inputs that the piece writes into.
+        changes_arrived: the piece writes into received values.
     """
 
     module: GraphModule
@@ -65,9 +65,8 @@ class GraphCuts:
     Args:
         root: the graph's module.
         mark: the target of the nodes between two pieces; these nodes are left out.
-        names: of the graph's inputs, for messages.
-        num_shared: the number of inputs, at the beginning, that are parameters and buffers; a piece may write into
-            them.
+        names: the names of the graph's inputs, for messages.
+        num_shared: the first so many inputs are parameters and buffers; a piece may write into them.
 
     Raises:
         PipelineError: the pieces cannot run apart from each other.
@@ -112,21 +111,21 @@ class GraphCuts:
             arriving = self._arriving(piece)
             if not arriving:
                 raise PipelineError(
-                    f"nothing that is computed before split point {piece} is needed behind it, so that the stages "
+                    f"nothing that is computed before split point {piece} is needed after it, so that the stages "
                     "would not depend on each other; move the split point"
                 )
             for node in arriving:
                 if not isinstance(node.meta.get("val"), Tensor):
                     raise PipelineError(
                         f"{node.target} before split point {piece} gives a {type(node.meta.get('val')).__name__} that "
-                        "is needed behind it, and only tensors travel; move the split point"
+                        "is needed after it, and only tensors travel; move the split point"
                     )
 
     def _check_writes(self) -> None:
-        """Finds the inputs that are written into.
+        """Finds the inputs that pieces write into.
 
         Raises:
-            PipelineError: another piece uses what one piece writes.
+            PipelineError: a piece writes into an input that another piece uses.
         """
         aliases: dict[int, list[Node]] = defaultdict(list)
         for node in self._nodes:
@@ -160,7 +159,7 @@ class GraphCuts:
         arriving = [node for node in self._arriving(piece) if node in aliases]
         if len(arriving) > 1:
             raise PipelineError(
-                f"behind split point {piece} the result of {arriving[0].target} is changed in place "
+                f"after split point {piece} the result of {arriving[0].target} is changed in place "
                 f"({writer.target}), and {arriving[1].target}, which shares its memory, is needed too; work on a copy, "
                 "or move the split point"
             )
@@ -210,7 +209,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-_MARK = torch.ops.pippy._pipe_split.default  # what pipe_split() leaves in a graph
+_MARK = torch.ops.pippy._pipe_split.default  # the node of pipe_split() in a graph
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,9 @@ class Trace:
     """A forward pass in pieces.
 
     Attributes:
-        pieces: in the order in which they run.
-        tensors: names of the parameters and buffers, which are the first inputs of the graph; the leaves of
-            ``(args, kwargs)`` follow.
+        pieces: the pieces, in the order in which they run.
+        tensors: names of the parameters and buffers, the first inputs of the graph; the leaves of ``(args, kwargs)``
+            follow.
         output: the containers that the forward pass returns.
     """
 
@@ -251,8 +250,8 @@ def traced(
         module: the module that is cut.
         forward: its own forward.
         points: names of submodules, each called once; a piece begins with each of them.
-        args, kwargs: of tensors only shapes, dtypes and devices count.
-        device: where parameters and buffers will be.
+        args, kwargs: only shapes, dtypes and devices of their tensors matter.
+        device: the device of parameters and buffers.
 
     Raises:
         PipelineError: the pass cannot be traced, or does not call each submodule once; the message says why.
@@ -280,7 +279,7 @@ def traced(
     except Exception as error:
         raise PipelineError(
             f"torch.export cannot trace the forward pass of {type(module).__name__}: {_first_lines(error)}. If it runs "
-            "untraced, write it without what depends on values of tensors, such as branches and loops; or split an "
+            "untraced, write it without branches and loops that depend on values of tensors; or split an "
             "nn.Sequential or nn.ModuleList, which needs no tracing, with module="
         ) from error
     finally:
@@ -306,7 +305,7 @@ def traced(
 
 
 class _Call(Module):
-    """Calls ``forward`` with tensors in place of the parameters and buffers, which it hides from torch.export."""
+    """Calls ``forward`` with tensors instead of the parameters and buffers, which torch.export does not see."""
 
     def __init__(self, module: Module, forward: Callable[..., Any], names: Sequence[str]) -> None:
         super().__init__()
@@ -323,7 +322,7 @@ class _Call(Module):
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """Replaces other hooks on saved tensors, since the tensors have no values here."""
+    """Replaces other hooks on saved tensors, since the traced tensors have no values."""
     return tensor
 
 

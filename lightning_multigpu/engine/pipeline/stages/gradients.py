@@ -1,4 +1,4 @@
-"""Gradients that several ranks have a part in: sums over stages, averages over pipelines, and norms of remote ones.
+"""Gradients over several ranks: sums over stages, averages over pipelines, and norms of other stages' gradients.
 
 ::
 
@@ -52,8 +52,8 @@ class StageSums:
 
     Args:
         group: the ranks of the pipeline.
-        tensor: the ranks that split layers of this stage among them; None if there are none. With them :meth:`norm`
-            and :meth:`any` are collectives of all stages of their pipelines.
+        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norm` and
+            :meth:`any` are collectives of all stages of these ranks' pipelines.
     """
 
     def __init__(self, group: PipelineGroup, tensor: TensorGroup | None = None) -> None:
@@ -61,13 +61,13 @@ class StageSums:
         self._tensor = tensor
 
     def sum_gradients(self, common: Sequence[Holding]) -> None:
-        """Gives every holder of a parameter the sum of the ranks' gradients; a rank without a gradient counts as zero.
+        """Gives every holder of a parameter the sum of the ranks' gradients; a missing gradient counts as zero.
 
         Each path from a parameter to the loss runs through exactly one stage, so the sum is the gradient. Parameters
         without a gradient on any rank keep none.
 
         Args:
-            common: parameters that several ranks hold, the same on every rank.
+            common: parameters that several ranks hold; the same list on every rank.
         """
         trained = {h.tensor: h.holders for h in common if isinstance(h.tensor, Parameter) and h.tensor.requires_grad}
         if not trained:
@@ -87,7 +87,7 @@ class StageSums:
         self._group.finish()
 
     def norm(self, parameters: Sequence[Parameter]) -> Tensor:
-        """The 2-norm of the gradients of all stages' ``parameters`` together, the same on every stage."""
+        """The 2-norm of the gradients of all stages' ``parameters``, the same on every stage."""
         square = self._square([parameter for parameter in parameters if split_of(parameter) is None])
         if self._tensor is not None:
             parts = self._square([parameter for parameter in parameters if split_of(parameter) is not None])
@@ -106,7 +106,7 @@ class StageSums:
         return summed.cpu()
 
     def any(self, flag: Tensor) -> Tensor:
-        """Writes into ``flag`` (one number, not negative) whether any rank's is above 0: a number above 0, or 0."""
+        """Sets ``flag`` (one number, not negative) above 0 if any rank's flag is above 0."""
         value = flag.to(self._group.device, copy=True)
         if self._tensor is not None:
             self._tensor.all_reduce(value.reshape(1), "overflow")
@@ -114,7 +114,7 @@ class StageSums:
         return flag.copy_(value)
 
     def _sum_between(self, parameter: Parameter, holders: Sequence[int], *, is_sparse: bool) -> None:
-        """Sums on the last of the holders, which sends the sum to the others."""
+        """Sums on the last holder, which sends the sum to the other holders."""
         *others, last = holders
         position, group = dist.get_rank(self._group.process_group), self._group
         if position not in holders:
@@ -151,12 +151,12 @@ class StageSums:
 
 
 class DataAxis:
-    """The ranks that hold the same stage in pipelines side by side; every method is a collective of theirs.
+    """The ranks that hold the same stage of several pipelines; every method is a collective of these ranks.
 
     Args:
-        reducer: averages gradients over those ranks.
+        reducer: averages gradients over these ranks.
         bookkeeping: the same ranks, for small messages.
-        module: whose gradients are averaged.
+        module: the module whose gradients are averaged.
     """
 
     def __init__(self, reducer: GradientReducer, bookkeeping: MeteredGroup, module: Module) -> None:
@@ -165,7 +165,7 @@ class DataAxis:
         self._module = module
 
     def average_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Gives every rank the average of the ranks' gradients; a rank without a gradient counts as zero.
+        """Gives every rank the average of the ranks' gradients; a missing gradient counts as zero.
 
         Parameters without a gradient on any rank keep none.
 
@@ -188,8 +188,8 @@ class DataAxis:
         if self._reducer.compresses:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
             pieces = {id(g): Piece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
-        # Ranks of a tensor group have other parts and the same whole gradients, which must stay the same to the bit:
-        # what rounding and compression make of a gradient depends on what it travels with.
+        # Ranks of a tensor group have different parts, and the same whole gradients, which must stay equal to the bit.
+        # Rounding and compression of a gradient depend on its bucket, so whole gradients have buckets of their own.
         for is_part in (True, False):
             alike_ones = [g for p, g in zip(averaged, gradients, strict=True) if (split_of(p) is not None) is is_part]
             for bucket in alike(alike_ones, full_bytes=_BUCKET_BYTES):
@@ -209,13 +209,13 @@ class DataAxis:
 class RemoteGradient(Placeholder):
     """The gradient of a parameter that another stage holds; only its norms are known.
 
-    So hooks that clip or log by all gradients get on every stage what they get on one device:
+    Hooks that clip or log by all gradients so get the same values on every stage as on one device:
     ``torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)``, ``lightning.pytorch.utilities.grad_norm(self, 2)``, and
     ``isfinite(gradient).all()``, ``isnan(gradient).any()``, ``isinf(gradient).any()``, which follow from the norms.
 
     Args:
         parameter: the placeholder of the parameter.
-        source: what the gradient belongs to, for messages.
+        source: a description of the gradient, for messages.
         norms: 1-norm, 2-norm and largest absolute value, by their orders; tensors without dimensions.
     """
 
@@ -237,7 +237,7 @@ class RemoteGradient(Placeholder):
         test = _TESTS.get(func)
         if test is None or not isinstance(mine, RemoteGradient) or _LARGEST not in mine.norms:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        # An entry that is not finite makes the largest so. Which entry it is, is unknown: all get the same answer.
+        # An entry that is not finite makes the largest one not finite. It may be any entry: all get the same answer.
         return test(mine.norms[_LARGEST]).to(mine.device).expand(mine.shape)
 
     @classmethod
@@ -273,11 +273,11 @@ class RemoteGradient(Placeholder):
 
 
 class RemoteGradients:
-    """Gives the parameters that other stages hold a :class:`RemoteGradient` for a while.
+    """Gives parameters of other stages a :class:`RemoteGradient` for the time of a block.
 
     Args:
-        ownership: the stage that holds each parameter.
-        sums: over the stages.
+        ownership: the stages that hold each parameter.
+        sums: sums over the stages.
     """
 
     def __init__(self, ownership: Ownership, sums: StageSums) -> None:
@@ -286,7 +286,7 @@ class RemoteGradients:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within the block parameters that other stages hold have a gradient, if they have one there.
+        """Within the block parameters of other stages have a gradient, if they have one on their own stage.
 
         Entering is a collective of the pipeline: 4 numbers for each parameter are summed.
         """
@@ -296,7 +296,7 @@ class RemoteGradients:
         own = torch.zeros(len(parameters), 1 + len(_ORDERS), dtype=torch.float64)
         for row, (_, parameter) in zip(own, parameters, strict=True):
             gradient = parameter.grad
-            if gradient is not None and id(parameter) in counted:  # by one of the ranks that have it
+            if gradient is not None and id(parameter) in counted:  # one rank counts it
                 values = gradient.coalesce().values() if gradient.is_sparse else gradient
                 norms = [torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS]
                 row.copy_(torch.stack([torch.ones(()), *norms]))

@@ -68,14 +68,14 @@ def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of tensor ``index`` in a container that is sent without its tensors."""
+    """Marks the place of tensor ``index`` in a container that is sent without its tensors."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The output of a layer as it is sent: nested containers with slots, and the tensors that belong there."""
+    """The output of a layer as it is sent: nested containers with slots, and the tensors of these slots."""
 
     structure: Any
     tensors: tuple[Tensor, ...]
@@ -100,11 +100,11 @@ class _StageEnd(BaseException):
 
 
 class Region(IntEnum):
-    """The parts of a step: every stage runs what is before the layers; the last stage alone what is behind them."""
+    """The parts of a step: all stages run the part before the layers, only the last stage the part after them."""
 
     BEFORE = 0
     WITHIN = 1
-    BEHIND = 2
+    AFTER = 2
 
 
 class LayerInterception:
@@ -113,10 +113,10 @@ class LayerInterception:
     Args:
         chain: all layers of the pipeline.
         start, stop: the stage has the layers ``[start, stop)``.
-        begin_part: called where a new random state begins: with 0 before the step, with 1 + i before layer i of this
-            stage, and with 1 + n after the last of n layers.
+        begin_part: called to set a new random state: with 0 before the step, with 1 + i before layer i of this stage,
+            and with 1 + n after the last of n layers.
         run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage.
-        enter: called where a running step comes to the layers, and where it leaves them.
+        enter: called when a running step enters the layers, and when it leaves them.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LayerInterception:
 
     @property
     def is_past_chain(self) -> bool:
-        """Whether the running step has passed the last layer, which happens on the last stage only."""
+        """Whether the running step has passed the last layer; only the last stage does."""
         return self._next == len(self.chain)
 
     def installed(self) -> AbstractContextManager[None]:
@@ -170,12 +170,12 @@ class LayerInterception:
         receive: Callable[[], Activations] | None,
         values: Callable[[], tuple[Tensor, ...]] | None = None,
     ) -> tuple[bool, Any]:
-        """Runs ``step`` as far as this stage goes; call it within :meth:`installed`.
+        """Runs ``step`` up to the end of this stage; call it within :meth:`installed`.
 
         Args:
             step: the user's step.
-            receive: returns what the previous stage has sent; called once the step has reached the chain. None on the
-                first stage.
+            receive: returns the previous stage's output; called when the step reaches the chain. None on the first
+                stage.
             values: returns the tensors of ``receive()`` with their values; called just before this stage's first layer
                 runs, so that the step does not wait earlier. None if ``receive`` returns the values already.
 
@@ -200,14 +200,14 @@ class LayerInterception:
             raise PipelineError(
                 "the step calls torch.autograd.grad, and a pipeline cannot differentiate across stages within a step: "
                 "what is before the layers, and their parameters, are on other stages. Compute gradient penalties and "
-                f"inner updates within one layer or behind the layers, or use ring_ddp ({error})"
+                f"inner updates within one layer or after the layers, or use ring_ddp ({error})"
             ) from error
         finally:
             self._running = False
             self._forget()
         if 0 < self._next < len(self.chain):
             raise PipelineError(
-                f"the step ended behind layer {self._name(self._next - 1)} without running {self._name(self._next)}: "
+                f"the step ended after layer {self._name(self._next - 1)} without running {self._name(self._next)}: "
                 "every step must run all layers of the split part"
             )
         lost = first_placeholder(result)
@@ -273,7 +273,7 @@ class LayerInterception:
             raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
-            self._enter(Region.BEHIND)
+            self._enter(Region.AFTER)
         self._remember(output)
         return output
 
@@ -297,14 +297,14 @@ class LayerInterception:
     def _show_to_hooks(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
         """Calls the forward hooks of a skipped layer with placeholders.
 
-        What a hook keeps for the loss is then refused there, and is not missing in silence. What it returns is used on
-        the stage that runs the layer.
+        If the loss uses a value that a hook has kept, it finds a placeholder and is refused, instead of missing the
+        value silently. The stage that runs the layer uses the hook's result.
         """
         layer: Any = self.chain.layers[index]
-        before, behind = layer._forward_pre_hooks, layer._forward_hooks
-        for number, hook in [*before.items(), *behind.items()]:
+        before, after = layer._forward_pre_hooks, layer._forward_hooks
+        for number, hook in [*before.items(), *after.items()]:
             with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
-            result = (output,) if number in behind else ()
+            result = (output,) if number in after else ()
             with suppress(PipelineError):  # a hook that looks at values, to print them for example
                 hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
 
@@ -345,8 +345,7 @@ class LayerInterception:
     def _other_ways(self) -> str:
         """The fixes for a step that computes between the layers.
 
-        The forward pass that is running around the layers can be cut as it is; a step that calls the layers by itself
-        has none.
+        A forward pass around the layers can be cut as it is; a step that calls the layers itself has no such pass.
         """
         rewrite = "move it into the layers, or name another part with module="
         if not self.chain.points:
@@ -380,5 +379,5 @@ class LayerInterception:
 
 
 def _version(tensor: Tensor) -> int:
-    """How many times the tensor was written in place; 0 for tensors made in inference mode, which do not count it."""
+    """The number of writes in place; 0 for tensors made in inference mode, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The forms of a loss: what its autograd graph consists of, so that a term that comes later is noticed."""
+"""The forms of a loss: the operations of its autograd graph, to notice a term that later losses have."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MOST_NODES = 2000
 class LossForms:
     """Remembers from which operations losses were computed.
 
-    A form is the set of pairs of successive operations, with their distances from the loss; from the distance of 8 on
-    all count alike, so that loops of varying length make few forms. Operations that a loss lacks are no new form.
+    A form is the set of pairs of successive operations, with their distances from the loss. Distances of 8 and more
+    count as 8, so that loops of varying length make few forms. A loss that lacks operations has no new form.
     """
 
     def __init__(self) -> None:
         self._known: set[tuple[int, str, str]] = set()
 
     def is_new(self, loss: Tensor) -> bool:
-        """Whether the graph of ``loss``, before backward, has a part that no loss before had.
+        """Whether the graph of ``loss``, before backward, has a pair of operations that no earlier loss had.
 
-        The graph is followed to the leaves and to the stage's inputs, over at most 2000 operations.
+        It follows the graph to the leaves and to the stage's inputs, over at most 2000 operations.
         """
         found: set[tuple[int, str, str]] = set()
         nodes: list[Any] = [loss.grad_fn]

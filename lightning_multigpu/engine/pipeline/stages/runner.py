@@ -39,15 +39,15 @@ class PipelineRunner:
         bounds: the layers ``[start, stop)`` of each stage; the rank at position p of P has the stages p, P + p...
         group: the ranks of the pipeline.
         device: where this rank computes.
-        schedule: the order of the micro-batches' forward and backward passes. If there are too few micro-batches for
-            it, or no multiple of the number that it needs, all run forward first and then backward, with equal results.
+        schedule: the order of the micro-batches' forward and backward passes. If it needs more micro-batches, or a
+            multiple of another number, all run forward first and then backward, with equal results.
         parameters: returns the parameters that this rank holds.
         recorder: records what this rank does.
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
-        enter: called where a running step comes to the layers, and where it leaves them.
-        begin_part: called where a new random state has been set: with 0 before a step, with 1 + i before layer i, with
-            1 + n after the last of n layers, and with None when a stage's part of a step has ended.
+        enter: called when a running step enters the layers, and when it leaves them.
+        begin_part: called after a new random state is set: with 0 before a step, with 1 + i before layer i, with 1 + n
+            after the last of n layers, and with None when a stage's part of a step has ended.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PipelineRunner:
         ]
         own = [bounds[stage.index] for stage in self.stages]
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
-        # An operation in place must not overwrite a received tensor, whose gradient is needed.
+        # An operation in place must not overwrite a received tensor: its gradient is needed.
         self._clones_input = {
             stage.index: any(getattr(part, "inplace", False) for layer in own[:1] for part in layer.modules())
             for stage in self.stages
@@ -124,10 +124,10 @@ class PipelineRunner:
 
         Args:
             step: runs the user's step on micro-batch m and returns its loss.
-            kinds: a hashable value of each micro-batch; equal values mean equal shapes. The same on all stages.
-            scales: each micro-batch's loss is multiplied by its scale before backward. A micro-batch of scale 0 has no
-                gradients, also if its loss is NaN.
-            seed: of the step; the same on all stages, different for every step.
+            kinds: a hashable value for each micro-batch; equal values mean equal shapes. The same on all stages.
+            scales: the factor of each micro-batch's loss before backward. A micro-batch of scale 0 has no gradients,
+                also if its loss is NaN.
+            seed: the seed of the step; the same on all stages, different for every step.
 
         Returns:
             On the last stage the unscaled losses of the micro-batches in order, elsewhere an empty list.
@@ -168,7 +168,7 @@ class PipelineRunner:
     def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
         """Micro-batches that run together: the first of each new kind runs alone, and its headers are sent ahead.
 
-        Within a schedule a stage that waits for a header would hold back the gradients that the sender waits for.
+        Within a schedule, a stage that waits for a header would delay the gradients that the sender waits for.
         """
         groups: list[list[int]] = []
         others: list[int] = []
@@ -183,7 +183,7 @@ class PipelineRunner:
     def _run_group(self, micro_batches: list[int], kinds: list[Any], seed: tuple[int, ...]) -> None:
         self._seed = seed
         self._micro_batches = micro_batches
-        # All at once: between two layers, whose work has emptied the caches, each takes several times as long.
+        # All seeds at once: between two layers, with cold caches, each takes several times as long.
         self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
         count = len(micro_batches)
         alternates = executed_schedule(self._schedule, self.group.num_ranks, count) == "1f1b"
@@ -213,7 +213,7 @@ class PipelineRunner:
             self._part_begins(None)
         if ended:
             output = Activations.of(result)
-            if self._schedule == "zero_bubble":  # which detaches outputs in place, and cannot do so with views
+            if self._schedule == "zero_bubble":  # it detaches outputs in place, which views forbid
                 output = replace(output, tensors=tuple(t.clone() if t._is_view() else t for t in output.tensors))
             return output
         if not stage.is_last:
@@ -244,7 +244,7 @@ class PipelineRunner:
     def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        seed = self._seed_of_part(1 + index)  # as _begin_part has set it
+        seed = self._seed_of_part(1 + index)  # the seed that _begin_part has set
         layer = self._chain.layers[index]
 
         def begin() -> AbstractContextManager[None]:

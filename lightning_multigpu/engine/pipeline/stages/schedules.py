@@ -33,12 +33,12 @@ _TORCH: dict[ExecutedSchedule, Any] = {
 class PassesInOrder:
     """Runs one pass after the other, for stages that post their messages themselves and wait only for what they use.
 
-    The receives of the next pass are posted before a pass begins, so that they are filled meanwhile.
+    The receives of the next pass are posted before a pass begins, so that data arrives during the pass.
 
     Args:
-        stages: of this rank, in order.
-        position: of this rank in the pipeline.
-        num_ranks: P.
+        stages: this rank's stages, in order.
+        position: this rank's position in the pipeline.
+        num_ranks: the ranks of the pipeline.
         schedule: its name.
     """
 
@@ -73,14 +73,14 @@ class PassesInOrder:
 
 
 class TorchSchedules:
-    """torch's own schedules, which post messages in batches and wait for them, as NCCL needs it.
+    """torch's own schedules, which post messages in batches and wait for them, as NCCL needs.
 
-    Two ranks that send to each other would otherwise both wait.
+    Otherwise two ranks that send to each other would both wait.
 
     Args:
-        stages: of this rank, in order.
+        stages: this rank's stages, in order.
         group: the ranks of the pipeline.
-        device: of the stages.
+        device: the device of the stages.
         schedule: its name.
     """
 
@@ -102,13 +102,13 @@ class TorchSchedules:
 
 
 class _StageForTorch(_PipelineStageBase):
-    """A stage as torch's schedules see it.
+    """A stage with the interface of torch's stages, for torch's schedules.
 
-    torch's own stage needs the shapes beforehand, or finds them by running stage and loss once more on uninitialised
-    data, which would count batches in BatchNorm and in metrics, and draw random numbers.
+    torch's own stage needs the shapes beforehand, or runs stage and loss once more on uninitialised data to find them.
+    That would count batches in BatchNorm and in metrics, and draw random numbers.
 
-    The overridden methods are torch's, and none of them is public: ``tests/engine/pipeline/test_schedules.py`` names
-    those that have moved.
+    The overridden methods of torch are private: ``tests/engine/pipeline/test_schedules.py`` names those that have
+    moved.
     """
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Stage: the passes of one stage over micro-batches, and the messages that they need and produce.
 
-The shapes of each kind of micro-batch are learned from a header that is sent ahead of its first tensors, so
-micro-batches of different sizes and a smaller last batch need nothing further.
+A header with the shapes travels ahead of the first tensors of each kind of micro-batch, so micro-batches may have
+different sizes, and a last batch may be smaller.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Stage:
     before the pass, and posts what :meth:`outgoing` returns after it.
 
     Args:
-        run: computes a micro-batch, by its number in the schedule; returns the output, on the last stage the loss.
+        run: computes the micro-batch of this number in the schedule; returns the output, on the last stage the loss.
         parameters: returns the parameters that the stage's rank holds.
-        index: of the stage.
-        num_stages: of the pipeline.
+        index: the index of the stage.
+        num_stages: the stages of the pipeline.
         group: the ranks of the pipeline.
         device: where the stage computes.
-        recorder: records what the stage does.
+        recorder: records the stage's work.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Stage:
         """Starts a step.
 
         Args:
-            keys: of its micro-batches; micro-batches with equal keys have equal shapes.
+            keys: one for each micro-batch; micro-batches with equal keys have equal shapes.
             alternates: the schedule is 1F1B.
         """
         self._keys = keys
@@ -113,7 +113,7 @@ class Stage:
         self._group.finish()
 
     def expected(self, micro_batch: int) -> Activations:
-        """The input from the previous stage, in tensors on the stage's device that may still be without values."""
+        """The input from the previous stage, on the stage's device; its values may not have arrived yet."""
         tensors = tuple(
             tensor if tensor.device == self.device else torch.empty_like(tensor, device=self.device)
             for tensor in self._received[micro_batch]
@@ -131,7 +131,7 @@ class Stage:
     # Called by schedules
 
     def expect(self, kind: str, micro_batch: int, *, ahead: bool = False) -> list[dist.P2POp]:
-        """Begins to receive what a pass needs, unless that has begun.
+        """Begins to receive the messages that a pass needs, unless that has begun.
 
         With ``ahead`` it begins only if the shapes are known already.
         """
@@ -144,7 +144,7 @@ class Stage:
         return []
 
     def outgoing(self, kind: Literal["forward", "backward"], micro_batch: int) -> list[dist.P2POp]:
-        """The operations of a pass that are left to be posted."""
+        """The operations of a pass that the schedule has to post."""
         operations = self._outgoing.pop(Message(kind, self.index, micro_batch), [])
         if operations:
             self._recorder.enter("send", self.index, micro_batch)
@@ -184,7 +184,7 @@ class Stage:
         self._end_pass(micro_batch)
 
     def weight(self, micro_batch: int) -> None:
-        """Runs the part of the backward pass that no other stage waits for."""
+        """Runs the part of the backward pass for which no other stage waits."""
         compute = self._weight_parts.pop(micro_batch, None)
         if compute is not None:
             self._begin_pass("weight", micro_batch, None)
@@ -247,7 +247,7 @@ class Stage:
         *,
         full: bool,
     ) -> Gradients:
-        if not full and not any(tensor.requires_grad for tensor in received):  # no stage waits for a gradient
+        if not full and not any(tensor.requires_grad for tensor in received):  # no stage waits for gradients
             self._weight_parts[micro_batch] = lambda: torch.autograd.backward(outputs, gradients)
             return (None,) * len(received)
         key = self._keys[micro_batch]
@@ -316,11 +316,10 @@ def _backward_of_inputs(
     received: Sequence[Tensor],
     parameters: Sequence[Parameter],
 ) -> Callable[[], None]:
-    """Computes the gradients of ``received`` only; returns the function that adds those of the parameters.
+    """Computes only the gradients of ``received``; returns the function that computes the parameters' gradients.
 
-    The two parts of the backward pass are those of Qi et al. 2023, arXiv:2401.10241. torch has them as functions
-    without a public name. They are correct only without an :func:`_obstacle_to_division`, and detach the outputs in
-    place.
+    The two parts of the backward pass come from Qi et al. 2023, arXiv:2401.10241. torch's functions for them are
+    private. They are correct only without an :func:`_obstacle_to_division`, and detach the outputs in place.
     """
     given: Any = None if all(gradient is None for gradient in gradients) else gradients
     try:
@@ -337,11 +336,11 @@ def _backward_of_inputs(
 def _obstacle_to_division(
     outputs: Sequence[Tensor], received: Sequence[Tensor], parameters: Sequence[Parameter]
 ) -> str | None:
-    """Why torch cannot compute the gradients of ``received`` first and those of the parameters later; None if it can.
+    """Why torch cannot compute the gradients of ``received`` first and of the parameters later; None if it can.
 
-    torch looks for parameters behind the received tensors only, so it would lose those of an output that has none of
-    them behind it. It computes the gradients of a parameter from those of all nodes that use it; if one of these nodes
-    lies behind another, the nodes between the two would run once more after they have been freed. ::
+    torch looks for parameters only on paths to the received tensors, so it would miss those of an output that depends
+    on no received tensor. It computes the gradient of a parameter from the gradients of all nodes that use it; if one
+    of these nodes depends on another, the nodes between the two would run again after they have been freed. ::
 
         output -> mul -> tanh -> linear -> mul -> received tensor
                    |               |        |
@@ -360,5 +359,5 @@ def _obstacle_to_division(
         if len(nodes) > 1 and any(reverse_closure([node], nodes - {node}, users)[1] for node in nodes):
             return "a parameter is used again on the result of its first use"
     if any(type(node).__name__ in _INDIVISIBLE for node in behind_inputs):
-        return "the backward pass of a compiled layer, or of one under a reentrant checkpoint, comes in one part"
+        return "the backward pass of a compiled layer, or of a layer under a reentrant checkpoint, cannot be divided"
     return None

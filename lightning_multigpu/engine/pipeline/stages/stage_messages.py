@@ -2,7 +2,7 @@
 
 torch's schedules post messages themselves, in batches of sends and receives, so that over NCCL two ranks that send to
 each other do not both wait. Over Gloo the stages post them: a message is sent as soon as it is computed, a receive is
-posted one pass ahead, and a rank waits only for what it uses next::
+posted one pass ahead, and a rank waits only for the message that it uses next::
 
     over NCCL    forward 1, [send 1, receive gradient 0: wait for both], backward 0
     over Gloo    receive gradient 0, forward 1, send 1, backward 0: wait for gradient 0
@@ -10,9 +10,7 @@ posted one pass ahead, and a rank waits only for what it uses next::
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,10 +21,8 @@ from torch import Tensor
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
-
-_FIRST_BYTES = 4096
-"""Size of the first message of an object; most objects need no second message."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,8 @@ class Header:
             tensor.requires_grad_(requires_grad)
 
 
-class PipelineGroup:
-    """Point-to-point messages between the ranks of one pipeline; those between two ranks arrive in order.
+class PipelineGroup(PointToPointGroup):
+    """Point-to-point messages between the ranks of one pipeline.
 
     A rank's *position* is that of its first stage: position p of P has the stages p, P + p, 2P + p...
 
@@ -61,8 +57,7 @@ class PipelineGroup:
         meter: records every message.
         device: where the back end wants its tensors.
         in_batches: two ranks that send to each other have to post both messages in one batch, as torch's schedules do;
-            by default unless the back end sends from the host's memory.
-        name: under which the meter files the messages.
+            by default True unless the back end sends from the host's memory.
     """
 
     def __init__(
@@ -72,43 +67,11 @@ class PipelineGroup:
         device: torch.device,
         *,
         in_batches: bool | None = None,
-        name: str = "pipeline",
     ) -> None:
+        super().__init__(process_group, meter, device, name="pipeline")
         self.in_batches = device.type != "cpu" if in_batches is None else in_batches
-        self.process_group = process_group
-        self.ranks = dist.get_process_group_ranks(process_group)
-        self.device = device
-        self._meter = meter
-        self._name = name
-        self._on_stream = device.type == "cuda"
-        self._pending: list[tuple[dist.Work, Tensor]] = []
         self._sending: list[Transfer] = []
         self._idle_since: Any = None
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.ranks)
-
-    def begin(self, operation: str, size_bytes: int, **described: Any) -> Transfer:
-        """Starts to meter a transfer of the pipeline; arguments as of :meth:`.Meter.begin`."""
-        return self._meter.begin(
-            operation,
-            group=self._name,
-            group_size=self.num_ranks,
-            size_bytes=size_bytes,
-            on_stream=self._on_stream,
-            **described,
-        )
-
-    def waiting(self, operation: str, size_bytes: int) -> AbstractContextManager[None]:
-        """Meters a transfer of the pipeline that this rank waits for within the block."""
-        return self._meter.blocking(
-            operation,
-            group=self._name,
-            group_size=self.num_ranks,
-            size_bytes=size_bytes,
-            on_stream=self._on_stream,
-        )
 
     def pass_ends(self) -> None:
         """From here on the rank, or its stream, can only wait for messages, until :meth:`pass_begins`."""
@@ -116,7 +79,7 @@ class PipelineGroup:
             self._idle_since = recorded_event() if self._on_stream else self._meter.now()
 
     def pass_begins(self) -> None:
-        """Ends the wait since the last pass; what was sent after that pass counts as sent."""
+        """Ends the wait since the last pass; messages sent after that pass count as sent."""
         for transfer in self._sending:
             transfer.finish()
         self._sending.clear()
@@ -129,43 +92,6 @@ class PipelineGroup:
     def sends_until_next_pass(self, transfer: Transfer) -> None:
         """Lets a schedule's transfer last until the next pass begins; the rank does not know when it really ends."""
         self._sending.append(transfer)
-
-    def send_object(self, obj: Any, position: int) -> None:
-        """Sends a picklable object; returns at once."""
-        payload = bytearray(pickle.dumps(obj))
-        data = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little")) + payload, dtype=torch.uint8)
-        self.send(torch.nn.functional.pad(data[:_FIRST_BYTES], (0, max(0, _FIRST_BYTES - data.numel()))), position)
-        if data.numel() > _FIRST_BYTES:
-            self.send(data[_FIRST_BYTES:], position)
-
-    def receive_object(self, position: int) -> Any:
-        """Waits for the next object that the rank at ``position`` sends."""
-        first = self.receive(torch.empty(_FIRST_BYTES, dtype=torch.uint8), position).numpy().tobytes()
-        size = int.from_bytes(first[:8], "little")
-        payload = first[8 : 8 + size]
-        if size > len(payload):
-            rest = self.receive(torch.empty(size - len(payload), dtype=torch.uint8), position)
-            payload += rest.numpy().tobytes()
-        return pickle.loads(payload)
-
-    def send(self, tensor: Tensor, position: int) -> None:
-        """Sends a tensor of any device; returns at once."""
-        staged = tensor.detach().to(self.device).contiguous()
-        transfer = self.begin("send", staged.nbytes)
-        work = dist.isend(staged, self.ranks[position], group=self.process_group)
-        assert work is not None
-        transfer.finish()
-        self._pending = [(w, t) for w, t in self._pending if not w.is_completed()]
-        self._pending.append((work, staged))
-
-    def receive(self, tensor: Tensor, position: int) -> Tensor:
-        """Waits for the next tensor that the rank at ``position`` sends, and fills ``tensor``, on any device."""
-        staged = tensor if tensor.device == self.device else tensor.to(self.device)
-        with self.waiting("recv", staged.nbytes):
-            dist.recv(staged, self.ranks[position], group=self.process_group)
-        if staged is not tensor:
-            tensor.copy_(staged)
-        return tensor
 
     def send_activations(self, activations: Activations, position: int) -> None:
         """Sends a layer's output with its header; returns at once."""
@@ -187,7 +113,7 @@ class PipelineGroup:
     def from_last(self, obj: Any) -> Any:
         """``obj`` of the last stage's rank, on every rank; picklable. A collective of the pipeline.
 
-        The last stage does not wait until it has been received; :meth:`finish` does.
+        The last stage does not wait until the others have received it; :meth:`finish` does.
         """
         last = self.num_ranks - 1
         if dist.get_rank(self.process_group) != last:
@@ -196,22 +122,6 @@ class PipelineGroup:
             self.send_object(obj, position)
         return obj
 
-    def finish(self) -> None:
-        """Waits until everything has been sent."""
-        pending, self._pending = self._pending, []
-        if pending:
-            with self.waiting("send", 0):  # the bytes are counted already
-                for work, _ in pending:
-                    work.wait()
-
-    def same_everywhere(self, number: int) -> bool:
-        """Whether all ranks have the same number; a collective of the pipeline."""
-        mine = torch.tensor([number], device=self.device)
-        numbers = [torch.empty_like(mine) for _ in self.ranks]
-        with self.waiting("all_gather", 8 * len(numbers)):
-            dist.all_gather(numbers, mine, group=self.process_group)
-        return len({int(value) for value in numbers}) == 1
-
 
 class Message(NamedTuple):
     """The identity of a message, the same for sender and receiver.
@@ -219,7 +129,7 @@ class Message(NamedTuple):
     Attributes:
         kind: "forward" for activations, "backward" for gradients.
         stage: the stage that computed them.
-        micro_batch: by its number in the schedule.
+        micro_batch: the micro-batch's number in the schedule.
     """
 
     kind: Literal["forward", "backward"]
@@ -234,7 +144,7 @@ class HostMessages:
 
     Args:
         group: the ranks of the pipeline.
-        num_stages: of the pipeline.
+        num_stages: the stages of the pipeline.
     """
 
     posted_by_stage = True
@@ -269,7 +179,7 @@ class HostMessages:
         return []
 
     def taken(self, message: Message) -> None:
-        """Frees the tensors of a message that the receiver is known to have."""
+        """Frees the tensors of a message that the receiver is known to have received."""
         for work, _ in self._under_way.pop(message, ()):
             work.wait()
 
@@ -293,16 +203,16 @@ class HostMessages:
 
 
 class ScheduledMessages:
-    """One stage's messages as torch's schedules post them and wait for them, which NCCL needs.
+    """One stage's messages, posted and awaited by torch's schedules, as NCCL needs.
 
-    Methods as those of :class:`HostMessages`. On a GPU the stream waits, and not the host::
+    It has the methods of :class:`HostMessages`. On a GPU the stream waits, and not the host::
 
         compute stream  [-- forward 1 --]........................[-- backward 0 --]
         posted by torch                 send 1, receive gradient 0
         metered                         [---- exposed -----------]
 
-    A receive lasts from its posting to the pass that needs it, and is hidden while other passes run meanwhile. A send
-    lasts until the next pass begins: torch keeps what it returns, so that its real end is not known.
+    A receive lasts from its posting to the pass that needs it, and is hidden while other passes run. A send lasts until
+    the next pass begins: its real end is unknown, since torch keeps the handle.
 
     Args:
         group: the ranks of the pipeline.

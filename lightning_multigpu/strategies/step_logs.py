@@ -1,4 +1,4 @@
-"""Logs of a step on the last stage, replayed on all stages: once for a batch of several micro-batches."""
+"""Logs of a step's parts, combined and replayed as the logs of one batch: of micro-batches, or of replicas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Record:
     """One call of ``self.log``.
 
     Attributes:
-        value: a number; of a metric object its newest batch value.
-        metric: the name of the metric object in the module.
+        value: a number; for a metric object, its newest batch value.
+        metric: the name of the metric object in the module; None for a number.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Record:
     metric: str | None = None
 
 
-class StageLogs:
-    """Records what a stage's part of a step logs by ``module.log``.
+class StepLogs:
+    """Records calls of ``module.log`` in a part of a step, and replays them.
 
     Args:
-        module: the user's module.
+        module: the user's module, or a replica of it.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -61,7 +61,7 @@ class StageLogs:
             object.__delattr__(self._module, "log")
 
     def replay(self, records: Sequence[Record], hook: str) -> None:
-        """Logs the records as if ``hook`` had called ``self.log`` on this stage."""
+        """Logs the records as if ``hook`` had called ``self.log``."""
         with logging_as(self._module, hook):
             for record in records:
                 value = record.value
@@ -73,7 +73,7 @@ class StageLogs:
                 self._module.log(record.name, value, **record.options)
 
     def _record(self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Record:
-        # Positional arguments of LightningModule.log behind name and value, in their order.
+        # The positional arguments of LightningModule.log after name and value.
         options = {
             **dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)),
             **options,
@@ -90,7 +90,7 @@ class StageLogs:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A record of one micro-batch, its weight in a mean, and that micro-batch's loss with its factor."""
+    """A record of one part, its weight in a mean, and the part's loss with its weight."""
 
     record: Record
     size: float
@@ -111,15 +111,15 @@ def combined(
     losses: Sequence[Tensor | None],
     loss_weights: Sequence[float],
 ) -> list[Record]:
-    """The records of a batch from those of its micro-batches, in the order in which names first appear.
+    """The records of a batch from the records of its parts, in the order in which names first appear.
 
-    A value that equals the loss in every micro-batch is combined as losses are. Other means are weighted by the
-    records' ``batch_size``, else by the micro-batch's size; sums are added, maxima and minima taken.
+    A value that equals the loss in every part is combined as losses are. Other means are weighted by the records'
+    ``batch_size``, else by the size of the part; sums are added, and the largest maximum and smallest minimum taken.
 
     Args:
-        parts: the records of each micro-batch.
-        sizes: the weight of each micro-batch in a mean.
-        losses: of each micro-batch; None where a loss is combined as other means are.
+        parts: the records of each part, a micro-batch for example.
+        sizes: the weight of each part in a mean.
+        losses: the loss of each part; None if losses are combined as other means are.
         loss_weights: factors of the losses in the loss of the batch.
 
     Raises:
@@ -162,7 +162,7 @@ def _combined(entries: Sequence[_Entry], num_parts: int) -> Record:
 
 
 def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
-    """Values of size 0 are left out: means over nothing, which are NaN."""
+    """The weighted mean, without values of size 0: they are means over nothing, NaN."""
     total = sum(sizes)
     if not total or len(values) == 1:
         return sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Hugging Face models in a pipeline: their lists of blocks, and methods that do not work in stages.
+"""Hugging Face models: their lists of blocks, their caches of keys and values, and their generation of text.
 
 ``transformers`` is not imported; its models are recognised by their attributes.
 """
@@ -26,8 +26,8 @@ def models_in(module: Module) -> dict[str, Module]:
 def block_lists(module: Module) -> list[str]:
     """Names of the lists of blocks of the Hugging Face models in ``module``.
 
-    These are the lists in a model's ``base_model_pp_plan``; of a model without a plan, the lists of the classes that
-    must not be split (``_no_split_modules``).
+    These are the lists in a model's ``base_model_pp_plan``. Without a plan, they are the lists of classes that must not
+    be split (``_no_split_modules``).
     """
     found = []
     for path, model in models_in(module).items():
@@ -75,7 +75,7 @@ def caching_models(module: Module) -> list[Module]:
 def without_cache(
     problem: str, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A hook before the forward pass of a model, which then caches no keys and values.
+    """A hook before the forward pass of a model: the model then caches no keys and values.
 
     Raises:
         PipelineError: the model is asked to cache them, which would cause ``problem``.

@@ -1,7 +1,7 @@
-"""Remote values: tensors of other ranks of a pipeline, which come when the last position writes or needs them.
+"""Remote values: tensors of other ranks, which arrive when the last rank of a group writes or needs them.
 
-A checkpoint is put together on the last position from its own tensors and remote ones. ``torch.save`` asks for the
-memory of one tensor after the other, so that the file, an ordinary one, is written without holding it::
+The last position of the group writes a checkpoint of its own tensors and remote ones. ``torch.save`` asks for the
+memory of one tensor after the other, so that the rank writes an ordinary file without holding all of it::
 
     last position       torch.save: [own 0] [own 1] [ask 2 ..... write 2] [ask 3 ..... write 3] ... end
                                                |       ^                     |       ^               |
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage
 from torch.utils._pytree import tree_map_only
 
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 
 _SENT_AT_ONCE_BYTES = 4096
@@ -33,9 +33,9 @@ class RemoteTensor(Placeholder):
     """A placeholder of contiguous values that another rank sends on demand; ``torch.save`` writes these values.
 
     Args:
-        like: the tensor whose shape and dtype it has.
-        source: the tensor that it stands for, for messages.
-        fetch: brings the values into the host's memory.
+        like: gives the shape and dtype.
+        source: the name of the missing tensor, for messages.
+        fetch: returns the values, in the host's memory.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class RemoteTensor(Placeholder):
     def __reduce_ex__(self, protocol: Any) -> Any:
         template: Any = torch.empty(0, dtype=self.dtype)
         rebuild, _ = template.__reduce_ex__(protocol)
-        if rebuild is not torch._utils._rebuild_tensor_v2:  # torch.uint16 and its like, whose storages have no dtype
+        if rebuild is not torch._utils._rebuild_tensor_v2:  # torch.uint16, for example, has no typed storage
             values: Any = self.fetch()
             return values.__reduce_ex__(protocol)
         memory = _RemoteStorage(self.nbytes, self.fetch)
@@ -59,7 +59,7 @@ class RemoteTensor(Placeholder):
 
 
 class _RemoteStorage(torch.UntypedStorage):
-    """Memory that ``torch.save`` asks for by ``cpu``, as it does of the storages of other devices."""
+    """Memory that ``torch.save`` gets by ``cpu()``, as it does for storages of other devices."""
 
     def __new__(cls, num_bytes: int, fetch: Callable[[], Tensor]) -> _RemoteStorage:
         return super().__new__(cls, num_bytes, device="meta")  # type: ignore[call-arg]  # torch's stubs lack it
@@ -72,27 +72,27 @@ class _RemoteStorage(torch.UntypedStorage):
 
 
 class RemoteValues:
-    """Tensors that ranks of a pipeline offer to its last position.
+    """Tensors that the ranks of a group offer to its last position.
 
     Args:
-        group: the ranks of the pipeline.
-        position: of this rank.
+        group: the ranks.
+        position: this rank's position.
     """
 
-    def __init__(self, group: PipelineGroup, position: int) -> None:
+    def __init__(self, group: PointToPointGroup, position: int) -> None:
         self._group = group
         self._position = position
         self._last = group.num_ranks - 1
         self._offered: dict[Hashable, Tensor] = {}
 
     def offer(self, tensor: Tensor, key: Hashable | None = None) -> Hashable:
-        """Keeps a tensor of this rank, which is not the last, until it has been served; returns its key."""
+        """Keeps a tensor of this rank, which is not the last, until the next :meth:`served`; returns its key."""
         key = len(self._offered) if key is None else key
         self._offered[key] = tensor
         return key
 
     def remote(self, like: Tensor, key: Hashable, sender: int, source: str) -> RemoteTensor:
-        """On the last position: the tensor that the rank at ``sender`` offers under ``key``."""
+        """At the last position, the tensor that the rank at ``sender`` offers under ``key``."""
 
         def fetch() -> Tensor:
             self._group.send_object(key, sender)
@@ -103,13 +103,12 @@ class RemoteValues:
         return RemoteTensor(like, source, fetch)
 
     def gather(self, states: Mapping[int, Any], senders: Sequence[int]) -> dict[int, Any]:
-        """On the last position the states of optimizers at ``senders``, with remote tensors; elsewhere nothing.
+        """At the last position, the optimizer states at ``senders``, with remote tensors; elsewhere an empty dict.
 
         A collective of the last position and the senders.
 
         Args:
-            states: of this rank: by the number of a parameter, containers of tensors and others. Small tensors travel
-                at once.
+            states: this rank's states, by the number of a parameter: nested containers. Small tensors travel at once.
             senders: positions but the last, in order.
         """
         if self._position in senders:
@@ -122,16 +121,16 @@ class RemoteValues:
         return received
 
     def fetched(self, whole: dict[Any, Any]) -> dict[Any, Any]:
-        """On the last position ``whole`` with the values of other ranks in host memory; elsewhere as it is.
+        """At the last position, ``whole`` with the values of other ranks in host memory; elsewhere ``whole``.
 
-        A collective of the pipeline.
+        A collective of the group.
         """
         with self.served():
             is_last = self._position == self._last
             return tree_map_only(RemoteTensor, lambda tensor: tensor.fetch(), whole) if is_last else whole
 
     def _left_here(self, tensor: Tensor) -> Tensor | _Offer:
-        """What the last position gets of a tensor of an optimizer's state: the tensor itself if it is small."""
+        """A small tensor of an optimizer's state itself, or an offer of a large one."""
         is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.nbytes <= _SENT_AT_ONCE_BYTES:
             return tensor.detach().to("cpu", copy=True)
@@ -143,9 +142,9 @@ class RemoteValues:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """Within the block the last position can fetch what is offered; the others enter when it has left the block.
+        """Within the block the last position can fetch offered tensors; the others enter when it has left the block.
 
-        A collective of the pipeline, after which nothing is offered.
+        A collective of the group, after which nothing is offered.
         """
         if self._position == self._last:
             try:

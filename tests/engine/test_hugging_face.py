@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.hugging_face import ModelsInStages, block_lists
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
-from lightning_multigpu.engine.pipeline.splitting.hugging_face import ModelsInStages, block_lists
 
 TOKENS = {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1}
 

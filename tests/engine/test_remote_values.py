@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.remote_values import RemoteTensor, RemoteValues
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
+from lightning_multigpu.engine.remote_values import RemoteTensor, RemoteValues
 from tests.world import World, init_group
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.float8_e4m3fn)
@@ -66,7 +66,7 @@ def test_values_cannot_be_looked_at() -> None:
 def served(fails: bool) -> Any:
     """Two rounds: what the last position, rank 0, fetches in the first, and in the second."""
     init_group()
-    group = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), torch.device("cpu"))
+    group = PointToPointGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), torch.device("cpu"), name="values")
     position = dist.get_rank(group.process_group)
     remote, found = RemoteValues(group, position), []
     for number in (1.0, 2.0):
