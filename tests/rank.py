@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_multigpu.guardian import RankFailedError
+from tests.forked_guardian import fork_guardians
 from tests.leaks import ProcessState, leaks_since
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -84,6 +85,8 @@ def main(file_descriptor: int) -> None:
     torch.set_num_threads(1)
     # The first store of a process opens a pipe for good (libuv's lock for signals): no leak of the first call.
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if rank() == 0:
+        fork_guardians()
     gc.collect()
     gc.freeze()  # what is imported now is not garbage; collecting between calls stays cheap
     connection.send(("ready",))
