@@ -43,16 +43,16 @@ from tests.guardian.job import eventually
 from tests.world import free_port
 
 _NOBODY = 65534
-_WINDOW_S = 5.0
+WINDOW_S = 5.0
 _HELD_S = 1.0
 _TALK = encode("failed", failure={"what": "forged"}) * 300
 _LOOK_EVERY = 10
-_WARM_UP_STEPS = 50
+WARM_UP_STEPS = 50
 
 Connect = Callable[[], socket.socket]
 
 
-class _Module(L.LightningModule):
+class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())))
@@ -65,7 +65,7 @@ class _Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class _Times(L.Callback):
+class Times(L.Callback):
     """Writes when each step has ended; ends the run when the file ``stop`` is there."""
 
     def __init__(self, directory: Path) -> None:
@@ -74,7 +74,7 @@ class _Times(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.ended_s.append(time.time())
-        if len(self.ended_s) == _WARM_UP_STEPS:
+        if len(self.ended_s) == WARM_UP_STEPS:
             (self.directory / f"warm{trainer.strategy.node_rank}").touch()  # type: ignore[attr-defined]
         if len(self.ended_s) % _LOOK_EVERY == 0:
             stops = (self.directory / "stop").exists()
@@ -94,14 +94,14 @@ def train(directory: Path) -> None:
         num_nodes=2,
         strategy=RingDDPStrategy(join_timeout_s=300),
         max_epochs=-1,
-        callbacks=[_Times(directory)],
+        callbacks=[Times(directory)],
         default_root_dir=directory,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(_Module(), DataLoader(TensorDataset(torch.randn(64 * 100, 512)), batch_size=64))
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64 * 100, 512)), batch_size=64))
 
 
 def start(directory: Path, node_rank: int, port: int) -> subprocess.Popen[bytes]:
@@ -141,8 +141,9 @@ def unix_address(pid: int) -> str:
 class Strangers:
     """Connects again and again, at a rate, and behaves badly by turns."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, talk: bytes = _TALK) -> None:
         self.made: Counter[str] = Counter()
+        self._talk = talk
         self._pause_s = 1 / rate
         self._kinds = itertools.cycle(("silent", "slow", "talkative"))
         self._held: deque[tuple[float, str, socket.socket]] = deque()
@@ -161,7 +162,7 @@ class Strangers:
                 sock.setblocking(False)
                 if kind == "talkative":
                     with contextlib.suppress(OSError):
-                        sock.send(_TALK, socket.MSG_NOSIGNAL)
+                        sock.send(self._talk, socket.MSG_NOSIGNAL)
                 self._held.append((time.monotonic() + _HELD_S, kind, sock))
             self._go_on(time.monotonic())
             next_s += self._pause_s
@@ -237,7 +238,7 @@ def flood(directory: Path, number: int, rate: float) -> int:
         idle = _idle_listener(stack)
         idles = [_unix(idle, user) for user in users for _ in addresses]
         windows: list[tuple[bool, float, float]] = []
-        in_window = max(1, round(rate * _WINDOW_S))
+        in_window = max(1, round(rate * WINDOW_S))
         for _ in range(-(-(number - number // 5) // in_window)):
             for is_flood in (False, True):
                 since_s = time.time()
@@ -250,16 +251,25 @@ def flood(directory: Path, number: int, rate: float) -> int:
     for kind, count in sorted(strangers.made.items()):
         print(f"{count:>7} connections: {kind}")
     print(f"exit statuses of the ranks: {codes}; memory of node 0's guardian: {growth_kb:+} KB")
-    return 1 if any(codes) else compare(ended_s, windows)
+    if any(codes):
+        return 1
+    compare(ended_s, windows, "the guardians")
+    return 0
 
 
-def compare(ended_s: list[float], windows: list[tuple[bool, float, float]]) -> int:
-    """Prints the step times of the two kinds of windows, and by how much neighbouring ones differ."""
+def compare(ended_s: list[float], windows: list[tuple[bool, float, float]], at: str) -> None:
+    """Prints the step times of the two kinds of windows, and by how much neighbouring ones differ.
+
+    Args:
+        ended_s: when each step has ended.
+        windows: whether strangers were at the job; begin and end.
+        at: what of the job they were at, "the guardians" for example.
+    """
     medians: dict[bool, list[float]] = {False: [], True: []}
     for is_flood, since_s, until_s in windows:
         steps = [b - a for a, b in itertools.pairwise(ended_s) if since_s <= a and b <= until_s]
         medians[is_flood].append(statistics.median(steps) * 1e3)
-    for is_flood, name in ((False, "at a listener beside the job"), (True, "at the guardians")):
+    for is_flood, name in ((False, "at a listener beside the job"), (True, f"at {at}")):
         low, middle, high = statistics.quantiles(medians[is_flood], n=4)
         print(
             f"strangers {name}: {middle:.2f} ms a step "
@@ -267,10 +277,7 @@ def compare(ended_s: list[float], windows: list[tuple[bool, float, float]]) -> i
         )
     ratios = [b / a for a, b in zip(medians[False], medians[True], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(
-        f"a step with strangers at the guardians takes {middle:.3f} times as long (quartiles {low:.3f} to {high:.3f})"
-    )
-    return 0
+    print(f"a step with strangers at {at} takes {middle:.3f} times as long (quartiles {low:.3f} to {high:.3f})")
 
 
 def main() -> None:

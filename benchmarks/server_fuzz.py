@@ -7,6 +7,9 @@ of the messages. A worker that sends nonsense ends its job with a message that n
 hang. Each such worker has a server of its own; after 100 more of them memory has grown by 10 kB at most, which is what
 the allocator loses by their threads: no more Python objects are alive. Asynchronous workers come in pairs; what one of
 them sends is altered, left out, repeated or out of order.
+
+Workers and servers are on one host and share memory. Every second worker maps what the server offers and fills it with
+random bytes, again with each message; the others only say that they have mapped it. Afterwards nothing of it is left.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import itertools
 import os
-import platform
 import random
 import socket
 import struct
@@ -24,12 +27,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.guardian_fuzz import MAX_GROWTH_KB, Outcome, resident_kb
+from benchmarks.heading import heading
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.wire import bytes_of, packed
 
@@ -246,17 +252,25 @@ def workers(number: int, seed: int) -> Outcome:
     for index in range(number):
         if index == round(_WARM_UP * number):
             before_kb = resident_kb(os.getpid())
-        server = Server("127.0.0.1", 0, _SECRET)
-        ending = _serving(server)
-        channel = connect("127.0.0.1", server.port, _SECRET, timeout_s=_END_S)
-        _tell(channel, fuzzer)
-        channel.shut_down()
-        found = ending()
-        channel.close()
-        if found is None or ("Traceback" in found and not found.startswith("the step of ")):
-            problem = problem or f"message {index}: {'it does not end' if found is None else found}"
-            server.end("")
+        found = _told_by_worker(fuzzer)
+        if found:
+            problem = problem or f"message {index}: {found}"
     return _outcome("workers", number, time.perf_counter() - started_s, before_kb, problem)
+
+
+def _told_by_worker(fuzzer: Fuzzer) -> str:
+    """What went wrong on a server that one worker tells a story."""
+    server = Server("127.0.0.1", 0, _SECRET)
+    ending = _serving(server)
+    channel = connect("127.0.0.1", server.port, _SECRET, timeout_s=_END_S)
+    _tell(channel, fuzzer)
+    channel.shut_down()
+    found = ending()
+    channel.close()
+    if found is None or ("Traceback" in found and not found.startswith("the step of ")):
+        server.end("")
+        return "it does not end" if found is None else found
+    return ""
 
 
 def pairs(number: int, seed: int) -> Outcome:
@@ -269,7 +283,7 @@ def pairs(number: int, seed: int) -> Outcome:
         for index in range(number):
             if index == round(_WARM_UP * number):
                 before_kb = resident_kb(os.getpid())
-            found = "; ".join(filter(None, (_told_by_pair(fuzzer.story_of_pair()), *raised)))
+            found = "; ".join(filter(None, (_told_by_pair(fuzzer), *raised)))
             if found:
                 problem = f"message {index}: {found}"
                 break
@@ -278,18 +292,18 @@ def pairs(number: int, seed: int) -> Outcome:
     return _outcome("pairs", number, time.perf_counter() - started_s, before_kb, problem)
 
 
-def _told_by_pair(story: list[tuple[int, Frame]]) -> str:
-    """What went wrong on a server that hears the story; the workers' connections break after it."""
+def _told_by_pair(fuzzer: Fuzzer) -> str:
+    """What went wrong on a server that two workers tell a story; their connections break after it."""
+    story = fuzzer.story_of_pair()
     server = Server("127.0.0.1", 0, _SECRET)
     ending = _serving(server)
     channels = [connect("127.0.0.1", server.port, _SECRET, timeout_s=_END_S) for _ in range(2)]
-    readers = [threading.Thread(target=_swallow, args=(channel,), daemon=True) for channel in channels]
-    for reader in readers:
-        reader.start()
+    readers = [_Reader(channel, fuzzer) for channel in channels]
     gone = set()
     for worker, (fields, payload) in story:
         if worker not in gone:
             try:
+                readers[worker].spoil()
                 channels[worker].send(fields, [memoryview(payload)])
             except OSError:
                 gone.add(worker)
@@ -313,23 +327,41 @@ def _told_by_pair(story: list[tuple[int, Frame]]) -> str:
 
 
 def _tell(channel: Channel, fuzzer: Fuzzer) -> None:
-    # What it answers is read, so that it never waits for room.
-    reader = threading.Thread(target=_swallow, args=(channel,), daemon=True)
-    reader.start()
+    reader = _Reader(channel, fuzzer)
     story = [] if fuzzer.choice.random() < 0.1 else fuzzer.story()
     with contextlib.suppress(OSError):
         channel.send(_HELLO if story else fuzzer.altered((dict(_HELLO), b""))[0])
         for fields, payload in story:
+            reader.spoil()
             channel.send(fields, [memoryview(payload)])
         channel._socket.shutdown(socket.SHUT_WR)
     reader.join(_END_S)
 
 
-def _swallow(channel: Channel) -> None:
-    with contextlib.suppress(ChannelError):
-        while True:
-            _, size_bytes = channel.receive()
-            channel.receive_into([memoryview(bytearray(size_bytes))])
+class _Reader(threading.Thread):
+    """Reads what a server answers, so that the server never waits for room; maps the memory that it offers, or not."""
+
+    def __init__(self, channel: Channel, fuzzer: Fuzzer) -> None:
+        super().__init__(daemon=True)
+        self._channel, self._maps, self._noise = channel, fuzzer.choice.random() < 0.5, fuzzer.choice.randbytes(1000)
+        self._memories: list[torch.Tensor] = []
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(ChannelError):
+            while True:
+                fields, size_bytes = self._channel.receive()
+                self._channel.receive_into([memoryview(bytearray(size_bytes))])
+                offered = fields.get("memory") or {}
+                if self._maps and "segments" in offered:
+                    with contextlib.suppress(OSError):  # the server has ended meanwhile
+                        self._memories += [mapped(offer) for offer in offered["segments"]]
+
+    def spoil(self) -> None:
+        """Fills the memory with random bytes, which the server may be reading."""
+        for memory in self._memories:
+            part = memory[: len(self._noise)]
+            part.copy_(torch.frombuffer(bytearray(self._noise[: part.numel()]), dtype=torch.uint8))
 
 
 def _serving(server: Server) -> Callable[[], str | None]:
@@ -351,7 +383,19 @@ def _outcome(target: str, number: int, seconds: float, before_kb: int, problem: 
     growth_kb = resident_kb(os.getpid()) - before_kb
     if not problem and growth_kb > max(MAX_GROWTH_KB, number / 10 if target in ("workers", "pairs") else 0):
         problem = f"memory has grown by {growth_kb / 1000:.1f} MB"
+    deadline_s = time.monotonic() + _END_S
+    while left := _num_shared():  # the last worker's thread may still be ending
+        if time.monotonic() > deadline_s:
+            problem = problem or f"{left} segments of shared memory are left"
+            break
+        time.sleep(0.1)
     return Outcome(target, number, seconds, growth_kb, problem)
+
+
+def _num_shared() -> int:
+    """Segments of shared memory that this process has mapped, as worker or as server."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:lightning_multigpu")
 
 
 TARGETS: dict[str, Callable[[int, int], Outcome]] = {"strangers": strangers, "workers": workers, "pairs": pairs}
@@ -363,8 +407,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
     arguments = parser.parse_args()
-    print(f"# python -m benchmarks.server_fuzz --messages {arguments.messages} --seed {arguments.seed}")
-    print(f"# Python {platform.python_version()}, torch {torch.__version__}, Linux {platform.release()}")
+    print(f"# {time.strftime('%Y-%m-%d')}: python -m benchmarks.server_fuzz {' '.join(sys.argv[1:])}".rstrip())
+    print(heading())
     print(f"{'target':<12}{'messages':>10}{'seconds':>10}{'growth (MB)':>13}  problem")
     problems = 0
     for name in arguments.only:

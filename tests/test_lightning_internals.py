@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 
@@ -61,6 +62,8 @@ def test_private_names_are_imported_in_one_place_only() -> None:
         (DDPStrategy, "determine_ddp_device_ids"),
         (DDPStrategy, "post_backward"),
         (Precision, HOOKS_BEFORE_STEP),
+        (_TrainingEpochLoop, "update_lr_schedulers"),
+        (_TrainingEpochLoop, "update_restart_stage"),
     ],
 )
 def test_hook_that_we_override_is_still_called_so(owner: type, name: str) -> None:

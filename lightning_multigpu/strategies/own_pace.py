@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -55,7 +57,8 @@ class OwnPace(Callback):
         self._signals = signals
         self._leave_groups, self._can_be_lost = leave_groups, can_be_lost
         self._is_first = connections.worker == 0
-        self._first_batch = 0
+        self._first_batch: int | None = None
+        self._resumed_epoch: int | None = None
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
@@ -63,6 +66,7 @@ class OwnPace(Callback):
         self._has_stepped = False
         self._dealt_at: tuple[int, int] | None = None
         self._num_told = 0
+        self._planned_updates = math.inf
         self._stepped: dict[int, int] = {}
         self._kept: list[tuple[int, Callback]] = []
         self._at_end: list[tuple[Callable[[], Any], list[Any]]] = []
@@ -87,6 +91,7 @@ class OwnPace(Callback):
 
     def end(self, trainer: pl.Trainer) -> None:
         """Puts back what :meth:`begin` has changed."""
+        vars(trainer.fit_loop.epoch_loop).pop("update_lr_schedulers", None)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
@@ -121,12 +126,11 @@ class OwnPace(Callback):
 
     def _take(self, trainer: pl.Trainer) -> range:
         """The batches of the next update: as many as gradients are accumulated for, fewer at the end of the epoch."""
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        resumes = trainer.fit_loop.restarting and progress.current.processed > 0
         size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
+        is_resumed = trainer.current_epoch == self._resumed_epoch
         update = self._coordination.next_batch(
             trainer.current_epoch,
-            first=min(self._first_batch, num_batches) // size if resumes else 0,
+            first=min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
             num_batches=-(-num_batches // size),
             limit=None if trainer.max_steps <= 0 else max(0, trainer.max_steps - self._resumed_version),
         )
@@ -144,7 +148,9 @@ class OwnPace(Callback):
             # Lightning counts this worker's batches of an epoch, of which it knows the number only at its end.
             share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
             trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
-        self._stepped = {id(config.scheduler): self.version // config.frequency for config in _by_step(trainer)}
+        if self._batches is not None:
+            self._resume_epoch(trainer)
+            self._take_schedules(trainer)
         if self._is_first:  # a checkpoint, or a callback that tries learning rates, has put other weights in place
             for served in self.served:
                 served.send_changed_weights()
@@ -153,6 +159,50 @@ class OwnPace(Callback):
         if not self._is_first:
             self._pull()
             self._can_be_lost()
+
+    def _resume_epoch(self, trainer: pl.Trainer) -> None:
+        """Sets Lightning's counts of batches to those of the epoch that a checkpoint was saved in.
+
+        The checkpoint has the counts of one worker, or of another strategy with other batches.
+        """
+        loop: Any = trainer.fit_loop.epoch_loop
+        progress = loop.batch_progress
+        if not trainer.fit_loop.restarting:
+            return
+        if progress.is_last_batch:  # Lightning begins the next epoch if all batches count as trained on
+            _add(progress.current, trainer.num_training_batches - progress.current.processed)
+            return
+        self._resumed_epoch = trainer.current_epoch
+        if self._first_batch is None:
+            self._first_batch = progress.current.processed
+        # A checkpoint has no gradients that are being accumulated: their batches come again.
+        accumulated = progress.current.processed % trainer.accumulate_grad_batches
+        if accumulated:
+            for counts in (progress.total, progress.current):
+                _add(counts, -accumulated)
+                counts.completed = counts.processed
+            loop.update_restart_stage()
+
+    def _take_schedules(self, trainer: pl.Trainer) -> None:
+        """Has Lightning leave schedules by step to :meth:`_step_schedulers`."""
+        try:
+            self._planned_updates = trainer.estimated_stepping_batches
+        except MisconfigurationException:  # accumulate_grad_batches changes: no scheduler has got the number either
+            self._planned_updates = math.inf
+        self._stepped = {id(config.scheduler): self._due(config) for config in _by_step(trainer)}
+        loop: Any = trainer.fit_loop.epoch_loop
+        lightnings = loop.update_lr_schedulers
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if interval != "step" or update_plateau_schedulers:
+                lightnings(interval, update_plateau_schedulers)
+
+        vars(loop)["update_lr_schedulers"] = update_lr_schedulers
+
+    def _due(self, config: Any) -> int:
+        """The steps of a schedule so far. When a worker is lost just after an update, others make the update again:
+        a schedule takes no more steps than it was planned for, since some, such as OneCycleLR, then raise an error."""
+        return int(min(self.version, self._planned_updates) // config.frequency)
 
     @override
     def on_train_batch_start(
@@ -209,7 +259,7 @@ class OwnPace(Callback):
             self._coordination.give_back(trainer.current_epoch)
             self._coordination.await_epoch(trainer.current_epoch)
             self._pull()
-        self._step_schedulers(trainer, batch_idx)
+        self._step_schedulers(trainer)
         self._stop_if_over(trainer)
 
     @override
@@ -223,22 +273,16 @@ class OwnPace(Callback):
         for served in self.served:
             served.pull()
 
-    def _step_schedulers(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """Steps schedulers for the updates of other workers too; Lightning has, for this worker's own."""
+    def _step_schedulers(self, trainer: pl.Trainer) -> None:
+        """Steps schedulers for the updates of all workers; for this worker's own where its batches are its own."""
         module = trainer.lightning_module
-        if not module.automatic_optimization:
-            return
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if (batch_idx + 1) % trainer.accumulate_grad_batches and not is_last:
+        if self._batches is None or not module.automatic_optimization:
             return
         for config in _by_step(trainer):
-            done = self._stepped.get(id(config.scheduler), 0)
-            if (batch_idx + 1) % config.frequency == 0:
-                done += 1
-            for _ in range(done, self.version // config.frequency):
+            due = self._due(config)
+            for _ in range(self._stepped.get(id(config.scheduler), 0), due):
                 module.lr_scheduler_step(config.scheduler, None)
-                done += 1
-            self._stepped[id(config.scheduler)] = done
+            self._stepped[id(config.scheduler)] = due
 
     def _tell_of_lost(self) -> None:
         for lost in self._connections.lost[self._num_told :]:
@@ -321,7 +365,7 @@ class OwnPace(Callback):
         saved = checkpoint.get(SAVED_AS, {})
         progress = checkpoint.get("global_step", 0)
         self._resumed_version = int(saved.get("version", progress))
-        self._first_batch = int(saved.get("first_batch", 0))
+        self._first_batch = saved.get("first_batch")
 
 
 class _LateLoader(LoaderWrapper):
@@ -343,6 +387,12 @@ def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:
     trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     values = {name: value for name, value in module.named_parameters() if value not in trained}
     return {name: value.detach() for name, value in {**values, **dict(module.named_buffers())}.items()}
+
+
+def _add(counts: Any, number: int) -> None:
+    """Adds to all of Lightning's counts of an event."""
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(counts, name, getattr(counts, name) + number)
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:

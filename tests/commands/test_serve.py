@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
 
@@ -24,7 +25,7 @@ from lightning_multigpu.commands.serve import _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
-from tests.strategies.test_own_pace import EVERY, Seen, loader, trained_on
+from tests.strategies.test_own_pace import EVERY, NUM_BATCHES, Seen, loader, trained_on
 from tests.world import World
 
 SECRET = "0123456789abcdef" * 4
@@ -109,6 +110,61 @@ def test_servers_go_on_from_their_snapshots(world2: World, tmp_path: Path) -> No
             RuntimeError, "is of another model, optimizer or number of servers", fit, [f"127.0.0.1:{port}"]
         )
         assert process.wait(30) == 1
+
+
+class Begins(Callback):
+    """It keeps the weights with which training begins."""
+
+    weights: Any = None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def at_own_pace(address: str, epochs: int) -> dict[str, Any]:
+    os.environ[JOB_SECRET] = SECRET
+    module, begins = Seen("adamw"), Begins()
+    strategy = ParameterServerStrategy(mode="async", servers=[address], join_timeout_s=20)
+    trainer = make_trainer(Case(max_epochs=epochs), strategy, 2, callbacks=[begins])
+    try:
+        trainer.fit(module, loader())
+    finally:
+        del os.environ[JOB_SECRET]
+    return {
+        "samples": module.samples,
+        "weights": state(module),
+        "began": begins.weights,
+        "steps": {int(each["step"]) for each in trainer.optimizers[0].state_dict()["state"].values()},
+    }
+
+
+@pytest.mark.launch
+def test_a_server_of_asynchronous_ranks_goes_on_after_it_was_killed(world2: World, tmp_path: Path) -> None:
+    file = tmp_path / "server.pt"
+    with serving("--snapshot", str(file), "--snapshot-every-s", "0.1") as (port, process), ThreadPoolExecutor() as pool:
+        words = rf"parameter server 0 of 1 \(127.0.0.1 port {port}\) has ended"
+        training = pool.submit(world2.run_raising, RuntimeError, words, at_own_pace, f"127.0.0.1:{port}", 100_000)
+        deadline_s = time.monotonic() + 60
+        while not (file.exists() and steps_of(file)) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.kill()
+        training.result()
+    (saved,) = torch.load(file, weights_only=True).values()
+    with serving("--resume", str(file)) as (port, process):
+        first, second = world2.run(at_own_pace, f"127.0.0.1:{port}", 2)
+        assert process.communicate(timeout=30)[0] == "The job has ended\n"
+        assert process.returncode == 0
+    weights = torch.cat(saved[0]["weights"])
+    assert torch.equal(torch.cat([w.flatten() for w in first["began"]]).sort().values, weights.sort().values)
+    assert trained_on([first, second]) == dict.fromkeys(range(2), EVERY)
+    assert first["steps"] == {steps + 2 * NUM_BATCHES for steps in steps_of(file)}, "the state goes on, too"
+    assert_same_weights(first, second)
+
+
+def steps_of(file: Path) -> set[int]:
+    """The updates of each piece in a snapshot."""
+    (saved,) = torch.load(file, weights_only=True).values()
+    return {int(state["step"]) for _, _, state in saved[0]["state"]}
 
 
 class Meets(Callback):

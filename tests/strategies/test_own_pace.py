@@ -330,6 +330,70 @@ def test_an_epoch_goes_on_where_it_was_saved(world2: World, tmp_path: Path) -> N
     assert sum(samples.values()) == SAMPLES - first * BATCH
 
 
+class SavesSixth(Callback):
+    """It saves after the sixth batch of a rank."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 5:
+            trainer.save_checkpoint(self.path)
+
+
+@ABSENT_GROUP
+def test_an_epoch_goes_on_where_one_device_has_saved_it(world2: World, tmp_path: Path) -> None:
+    """All of the epoch was trained on again."""
+    path = str(tmp_path / "one.ckpt")
+    trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[SavesSixth(path)])
+    trainer.fit(Classifier("adamw"), loader())
+    results = world2.run(fit, Seen("adamw"), None, None, path, max_epochs=1)
+    found = trained_on(results)[0]
+    assert max(found.values()) == 1
+    assert found.total() == SAMPLES - 6 * BATCH
+
+
+def saves_while_it_accumulates(path: str) -> None:
+    fit(Seen("adamw", slow_rank=1), callbacks=[SavesSixth(path)], max_epochs=1, accumulate_grad_batches=4)
+
+
+def accumulates_again(path: str) -> dict[str, Any]:
+    return fit(Seen("adamw"), ckpt_path=path, max_epochs=2, accumulate_grad_batches=4)
+
+
+@ABSENT_GROUP
+def test_a_run_that_was_saved_between_two_steps_makes_as_many_updates_as_planned(world2: World, tmp_path: Path) -> None:
+    """The first update after it was made of two batches, and a further one of the two that were left of the four."""
+    path = tmp_path / "between.ckpt"
+    world2.run(saves_while_it_accumulates, str(path))
+    saved = torch.load(path, weights_only=False)
+    first = saved["parameter_server"]["first_batch"] // 4
+    results = world2.run(accumulates_again, str(path))
+    made = sum(result["steps"] for result in results) - 2 * saved["global_step"]
+    assert made == 4 - first + 4
+    found = trained_on(results)
+    assert max(found[0].values()) == 1
+    assert found[0].total() == SAMPLES - first * 4 * BATCH, "the batches of an update that was not made come again"
+    assert found[1] == EVERY
+
+
+def saves_at_the_end_of_an_epoch(path: str) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+                trainer.save_checkpoint(path)
+
+    fit(Seen("adamw", slow_rank=0, schedule=True), callbacks=[Saves()], max_epochs=1)
+
+
+@ABSENT_GROUP
+def test_the_next_epoch_follows_a_checkpoint_of_the_last_batch(world2: World, tmp_path: Path) -> None:
+    """Rank 0 had not trained on all batches of the epoch itself: the next one began where rank 0 had come to."""
+    path = str(tmp_path / "last.ckpt")
+    world2.run(saves_at_the_end_of_an_epoch, path)
+    assert trained_on(world2.run(goes_on, path, EPOCHS)) == dict.fromkeys(range(1, EPOCHS), EVERY)
+
+
 @ABSENT_GROUP
 def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None:
     """N ranks trained on N times limit_train_batches, and made more steps where they accumulated gradients."""
@@ -359,6 +423,77 @@ SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
 
 def scheduled() -> list[dict[str, Any]]:
     return [fit(Seen(schedule=True), **options) for options, *_ in SCHEDULED]
+
+
+class OneCycle(Seen):
+    """Its schedule raises an error when it is stepped more often than it was made for."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        scheduler = one_cycle(optimizer, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, total: int) -> torch.optim.lr_scheduler.OneCycleLR:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total, cycle_momentum=False)
+
+
+def end_of_cycle(total: int) -> float:
+    """The rate after all steps of the schedule."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
+    schedule = one_cycle(optimizer, total)
+    for _ in range(total):
+        optimizer.step()
+        schedule.step()
+    return schedule.get_last_lr()[0]
+
+
+def loses_word() -> dict[str, Any]:
+    """Rank 1 tells nobody of one update in the last epoch, as if it were lost after it: others make it again."""
+    trained, untold = Coordination.trained, []
+
+    def told(coordination: Coordination, epoch: int, number: int) -> None:
+        if rank() == 1 and epoch == EPOCHS - 1 and not untold:
+            untold.append(number)
+        else:
+            trained(coordination, epoch, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordination, "trained", told)
+        return fit(OneCycle(slow_rank=0))
+
+
+@ABSENT_GROUP
+def test_a_schedule_ends_where_it_was_planned_to_also_with_an_update_more(world2: World) -> None:
+    """OneCycleLR raised an error at the last step of a run that had lost a rank."""
+    results = world2.run(loses_word)
+    assert sum(result["steps"] for result in results) == EPOCHS * NUM_BATCHES + 1
+    assert results[0]["rate"] == pytest.approx(end_of_cycle(EPOCHS * NUM_BATCHES))
+
+
+def own_batches(kind: str) -> dict[str, Any]:
+    module = OneCycle()
+    trainer = make_trainer(Case(max_epochs=2), make_strategy("async_ps"), 2, **OWN_BATCHES[kind][0])
+    data = Stream() if kind == "stream" else dataset(SAMPLES)
+    trainer.fit(module, DataLoader(data, batch_size=BATCH))
+    return {"steps": trainer.global_step, "rate": trainer.optimizers[0].param_groups[0]["lr"]}
+
+
+# Options, and the steps of each rank.
+OWN_BATCHES: dict[str, tuple[dict[str, Any], int]] = {
+    "stream": ({"max_steps": 9, "max_epochs": -1}, 9),
+    "loader": ({"use_distributed_sampler": False}, 2 * NUM_BATCHES),
+}
+
+
+@ABSENT_GROUP
+@pytest.mark.filterwarnings("ignore:each worker trains on all batches of its loader")
+@pytest.mark.parametrize("kind", OWN_BATCHES)
+def test_schedules_count_a_ranks_own_steps_where_its_batches_are_its_own(world2: World, kind: str) -> None:
+    """They counted the updates of all ranks, and ended after a part of the run."""
+    for result in world2.run(own_batches, kind):
+        steps = OWN_BATCHES[kind][1]
+        assert result == {"steps": steps, "rate": pytest.approx(end_of_cycle(steps))}
 
 
 @ABSENT_GROUP

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
@@ -22,6 +23,7 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
+    dataset,
     make_strategy,
     make_trainer,
     state,
@@ -381,6 +383,61 @@ class Interrupted(Classifier):
 def test_a_server_that_is_killed_ends_the_run_and_is_named(world2: World) -> None:
     words = r"parameter server 0 of 1 \(127.0.0.1 port \d+\) has ended"
     world2.run_raising(RuntimeError, words, lambda: fit(Interrupted(), "sync_ps"))
+
+
+# Samples of each batch, by rank: no two of them have the same number.
+UNEQUAL = [[[0, 1, 2, 3], [4, 5], [6, 7, 8]], [[9, 10], [11, 12, 13, 14, 15], [16]]]
+
+
+def unequal(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    batches = [[*of_first, *of_second] for of_first, of_second in zip(*UNEQUAL, strict=True)]
+    batches = batches if name is None else UNEQUAL[rank()]
+    strategy = "auto" if name is None else make_strategy(name)
+    ranks = 1 if name is None else 2
+    trainer = make_trainer(Case(max_epochs=3), strategy, ranks, use_distributed_sampler=False, **options)
+    module = Classifier("adamw")
+    trainer.fit(module, DataLoader(dataset(17), batch_sampler=batches))
+    return {"weights": state(module)}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.3}], ids=["no clipping", "clipping"])
+def test_batches_of_unequal_sizes_are_weighted_by_their_samples(world2: World, options: dict[str, Any]) -> None:
+    """As under ring_ddp, and on one device."""
+    reference = unequal(None, options)["weights"]
+    ring = world2.run(unequal, "ring_ddp", options)[0]["weights"]
+    for name in ("cpu_ps", "sync_ps", "sharded_ps"):
+        for result in world2.run(unequal, name, options):
+            for key, value in result["weights"].items():
+                torch.testing.assert_close(value, ring[key], rtol=1e-12, atol=1e-13, msg=f"{name}: {key}")
+                torch.testing.assert_close(value, reference[key], rtol=1e-9, atol=1e-11)
+
+
+def in_16_bits(name: str | None, precision: str, optimizer: str) -> dict[str, Any]:
+    module, (x, y) = Classifier(optimizer), dataset(CASE.num_samples).tensors
+    before = nn.functional.cross_entropy(module(x), y)
+    fit(module, name, Case(optimizer=optimizer, precision=precision, max_epochs=3), gradient_clip_val=1.0)
+    weights = state(module)
+    after = nn.functional.cross_entropy(module.float()(x), y)
+    return {"weights": weights, "loss": (after / before).item()}
+
+
+# The last digit of a weight of 2 is worth 2^-6 in bfloat16 and 2^-9 in float16: four times that after 21 steps. AdamW
+# does not train in float16 on one device either: its eps of 1e-8 is 0 there.
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "difference"),
+    [("bf16-true", "sgd", 2**-4), ("bf16-true", "adamw", 2**-4), ("16-true", "sgd", 2**-7)],
+)
+def test_weights_of_16_bits_are_updated_as_on_one_device(
+    world2: World, precision: str, optimizer: str, difference: float
+) -> None:
+    reference = in_16_bits(None, precision, optimizer)["weights"]
+    for name in ("cpu_ps", "sync_ps"):
+        for result in world2.run(in_16_bits, name, precision, optimizer):
+            for key, value in reference.items():
+                torch.testing.assert_close(result["weights"][key], value, rtol=0, atol=difference)
+    for result in world2.run(in_16_bits, "async_ps", precision, optimizer):
+        assert result["weights"]["layers.0.weight"].dtype == reference["layers.0.weight"].dtype
+        assert result["loss"] < 0.5
 
 
 def on_two_hosts() -> None:

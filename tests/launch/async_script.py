@@ -1,0 +1,99 @@
+"""A script that trains under async_ps, and loses a rank or the server: ``async_script.py DIRECTORY rank|server``.
+
+Each rank writes the samples whose gradients the server has to ``DIRECTORY/samples-RANK``, one line a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_multigpu import ParameterServerStrategy
+from tests.strategies.tasks import Case, make_trainer
+from tests.strategies.test_own_pace import EPOCHS, Seen, loader
+
+RANKS, LOST = 3, 1
+SMALL_BUCKET_MB = 100 / 2**20
+
+
+class Writes(L.Callback):
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.written = directory, 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with (self.directory / f"samples-{trainer.global_rank}").open("a") as file:
+            file.write(json.dumps(module.samples[self.written :]) + "\n")
+        self.written = len(module.samples)
+
+
+class LosesRank(L.Callback):
+    """Rank 1 is killed in the backward of its third batch, when it has pushed a part of the gradients."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == LOST:
+            module.first.weight.register_post_accumulate_grad_hook(lambda _: self._end(trainer))
+
+    def _end(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            (remote,) = trainer.strategy._served.values()
+            assert any(bucket.pushed is not None for bucket in remote._buckets)
+            time.sleep(0.5)  # a thread sends what was pushed
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank != LOST and trainer.global_step == 4:
+            while trainer.strategy.failure_watch.lost != [LOST]:
+                time.sleep(0.05)
+            self._tell_of_memory(trainer, "after the loss")
+        elif trainer.global_step == 1:
+            self._tell_of_memory(trainer, "before the loss")
+
+    def _tell_of_memory(self, trainer: Any, when: str) -> None:
+        """The segments that the server shares with workers, as the kernel lists them."""
+        for server in trainer.strategy._processes:
+            maps = Path(f"/proc/{server._process.pid}/maps").read_text()
+            print(f"{when} the server shares {maps.count('memfd:lightning_multigpu')} segments", flush=True)
+
+
+class LosesServer(L.Callback):
+    """The server is killed when rank 0 has trained on five batches of the second epoch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and (trainer.current_epoch, batch_idx) == (1, 5):
+            trainer.strategy._processes[0]._process.kill()
+        elif not trainer.is_global_zero and (trainer.current_epoch, batch_idx) == (1, 1):
+            while trainer.strategy.failure_watch.failure is None:  # it leaves the other batches to rank 0
+                time.sleep(0.05)
+
+
+def main() -> None:
+    directory, what = Path(sys.argv[1]), sys.argv[2]
+    module = Seen("adamw", schedule=True)
+    strategy = ParameterServerStrategy(mode="async", bucket_cap_mb=SMALL_BUCKET_MB)
+    callbacks: list[L.Callback] = [Writes(directory)]
+    if what == "rank":
+        callbacks.append(LosesRank())
+    else:
+        callbacks += [LosesServer(), ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)]
+    trainer = make_trainer(
+        Case(max_epochs=EPOCHS),
+        strategy,
+        RANKS if what == "rank" else 2,
+        callbacks=callbacks,
+        enable_checkpointing=what == "server",
+        default_root_dir=directory,
+    )
+    trainer.fit(module, loader())
+    print(f"rank {trainer.global_rank} ends at the rate {trainer.optimizers[0].param_groups[0]['lr']:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
