@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan
+from lightning_multigpu.planning.timeline import HeldBytes
 
 
 def summary(plan: SplitPlan) -> str:
-    """What a run says about its split: kinds of blocks, what stays whole and why, and the bytes of parameters."""
+    """What a run says about its split: kinds of blocks, what stays whole and why, parameters and memory per rank."""
     lines = [f"tensor_split over {plan.num_ranks} ranks:"]
-    lines += [f"  {blocks.num_blocks} x {blocks.shape}: {blocks.kind}" for blocks in plan.blocks]
-    lines += _left(plan)
-    own, whole = plan.ranks[0].parameters_bytes, plan.one_device.parameters_bytes
-    lines.append(f"  parameters of a rank: {size(own)} of {size(whole)}")
+    for blocks in plan.blocks:
+        lines += _block(blocks)
+    lines += [*_left(plan), *(f"  {line}" for line in _held(plan))]
     return "\n".join(lines)
 
 
@@ -30,25 +31,37 @@ def print_plan(console: Console, plan: SplitPlan) -> None:
         sent = sum(each.sent_bytes for each in blocks.traffic)
         formula = blocks.formula_bytes(plan.num_ranks)
         lines += [
-            f"  {blocks.num_blocks} x {blocks.shape}: {blocks.kind}",
-            f"    parameters {size(blocks.whole_bytes)}, of a rank {size(blocks.rank_bytes)}",
+            *_block(blocks),
             f"    {', '.join(ways)}; a rank sends {size(sent)}, {sent / formula:.2f} x two all-reduces of the output"
             if formula
             else f"    {', '.join(ways)}; a rank sends {size(sent)}",
         ]
-    lines += _left(plan)
-    held = [("one device", plan.one_device), *((f"rank {number}", each) for number, each in enumerate(plan.ranks))]
-    lines += [
-        f"{name}: parameters {size(each.parameters_bytes)}, gradients {size(each.gradients_bytes)}, "
-        f"optimizer {size(each.optimizer_bytes)}"
-        for name, each in held
-    ]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+    console.print("\n".join([*lines, *_left(plan), *_held(plan)]), highlight=False, soft_wrap=True, markup=False)
 
 
 def as_json(plan: SplitPlan) -> dict[str, Any]:
     """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.tensor_plan` describes."""
     return asdict(plan)
+
+
+def _block(blocks: SplitBlocks) -> Iterator[str]:
+    yield f"  {blocks.num_blocks} x {blocks.shape}: {blocks.kind}"
+    yield f"    parameters {size(blocks.whole_bytes)}, of a rank {size(blocks.rank_bytes)}"
+
+
+def _held(plan: SplitPlan) -> Iterator[str]:
+    """The memory of one device and of each rank; ranks that hold as much as the one before share its line."""
+    yield f"one device: {_memory(plan.one_device)}"
+    for held, ranks in groupby(enumerate(plan.ranks), key=lambda pair: pair[1]):
+        first, *others = (rank for rank, _ in ranks)
+        yield f"{f'ranks {first}-{others[-1]}, each' if others else f'rank {first}'}: {_memory(held)}"
+
+
+def _memory(held: HeldBytes) -> str:
+    return (
+        f"parameters {size(held.parameters_bytes)}, gradients {size(held.gradients_bytes)}, "
+        f"optimizer {size(held.optimizer_bytes)}, together {size(held.total)}"
+    )
 
 
 def _left(plan: SplitPlan) -> Iterator[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
@@ -226,6 +229,21 @@ class TensorSplitStrategy(RingDDPStrategy):
         if gpu_state is not None:
             torch.cuda.set_rng_state(gpu_state, device)
 
+    def _agree_on_random_states(self) -> None:
+        """Gives every rank of a tensor group the random states of its first one, where a hook has made them differ.
+
+        A step may decide by a random number what it runs, and ranks that run other layers wait for each other forever.
+        """
+        if not self._agree_on(lambda: _checksum_of_random_states(self.root_device)):
+            self._share_random_states()
+
+    def _agree_on(self, checksum: Callable[[], int]) -> bool:
+        """Whether the ranks of a tensor group have the same checksum; after a failure nobody is asked."""
+        peers = self._metered_group(None if self._peers is None else self._peers.group)
+        if self._peers is None or peers is None:
+            return True
+        return len(set(self._peers.gather_tensor(torch.tensor([checksum()])).flatten().tolist())) == 1
+
     @override
     def teardown(self) -> None:
         module = self.lightning_module
@@ -278,6 +296,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         assert self._tensor is not None
         self._tensor.random.leave(self.root_device)
         self._tensor.sequence_random.forget()
+        self._agree_on_random_states()
         if not self._is_split:
             self._decide(*args, *kwargs.values())
         assert self._layers is not None
@@ -290,13 +309,9 @@ class TensorSplitStrategy(RingDDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; where ranks of a tensor group differ, all get what the first one has."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        peers = self._metered_group(None if self._peers is None else self._peers.group)
-        if self._peers is None or peers is None:
+        if self._agree_on(lambda: checksum_of(batch)):
             return batch
-        mine = checksum_of((batch, torch.get_rng_state()))
-        if len(set(self._peers.gather_tensor(torch.tensor([mine])).flatten().tolist())) == 1:
-            return batch
-        self._share_random_states()
+        assert self._peers is not None
         batch = self._peers.broadcast_object(batch, self._peers.first_rank)
         # Without the module's hooks, which have seen the other batch.
         return move_data_to_device(batch, device or self.root_device)
@@ -312,14 +327,17 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._agree_on_random_states()
         return self._whole_outputs(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._agree_on_random_states()
         return self._whole_outputs(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._agree_on_random_states()
         return self._whole_outputs(super().predict_step(*args, **kwargs))
 
     def _whole_outputs(self, outputs: Any) -> Any:
@@ -388,6 +406,17 @@ class TensorSplitStrategy(RingDDPStrategy):
             assert self._layers is not None
             for optimizer in self.optimizers:
                 self._layers.cut_state(optimizer)
+
+
+def _checksum_of_random_states(device: torch.device) -> int:
+    """A checksum of the random states of torch, Python and NumPy."""
+    numpy_state: Any = numpy.random.get_state()
+    _, numbers, *position = numpy_state
+    checksum = zlib.crc32(repr((random.getstate(), position)).encode(), zlib.crc32(numbers.data))
+    checksum = zlib.crc32(torch.get_rng_state().numpy().data, checksum)
+    if device.type == "cuda":
+        checksum = zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, checksum)
+    return checksum
 
 
 def _write_nothing(*args: Any) -> None:

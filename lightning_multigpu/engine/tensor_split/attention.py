@@ -29,9 +29,17 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     output                (batch, length, E), summed  gradient, the same on all
     ====================  ==========================  ========================================================
 
-    Communication of self-attention: one all-reduce of the output's size in forward, and one of the input's size in
-    backward; one more in backward for each other tensor among keys and values. ``need_weights=True``, torch's default,
-    costs one more in forward, of the averaged weights' size, also where the weights are not used.
+    Communication, where the query has b bytes and the averaged weights (batch, length, keys) have w bytes:
+
+    =====================  ============================  =================================
+    attention              in forward                    in backward
+    =====================  ============================  =================================
+    to the query itself    all-reduce, b bytes           all-reduce, b bytes
+    to other tensors       all-reduce, b bytes           all-reduce of each tensor's bytes
+    ``need_weights=True``  one more all-reduce, w bytes  nothing more
+    =====================  ============================  =================================
+
+    Torch's default is ``need_weights=True``: the weights are summed also where nobody uses them.
 
     After Shoeybi et al., Megatron-LM (2019), section 3.
 

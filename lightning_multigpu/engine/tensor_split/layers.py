@@ -161,11 +161,27 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
     output        (..., out / N)               gradient (..., out / N)
     ============  ===========================  ==========================================================
 
-    Communication: nothing in forward, and one all-reduce of the input's size in backward, beside which the gradient of
-    the weight is computed. With ``sequence_dim`` the input is (..., sequence / N, ..., in): one all-gather in forward
-    and one reduce-scatter in backward; and one more all-gather in backward unless ``keeps_gathered``.
+    Communication, where the input has R rows of E bytes an element:
 
-    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
+    ===================  =====================================  =============================================
+    option               in forward                             in backward
+    ===================  =====================================  =============================================
+    none                 nothing                                all-reduce, R x in x E bytes
+    ``gather_output``    all-gather, R x out x E bytes          all-reduce, R x in x E bytes
+    ``sequence_dim``     all-gather, R x in x E bytes           reduce-scatter, R x in x E bytes; one more
+                                                                all-gather of these unless ``keeps_gathered``
+    ===================  =====================================  =============================================
+
+    The gradient of the weight is computed beside the all-reduce. With ``sequence_dim`` the input is this rank's part
+    (..., sequence / N, ..., in), and its gradient too; R counts the rows of all ranks. In training, random numbers
+    differ between ranks from this layer to the next row layer, or to :func:`split_cross_entropy`.
+
+    A fused projection of queries, keys and values is one layer with ``sections`` and with the size of a head as
+    ``unit``: each rank has the queries, keys and values of its heads. Separate projections are three layers with that
+    ``unit``.
+
+    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3; with
+    ``sequence_dim`` after Korthikanti et al. (2022), section 4.2.2.
 
     Args:
         in_features, out_features, bias, device, dtype: those of the whole layer.
@@ -175,7 +191,8 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
         unit: outputs that stay on one rank, of a head for example; or one number for each section.
         gather_output: every rank gets all outputs, (..., out), by one all-gather in forward.
         sequence_dim: the dimension of the input that is split over the ranks.
-        sequence_length: of the whole input; by default N times that of this rank's part.
+        sequence_length: of the whole input, needed where N does not divide it; by default N times that of this rank's
+            part.
         keeps_gathered: with ``sequence_dim``, keep the gathered input for backward instead of gathering it again.
         name: in the meter.
     """
@@ -228,10 +245,21 @@ class RowSplitLinear(_RowSplit, nn.Linear):
     output        (..., out), summed           gradient (..., out), the same on all
     ============  ===========================  ==========================================================
 
-    Communication: one all-reduce of the output's size in forward, and nothing in backward. With ``sequence_dim`` the
-    output is (..., sequence / N, ..., out): one reduce-scatter in forward, one all-gather in backward.
+    Communication, where the output has R rows of E bytes an element:
 
-    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
+    ===================  =====================================  =============================================
+    option               in forward                             in backward
+    ===================  =====================================  =============================================
+    none                 all-reduce, R x out x E bytes          nothing
+    ``split_input``      all-reduce, R x out x E bytes          all-gather, R x in x E bytes
+    ``sequence_dim``     reduce-scatter, R x out x E bytes      all-gather, R x out x E bytes
+    ===================  =====================================  =============================================
+
+    With ``sequence_dim`` the output is this rank's part (..., sequence / N, ..., out), and its gradient too; R counts
+    the rows of all ranks. The gradient of the bias is summed over all of them.
+
+    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3; with
+    ``sequence_dim`` after Korthikanti et al. (2022), section 4.2.2.
 
     Args:
         in_features, out_features, bias, device, dtype: those of the whole layer.
@@ -288,8 +316,16 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
     output        (..., dim), summed           gradient (..., dim), the same on all
     ============  ===========================  ==========================================================
 
-    Communication: one all-reduce of the output's size in forward, and nothing in backward. With ``sequence_dim`` the
-    output is split along that dimension: one reduce-scatter in forward, one all-gather in backward.
+    Communication, for R entries of the input, where the output has E bytes an element:
+
+    ===================  =====================================  =============================================
+    option               in forward                             in backward
+    ===================  =====================================  =============================================
+    none                 all-reduce, R x dim x E bytes          nothing
+    ``sequence_dim``     reduce-scatter, R x dim x E bytes      all-gather, R x dim x E bytes
+    ===================  =====================================  =============================================
+
+    With ``sequence_dim`` the input is whole, and the output is this rank's part of it along that dimension.
 
     Initialised as ``nn.Embedding`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
 
@@ -372,40 +408,120 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any
 
 
 def summed(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
-    """The sum of a tensor over the ranks; one all-reduce in forward, none in backward.
+    """The sum of a tensor over the ranks.
 
-    All ranks have to compute the same with the sum: its gradient is then the gradient of each rank's tensor.
+    =======  ==================  ===============================
+    N ranks  shape on each rank  in backward
+    =======  ==================  ===============================
+    tensor   (...)               gradient (...), the same on all
+    output   (...), summed       gradient (...), the same on all
+    =======  ==================  ===============================
+
+    Communication: one all-reduce of the tensor's bytes in forward, nothing in backward. All ranks have to compute the
+    same with the sum: its gradient is then the gradient of each rank's tensor. The function g of Shoeybi et al.,
+    Megatron-LM (2019), section 3.
+
+    Args:
+        tensor: of this rank; the same shape and dtype on every rank.
+        group: the ranks.
+        name: in the meter.
     """
     total: Tensor = _Summed.apply(tensor, group, name)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-    """The whole tensor (..., size) of parts (..., size / N) that ranks have computed; the gradient is cut again.
+    """The whole tensor of parts along the last dimension that ranks have computed.
 
-    One all-gather in forward, nothing in backward: all ranks have to compute the same with the whole tensor.
+    =======  ==================  =========================================
+    N ranks  shape on each rank  in backward
+    =======  ==================  =========================================
+    tensor   (..., size / N)     gradient (..., size / N), this rank's own
+    output   (..., size)         gradient (..., size), the same on all
+    =======  ==================  =========================================
+
+    Communication: one all-gather of the output's bytes in forward, nothing in backward. All ranks have to compute the
+    same with the whole tensor: each then takes its part of the gradient. After Shoeybi et al.,
+    Megatron-LM (2019), section 3.
+
+    Args:
+        tensor: this rank's part.
+        group: the ranks.
+        split: of the last dimension, ``layer.split`` of a :class:`ColumnSplitLinear` for example.
+        name: in the meter.
     """
     whole: Tensor = _GatherLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
     return whole
 
 
 def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-    """This rank's part (..., size / N) of a tensor that all ranks have; the gradients of all parts are gathered."""
+    """This rank's part, along the last dimension, of a tensor that all ranks have.
+
+    =======  ============================  =========================================
+    N ranks  shape on each rank            in backward
+    =======  ============================  =========================================
+    tensor   (..., size), the same on all  gradient (..., size), the same on all
+    output   (..., size / N)               gradient (..., size / N), this rank's own
+    =======  ============================  =========================================
+
+    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. After Shoeybi et al.,
+    Megatron-LM (2019), section 3.
+
+    Args:
+        tensor: the same on every rank.
+        group: the ranks.
+        split: of the last dimension, ``layer.split`` of a :class:`RowSplitLinear` for example.
+        name: in the meter.
+    """
     part: Tensor = _SplitLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
     return part
 
 
 def gather_sequence(tensor: Tensor, group: TensorGroup, dim: int, length: int, name: str) -> Tensor:
-    """The whole tensor of parts of a sequence; in backward each rank takes its part of the gradient.
+    """The whole sequence of the parts that ranks have.
 
-    All ranks have to compute the same with the whole tensor: its gradient is then the same on each of them.
+    =======  ======================  ================================================
+    N ranks  shape on each rank      in backward
+    =======  ======================  ================================================
+    tensor   (..., length / N, ...)  gradient (..., length / N, ...), this rank's own
+    output   (..., length, ...)      gradient (..., length, ...), the same on all
+    =======  ======================  ================================================
+
+    Communication: one all-gather of the output's bytes in forward, nothing in backward. All ranks have to compute the
+    same with the whole sequence: each then takes its part of the gradient. After Korthikanti et al.
+    (2022), section 4.2.2.
+
+    Args:
+        tensor: this rank's part; the first ranks have one entry more where N does not divide the length.
+        group: the ranks.
+        dim: the dimension of the sequence.
+        length: of the whole sequence.
+        name: in the meter.
     """
     whole: Tensor = _GatherSequence.apply(tensor, group, dim, length, name)  # type: ignore[no-untyped-call]
     return whole
 
 
 def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Tensor:
-    """This rank's part of a sequence that all ranks have; in backward the parts of the gradient are gathered."""
+    """This rank's part of a sequence that all ranks have.
+
+    =======  ===================================  ================================================
+    N ranks  shape on each rank                   in backward
+    =======  ===================================  ================================================
+    tensor   (..., length, ...), the same on all  gradient (..., length, ...), the same on all
+    output   (..., length / N, ...)               gradient (..., length / N, ...), this rank's own
+    =======  ===================================  ================================================
+
+    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. A parameter that is used with
+    the part, of a norm for example, gets a part of its gradient on each rank: sum it over the ranks. After
+    Korthikanti et al. (2022), section 4.2.2.
+
+    Args:
+        tensor: the same on every rank.
+        group: the ranks.
+        dim: the dimension of the sequence.
+        name: in the meter.
+    """
     part: Tensor = _SplitSequence.apply(tensor, group, dim, name)  # type: ignore[no-untyped-call]
     return part
 

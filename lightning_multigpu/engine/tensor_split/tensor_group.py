@@ -77,7 +77,19 @@ class TensorGroup:
     """The collectives of the ranks that share each layer; all ranks must call the same ones in the same order.
 
     CPU tensors of ranks on one host are reduced through shared memory, others by the group's back end. Sums have the
-    same bits on every rank. Making one is a collective of the group.
+    same bits on every rank. Making one is a collective of the group. The collectives have no gradients: the layers and
+    functions of this package do.
+
+    ==============  ======================  ======================================================
+    N ranks         shape on each rank      result, and what a rank sends in a ring of its bytes
+    ==============  ======================  ======================================================
+    all_reduce      (...), overwritten      (...), the sum on all; 2 (N - 1) / N
+    all_gather      (..., length / N, ...)  (..., length, ...) on all; (N - 1) / N
+    reduce_scatter  (..., length, ...)      (..., length / N, ...), a part of the sum; (N - 1) / N
+    ==============  ======================  ======================================================
+
+    Through shared memory nothing is sent, and Gloo makes an all-reduce of a reduce-scatter. The meter counts the bytes
+    of the whole tensors. Communication in a ring: Patarasuk and Yuan (2009).
 
     Args:
         group: the ranks.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
+from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
 from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
 from tests.engine.tensor_split.shared import tensor_group
@@ -143,3 +144,21 @@ def test_dropout_of_attention(world2: World) -> None:
     assert torch.equal(first, second)  # the sum over all heads, and the numbers after it
     # Each head has a mask of its own: with the same on all ranks a weight would be zero more often.
     assert (first[4:] > 0).double().mean() > 0.85
+
+
+def _masks_before_a_head() -> list[Tensor]:
+    with tensor_group() as (group, _):
+        torch.manual_seed(0)
+        head = ColumnSplitLinear(8, 6, group=group)
+        masks = []
+        for _ in range(2):
+            masks.append(F.dropout(torch.ones(1, 8)))
+            split_cross_entropy(head(masks[-1]), torch.tensor([3]), group, head.split)
+        return masks
+
+
+def test_the_next_step_drops_the_same_on_all_ranks(world2: World) -> None:
+    """Behind a head without a row layer the random numbers of ranks stayed different."""
+    (first, second), others = world2.run(_masks_before_a_head)
+    assert torch.equal(first, others[0])
+    assert torch.equal(second, others[1])
