@@ -173,7 +173,7 @@ class StagedStrategy(StreamedSaves):
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
-        self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last)
+        self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last, at_end=self._gradients_shown.close)
         self._running = RunningPipeline(
             model,
             self.pipeline_options,
