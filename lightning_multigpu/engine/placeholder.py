@@ -8,6 +8,7 @@ is a placeholder too, and remembers its sources. So code that only passes values
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class Placeholder(Tensor):
     def source(self) -> str:
         """The first of the sources."""
         return self.sources[0]
+
+    def resized(self, shape: Sequence[int]) -> Placeholder:
+        """A placeholder for the same values in another shape."""
+        return Placeholder(torch.empty(shape, dtype=self.dtype, device="meta"), self.source, self.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Placeholder({self.source}, shape={tuple(self.shape)}, dtype={self.dtype})"

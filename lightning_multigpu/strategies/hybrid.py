@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -36,6 +37,7 @@ from lightning_multigpu.strategies.split_layers import (
     check_patterns,
     check_plan,
     check_sequence_split,
+    check_uncompiled,
     plan_text,
 )
 
@@ -103,6 +105,9 @@ class HybridStrategy(StagedStrategy):
         for name, size in zip(_SIZES, self._asked, strict=True):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
+        for name, given in (("pipeline", pipeline), ("tensor", tensor)):
+            if not isinstance(given, Mapping | None):
+                raise ValueError(f"{name}={given!r} is no mapping; pass options by their names: {name}={{...}}")
         pipeline, tensor = dict(pipeline or {}), dict(tensor or {})
         own = inspect.signature(PipelineStrategy.__init__).parameters.items()
         of_pipeline = {name: each.default for name, each in own if each.kind is each.KEYWORD_ONLY}
@@ -197,6 +202,11 @@ class HybridStrategy(StagedStrategy):
                 f"tensor={self.options['tensor']!r} with tensor_parallel_size=1: no layer is split; leave it out, or "
                 "pass tensor_parallel_size=2"
             )
+        if self._transport.compressor is not None and data == 1:
+            raise ValueError(
+                f"compression={self.options['compression']!r} with data_parallel_size=1: no gradients travel between "
+                "pipelines; leave it out, or pass data_parallel_size=2"
+            )
         points = self.pipeline_options.split_points
         if tensor > 1 and points is not None:
             raise ValueError(
@@ -218,8 +228,10 @@ class HybridStrategy(StagedStrategy):
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
-        super().check_before_launch(trainer)
         module = trainer.lightning_module
+        if self.tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_uncompiled(module)  # a pipeline gives other advice
+        super().check_before_launch(trainer)
         if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
             check_patterns(self._plan, module)
 

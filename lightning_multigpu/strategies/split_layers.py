@@ -9,12 +9,14 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn import Embedding, Module
+from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_multigpu._lightning_internals import is_compiled
 from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
@@ -69,6 +71,20 @@ def check_patterns(plan: Plan, module: Module) -> None:
             raise ValueError(
                 f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
                 f"{matched[0]!r} for example; put it before them, or leave it out"
+            )
+
+
+def check_uncompiled(module: LightningModule) -> None:
+    """Checks that no layer that could be split runs within compiled code."""
+    for name, part in module.named_modules():
+        is_wrapped = part._compiled_call_impl is not None or "_orig_mod" in part._modules
+        compiled = is_wrapped or (part is module and is_compiled(module))
+        kinds = (Embedding, MultiheadAttention)
+        if compiled and any(is_linear(each) or isinstance(each, kinds) for each in part.modules()):
+            raise ValueError(
+                f"{name or type(part).__name__} is compiled, and split layers within it wait for other ranks, which "
+                "torch.compile cannot follow: compile only what has no nn.Linear or nn.Embedding, or use "
+                "strategy='ring_ddp'"
             )
 
 

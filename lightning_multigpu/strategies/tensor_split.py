@@ -44,6 +44,7 @@ from lightning_multigpu.strategies.split_layers import (
     check_patterns,
     check_plan,
     check_sequence_split,
+    check_uncompiled,
     plan_text,
 )
 
@@ -171,6 +172,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             )
         if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
             check_patterns(self._plan, module)
+            check_uncompiled(module)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -15,7 +15,16 @@ from torch import Tensor
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
-from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    data_ranks,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
 from tests.world import World
 
 
@@ -101,6 +110,56 @@ def test_trains_as_on_one_device(
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
         assert not any(found["left"])
         assert not found["states of stand-ins"]
+
+
+class Centring(Clipping):
+    """Also centres gradients, in the hook and in its optimizer_step, which leaves out a step; notes sizes and means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Any] = []
+
+    def centre(self) -> None:
+        strategy: Any = self.trainer.strategy
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            assert torch.isfinite(parameter.grad).all()
+            parameter.grad.sub_(parameter.grad.mean(dim=0, keepdim=True))
+            is_here = self.trainer.world_size == 1 or strategy.holds(parameter)
+            values = [float(each.detach().abs().mean()) for each in (parameter, parameter.grad)] if is_here else []
+            self.read.append((tuple(parameter.shape), tuple(parameter.grad.shape), parameter.numel(), values))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.centre()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        self.centre()
+        if batch_idx != 6:  # the last of an epoch: validation follows
+            optimizer.step()
+
+
+def read(strategy: Any, ranks: int) -> dict[str, Any]:
+    made, case = Centring(), Case(trainer={"gradient_clip_val": 0.2}, max_epochs=2)
+    trainer = make_trainer(case, strategy, ranks)
+    trainer.fit(made, train_loader(case, trainer), eval_loader(16, batch_size=8 // data_ranks(trainer)))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"weights": state(made), "metrics": metrics, "read": made.read, "norms": made.norms}
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_gradients_of_split_layers_are_whole(shape: tuple[int, int, int], world4: World) -> None:
+    sizes = dict(zip(("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), shape, strict=True))
+    expected = read("auto", 1)
+    for found in world4.run(read, make_strategy("hybrid", **sizes), 4):
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+        for mine, theirs in zip(found["read"], expected["read"], strict=True):
+            assert mine[:3] == theirs[:3]
+            assert not mine[3] or mine[3] == pytest.approx(theirs[3], rel=1e-9)
 
 
 def scaled(strategy: Any, ranks: int) -> list[float]:

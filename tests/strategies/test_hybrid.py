@@ -362,6 +362,8 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         ({"tensor": {"plan": {"*.up": "colum"}}}, "plan='colum'"),
         ({"tensor": {"sequence_split": "again"}}, "sequence_split='again': give True, 'gather_again' or False"),
         ({**sizes(2, 2, 1), "tensor": {"sequence_split": True}}, "no layer is split; leave it out, or pass tensor_par"),
+        ({"pipeline": "gpipe"}, r"pipeline='gpipe' is no mapping; pass options by their names: pipeline=\{...\}"),
+        ({**sizes(1, 2, 2), "compression": "bf16"}, r"compression=.* with data_parallel_size=1: no gradients travel"),
         ({"pipeline": {"split_points": ["layers.2"]}}, "pass tensor_parallel_size=1"),
         ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
         ({"num_nodes": 2, "tensor_parallel_size": 8}, "a host has 4 ranks"),

@@ -225,7 +225,7 @@ def stage(group: Any = None, *, is_last: bool = True, **attributes: Any) -> tupl
     module = L.LightningModule()
     for name, value in attributes.items():
         setattr(module, name, value)
-    return module, LastStageOutputs(module, group or _Group(), is_last=is_last)
+    return module, LastStageOutputs(module, group or _Group(), is_last=is_last, at_end=lambda: None)
 
 
 def shared(outputs: LastStageOutputs, group: Any) -> dict[str, Any]:

@@ -952,6 +952,17 @@ def test_a_pattern_that_decides_nothing_is_refused(name: str, plan: dict[str, st
         trainer.fit(Task("fused"), text())
 
 
+@pytest.mark.parametrize("name", ["tensor_split", "hybrid"])
+def test_compiled_layers_are_refused(name: str) -> None:
+    """The trial failed within torch.compile, by an error that named nothing of the user's."""
+    trainer = make_trainer(Case(), make_strategy(name), 4 if name == "hybrid" else 2)
+    for number, message in enumerate(["model.blocks.1 is compiled", "model is compiled", "Task is compiled"]):
+        task = Task("fused")
+        (task.model.blocks[1], task.model, task)[number].compile(backend="eager")  # type: ignore[index, operator, union-attr]
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(task, text())
+
+
 def test_compression_between_groups_is_refused() -> None:
     """The biases of row layers differed between the ranks of a group, and the end of the fit raised."""
     strategy = make_strategy("tensor_split", tensor_parallel_size=2, compression="int8")

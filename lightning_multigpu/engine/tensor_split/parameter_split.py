@@ -72,6 +72,12 @@ class ParameterSplit:
         """Entries of the whole parameter along the dimension."""
         return max(stop for ranges in self.ranges for _, stop in ranges)
 
+    def whole_shape(self, part: Tensor) -> list[int]:
+        """The shape of the whole tensor, from that of any rank's part."""
+        shape = list(part.shape)
+        shape[self.dim] = self.whole_size
+        return shape
+
     def size(self, rank: int) -> int:
         """Entries of a rank's part along the dimension."""
         return sum(stop - start for start, stop in self.ranges[rank])

@@ -7,6 +7,8 @@ Within :class:`WholeReads` operations on them give what they give on one device:
     p.grad[0] = 0, p.grad.normal_()     also in place: each rank then takes its part of the gathered tensor
     p.grad = torch.ones(p.shape)        this rank's part is assigned
     p.dtype, p.device, p.requires_grad  those of the part, without the other ranks
+
+A placeholder, of which only another stage of a pipeline has a part, has the whole shape too; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
@@ -122,22 +125,25 @@ class WholeReads(TorchFunctionMode):
         return split_of(tensor) or self._parts.get(tensor)
 
     def _whole_size(self, part: Tensor, split: ParameterSplit) -> Tensor:
-        shape = list(part.shape)
-        shape[split.dim] = split.whole_size
-        return torch.empty(shape, dtype=part.dtype, device="meta")
+        return torch.empty(split.whole_shape(part), dtype=part.dtype, device="meta")
+
+    def _whole(self, part: Tensor, split: ParameterSplit, name: str) -> Tensor:
+        if isinstance(part, Placeholder):
+            return part.resized(split.whole_shape(part))
+        return split.gather(part.detach(), self._group, f"{name} of a whole tensor")
 
     def _on_whole(
         self, func: Any, name: str, found: list[tuple[Tensor, ParameterSplit]], args: Any, kwargs: Any
     ) -> Any:
-        whole = {
-            id(part): split.gather(part.detach(), self._group, f"{name} of a whole tensor") for part, split in found
-        }
+        whole = {id(part): self._whole(part, split, name) for part, split in found}
         versions = {key: tensor._version for key, tensor in whole.items()}
         result = func(*_replaced(args, whole), **_replaced(kwargs, whole))
         for part, split in found:
             gathered = whole[id(part)]
             if gathered._version != versions[id(part)]:
                 part.copy_(split.part(gathered, self._group.rank))
+            if isinstance(part, Placeholder):
+                continue
             counter = gathered.detach()
             counter.data = torch.empty(0)  # keeps the counter, and not the memory
             self._gathered.append((name, counter, gathered._version))

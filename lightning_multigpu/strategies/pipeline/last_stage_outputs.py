@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,16 +52,20 @@ class LastStageOutputs(Callback):
         module: the user's module.
         group: the ranks of the pipeline.
         is_last: this rank has the last stage.
+        at_end: called when a training batch has ended, and when an error ends the run.
 
     Attributes:
         of_batch: the outputs of the newest training batch.
     """
 
-    def __init__(self, module: pl.LightningModule, group: PipelineGroup, *, is_last: bool) -> None:
+    def __init__(
+        self, module: pl.LightningModule, group: PipelineGroup, *, is_last: bool, at_end: Callable[[], object]
+    ) -> None:
         self.of_batch: dict[str, Any] = {}
         self._module = module
         self._group = group
         self._is_last = is_last
+        self._at_end = at_end
         self._changed: dict[str, None] = {}
 
     # Among the callbacks
@@ -82,9 +86,14 @@ class LastStageOutputs(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._at_end()
         if isinstance(outputs, dict) and "loss" in outputs:
             outputs.update(self.of_batch)
         self.of_batch = {}
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._at_end()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

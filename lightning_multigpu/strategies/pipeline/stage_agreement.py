@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins import Precision
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
 from lightning_multigpu.strategies.hook_detection import has_hook
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
@@ -35,6 +38,7 @@ class StageAgreement:
         self._plugin = plugin
         self._module = model.module
         self._ownership = model.ownership
+        self._tensor = tensor
         self._sums = StageSums(model.group, tensor)
         self._gradients = RemoteGradients(model.ownership, self._sums)
         self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
@@ -52,15 +56,28 @@ class StageAgreement:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._overflow.end()
 
-    def gradients_for(self, *hooks: str) -> AbstractContextManager[None]:
-        """Within the block parameters of other stages have gradients too, if the user's code has one of the hooks."""
-        return self._gradients.shown() if any(has_hook(hook, self._module) for hook in hooks) else nullcontext()
+    @contextmanager
+    def gradients_for(self, *hooks: str) -> Iterator[None]:
+        """Within the block the gradients are those of one device, if the user's code has one of the hooks.
+
+        Parameters of other stages have gradients too, and split ones are whole: see :class:`.RemoteGradient` and
+        :class:`.WholeReads`.
+        """
+        if not any(has_hook(hook, self._module) for hook in hooks):
+            yield
+            return
+        with self._gradients.shown(), nullcontext() if self._tensor is None else WholeReads(self._tensor):
+            yield
 
     def _run_hooks_with_gradients(self, model: pl.LightningModule, optimizer: Any) -> None:
         with self.gradients_for("on_before_optimizer_step", "configure_gradient_clipping"):
             self._run_hooks(model, optimizer)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        with torch._C.DisableTorchFunction():  # it looks at parts
+            self._clip_parts(optimizer, clip_val)
+
+    def _clip_parts(self, optimizer: Optimizer, clip_val: float) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         norm = self._sums.norm([p for p in self._ownership.counted() if id(p) in own])
         held = [p for p in self._ownership.held() if id(p) in own and p.grad is not None]

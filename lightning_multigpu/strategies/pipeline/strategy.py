@@ -124,6 +124,7 @@ class StagedStrategy(StreamedSaves):
         module = trainer.lightning_module
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(module)
+            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
             self._split(module)
 
@@ -146,7 +147,7 @@ class StagedStrategy(StreamedSaves):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
             pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
         super().setup(trainer)
 
@@ -173,7 +174,7 @@ class StagedStrategy(StreamedSaves):
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
-        self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last)
+        self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last, at_end=self._gradients_shown.close)
         self._running = RunningPipeline(
             model,
             self.pipeline_options,

@@ -192,11 +192,8 @@ class TensorAxis:
         self._layers.make_whole(self._model.module.trainer.optimizers)
         for holding in self._model.ownership.holdings:
             split = split_of(holding.tensor)
-            if split is not None:  # a placeholder
-                shape = list(holding.tensor.shape)
-                shape[split.dim] = split.whole_size
-                like = torch.empty(shape, dtype=holding.tensor.dtype, device="meta")
-                whole = Placeholder(like, holding.source, holding.tensor.device)
+            if split is not None and isinstance(holding.tensor, Placeholder):  # what only another rank has
+                whole = holding.tensor.resized(split.whole_shape(holding.tensor))
                 exchange(holding.tensor, Parameter(whole, requires_grad=holding.tensor.requires_grad))
                 forget_split(holding.tensor)
 

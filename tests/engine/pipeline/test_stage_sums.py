@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
@@ -14,8 +15,11 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.world import World, init_group
 
 
-def norm_and_flags() -> tuple[float, list[float]]:
-    """Ranks 0 and 1 have the last stage, 2 and 3 the first; each stage has a whole and a split parameter."""
+def norms_and_flags() -> tuple[float, list[float], list[list[float]]]:
+    """Ranks 0 and 1 have the last stage, 2 and 3 the first; each stage has a whole and a split parameter.
+
+    A third parameter is that of the last stage, and rank 1 has no entry of it.
+    """
     init_group()
     rank = dist.get_rank()
     lines = [dist.new_group([2 + number, number], sort_ranks=False) for number in range(2)]
@@ -27,12 +31,18 @@ def norm_and_flags() -> tuple[float, list[float]]:
     whole.grad, split.grad = torch.tensor([1.0 + rank // 2]), torch.tensor([3.0 + rank])
     norm = float(sums.norm([whole, split]))
     flags = [float(sums.any(torch.tensor([float(rank == bad)]))) for bad in (0, 3, 4)]
+    short = Parameter(torch.zeros(1))
+    cut(short, ParameterSplit.even(1, 2), rank % 2)
+    short.grad = torch.full((1 - rank % 2,), -7.0)
+    counted = [rank < 2, rank >= 2, rank < 2]
+    of_each = sums.norms([whole, split, short], counted).tolist()
     group.close()
-    return norm, flags
+    return norm, flags, of_each
 
 
 def test_each_parameter_counts_once_and_every_rank_hears_of_an_overflow(world4: World) -> None:
     expected = (1.0**2 + 2.0**2 + 3.0**2 + 4.0**2 + 5.0**2 + 6.0**2) ** 0.5
-    for norm, flags in world4.run(norm_and_flags):
+    for norm, flags, of_each in world4.run(norms_and_flags):
         assert abs(norm - expected) < 1e-9
         assert [flag > 0 for flag in flags] == [True, True, False]
+        assert of_each == [[1, 1, 1, 1], [1, 11, pytest.approx(61**0.5), 6], [1, 7, 7, 7]]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
+from typing_extensions import override
 
 from lightning_multigpu.communication.compression import Piece
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -52,8 +53,8 @@ class StageSums:
 
     Args:
         group: the ranks of the pipeline.
-        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norm` and
-            :meth:`any` are collectives of all stages of these ranks' pipelines.
+        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norm`,
+            :meth:`norms` and :meth:`any` are collectives of all stages of these ranks' pipelines.
     """
 
     def __init__(self, group: PipelineGroup, tensor: TensorGroup | None = None) -> None:
@@ -99,9 +100,31 @@ class StageSums:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).to(self._group.device, torch.float64) ** 2
 
-    def total(self, numbers: Tensor) -> Tensor:
-        """The sum of the stages' ``numbers``, of equal shapes, in the host's memory."""
-        summed = numbers.to(self._group.device, copy=True)
+    def norms(self, parameters: Sequence[Parameter], counted: Sequence[bool]) -> Tensor:
+        """Of each parameter's gradient its norms of order 1, 2 and inf, the same on every stage, in the host's memory.
+
+        Args:
+            parameters: the same on every stage.
+            counted: whether this stage counts the parameter; one stage does.
+
+        Returns:
+            Shape (parameters, 4): the number of gradients, and the norms; zeros of parameters without a gradient.
+        """
+        own = torch.zeros(len(parameters), 1 + len(_ORDERS), dtype=torch.float64)
+        for row, parameter, is_counted in zip(own, parameters, counted, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and is_counted:
+                values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                row[0] = 1
+                if values.numel():  # a rank's part may be empty
+                    row[1:] = torch.stack([torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS])
+        summed = own.to(self._group.device)
+        if self._tensor is not None:
+            is_part = torch.tensor([split_of(parameter) is not None for parameter in parameters])
+            ranks = [(rank, rank + 1) for rank in range(self._tensor.size)]
+            parts = self._tensor.all_gather(summed[None], 0, ranks, "gradient norms")
+            for column, order in enumerate(_ORDERS, start=1):
+                summed[is_part, column] = torch.linalg.vector_norm(parts[..., column], order, 0)[is_part]
         self._all_reduce(summed)
         return summed.cpu()
 
@@ -231,6 +254,10 @@ class RemoteGradient(Placeholder):
         super().__init__(parameter, source)
         self.norms = norms
 
+    @override
+    def resized(self, shape: Sequence[int]) -> RemoteGradient:
+        return RemoteGradient(super().resized(shape), self.source, self.norms)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mine = args[0] if args else None
@@ -288,22 +315,16 @@ class RemoteGradients:
     def shown(self) -> Iterator[None]:
         """Within the block parameters of other stages have a gradient, if they have one on their own stage.
 
-        Entering is a collective of the pipeline: 4 numbers for each parameter are summed.
+        Entering is a collective of the pipeline, and of the ranks that split its layers: 4 numbers for each parameter.
         """
         shown: list[Parameter] = []
-        parameters = [(h.name, h.tensor) for h in self._ownership.holdings if isinstance(h.tensor, Parameter)]
-        counted = {id(parameter) for parameter in self._ownership.counted()}
-        own = torch.zeros(len(parameters), 1 + len(_ORDERS), dtype=torch.float64)
-        for row, (_, parameter) in zip(own, parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is not None and id(parameter) in counted:  # one rank counts it
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                norms = [torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS]
-                row.copy_(torch.stack([torch.ones(()), *norms]))
-        for row, (name, parameter) in zip(self._sums.total(own), parameters, strict=True):
+        holdings = [holding for holding in self._ownership.holdings if holding.is_parameter]
+        parameters, counted = self._ownership.parameters(), {id(each) for each in self._ownership.counted()}
+        norms = self._sums.norms(parameters, [id(parameter) in counted for parameter in parameters])
+        for row, holding, parameter in zip(norms, holdings, parameters, strict=True):
             if row[0] and isinstance(parameter, Placeholder):
                 norms_of = dict(zip(_ORDERS, row[1:], strict=True))
-                parameter.grad = RemoteGradient(parameter, _SOURCE.format(name), norms_of)
+                parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms_of)
                 shown.append(parameter)
         try:
             yield
