@@ -48,6 +48,15 @@ def test_the_phases_of_a_rank_add_up_to_its_step() -> None:
     assert rank["phases_s"]["forward"] / rank["phases_s"]["backward"] == pytest.approx(0.02 / 0.04)
 
 
+def test_a_wait_without_transfers_hides_none() -> None:
+    """The hidden part was the time of transfers without that of all waits, whatever they were for."""
+    measured = told(0, communication=0.05)  # its transfer begins 20 ms earlier
+    for step in measured["steps"]:
+        step["transfers"][0][4] -= 0.04  # and ends 10 ms after the wait has begun
+    [rank] = profile_document.build([measured], strategy="s", options={}, versions={})["ranks"]
+    assert profile_document.hidden_s(rank) == pytest.approx(0.02)
+
+
 def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() -> None:
     found = with_all()
     steps = found["ranks"][1]["steps"]
