@@ -237,8 +237,8 @@ class ProfilerReport(SilentMonitors):
         try:
             if "://" in directory:
                 raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
-            document.write(self.profile, path)
-            document.write(profile_document.trace(self.profile, events), trace_path)
+            document.write(self.profile, path, indent=None)
+            document.write(profile_document.trace(self.profile, events), trace_path, indent=None)
             document.write_bytes(profile_page.page(self.profile).encode(), page_path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.

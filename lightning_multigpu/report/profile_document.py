@@ -257,7 +257,7 @@ class _Tracks:
             lane = f"{track}, {count}"
         number = self._number(lane)
         self._ends_s[lane] = end_s
-        times_us = {"ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
+        times_us = {"ts": round(1e6 * start_s, 3), "dur": round(1e6 * (end_s - start_s), 3)}
         self.events.append({"ph": "X", "name": name, "pid": self._pid, "tid": number, **times_us, **more})
 
     def _number(self, track: str) -> int:

@@ -103,7 +103,8 @@ def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
         return finding.remedy
 
     in_half = f'ParameterServerStrategy(compression="bf16"), {ms(0.096 + wait_s - 0.040 / buckets)} a step predicted'
-    assert (in_half in remedy(1)) == (in_half in remedy(2)) == (buckets == 1), "else it saves less than 5 %"
+    for num_servers in (1, 2):
+        assert (in_half in remedy(num_servers)) == ("compression" in remedy(num_servers)) == (buckets == 1), "below 5 %"
     assert f'strategy="ring_ddp", {ms(0.096 + 0.080)} a step predicted' in remedy(1)
     assert "ring_ddp" not in remedy(2), "their links share the bytes"
     assert "ring_ddp" not in remedy(1, own_pace=True), "that is another algorithm"

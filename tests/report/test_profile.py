@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.report import document, page_figures, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.profiles import PHASES_S, profile, told, with_all
 from tests.report.shape import assert_follows_profile_schema
@@ -121,6 +121,19 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert "launch-bound" in text
     nothing = profile_text.text(profile())
     assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
+
+
+def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
+    """10,000 transfers a step made pages of megabytes for each rank."""
+    figure = page_figures.Rows("meaning", 1.0, str)
+    for row in range(2):
+        figure.row(str(row))
+        for part in range(10_000):
+            figure.box(part / 10_000, (part + 1) / 10_000, "#000", "thin")
+        figure.box(0.5, 0.6, "#000", "long one", top=17)
+    shown = figure.html()
+    assert shown.count("long one") == 2
+    assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 
 
 class _Page(HTMLParser):
