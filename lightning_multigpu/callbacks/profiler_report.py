@@ -27,7 +27,7 @@ from lightning_multigpu.callbacks.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.probes import host_memory, usable_cores
 from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, memory_of, versions_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
-from lightning_multigpu.callbacks.strategy_identity import identify
+from lightning_multigpu.callbacks.strategy_identity import identify, strategy_options
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.callbacks.value_reads import ValueReads
 from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
@@ -196,6 +196,7 @@ class ProfilerReport(SilentMonitors):
             strategy=name,
             options=options,
             versions=versions_of(trainer.strategy.root_device),
+            strategy_options=strategy_options(trainer.strategy),
             link_gbit=self._link_gbit,
         )
         if self._print_report:
@@ -236,8 +237,8 @@ class ProfilerReport(SilentMonitors):
         try:
             if "://" in directory:
                 raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
-            document.write(self.profile, path)
-            document.write(profile_document.trace(self.profile, events), trace_path)
+            document.write(self.profile, path, indent=None)
+            document.write(profile_document.trace(self.profile, events), trace_path, indent=None)
             document.write_bytes(profile_page.page(self.profile).encode(), page_path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.
@@ -270,6 +271,7 @@ class _Window:
         self._recorder: ActionRecorder | None = None
         self._transfers: list[Transfer] = []
         self._exposed: list[tuple[float, float]] = []
+        self._broadcasts: list[tuple[int, float, float, int]] = []
         self._ends_s: list[float] = []
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
@@ -342,6 +344,11 @@ class _Window:
                         [t.operation, t.group, t.group_size, *t.interval(), t.size_bytes, t.sent_bytes, t.memory_bytes]
                         for t in self._transfers
                         if start_s <= t.interval()[0] < end_s
+                    ]
+                    + [
+                        ["broadcast", "Lightning", ranks, a, b, size, size if self._rank == 0 else 0, 0]
+                        for ranks, a, b, size in self._broadcasts
+                        if start_s <= a < end_s
                     ],
                 }
             )  # fmt: skip
@@ -449,12 +456,15 @@ class _Window:
         """Lightning broadcasts before each batch whether rank 0 was sent a SIGTERM: an action that it does not name."""
         broadcast = dist.broadcast
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             start_s = self.now()
             try:
-                return broadcast(*args, **kwargs)
+                return broadcast(tensor, *args, **kwargs)
             finally:
-                self._exposed.append((start_s, self.now()))
+                end_s = self.now()
+                self._exposed.append((start_s, end_s))
+                if "group" not in kwargs:  # the meter has those of this pack
+                    self._broadcasts.append((dist.get_world_size(), start_s, end_s, tensor.nbytes))
 
         dist.broadcast = timed
         try:

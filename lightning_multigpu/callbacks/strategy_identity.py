@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_multigpu._lightning_internals import argument_of, further_ddp_options
+from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 # Parts that the Trainer puts together, and options that are filled in by the end of a fit whether chosen or not.
 _NOT_CHOSEN = frozenset(
@@ -35,6 +36,14 @@ def identify(strategy: Strategy) -> tuple[str, dict[str, Any]]:
     name, fixed = _registered(strategy, chosen)
     options = {option: _jsonable(value) for option, value in chosen.items() if option not in fixed}
     return name, options
+
+
+def strategy_options(strategy: Strategy) -> StrategyOptions:
+    """The same for remedies: of a class of this pack, with the options that its registered name fixes."""
+    is_ours = type(strategy).__module__.startswith("lightning_multigpu.")
+    _, fixed = _registered(strategy, _chosen(strategy))
+    _, chosen = identify(strategy)
+    return StrategyOptions(class_name=type(strategy).__name__ if is_ours else "", fixed=fixed, chosen=chosen)
 
 
 def _chosen(strategy: Strategy) -> dict[str, Any]:

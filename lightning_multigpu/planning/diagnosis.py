@@ -11,120 +11,23 @@ rank cannot hide::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
-from lightning_multigpu.planning.launch_queue import LaunchQueue
+from lightning_multigpu.planning.communication_remedies import Wait, communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.rank_figures import RankFigures, Shard, ThreadTrial
+from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05
 """A saving below this share of the step is not named."""
-_BF16 = 0.5
 _MOST_WORKERS = 64
 _NEAR_LIMIT = 0.9
 """Memory in use above this share of the limit is named."""
 _SHORT_QUEUE = 1
 """With so many kernels in the queue, or fewer, the GPU waits for the host."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankFigures:
-    """A rank's profiled steps; times are medians over its optimizer steps, in seconds.
-
-    Attributes:
-        rank, host: who it is.
-        node: number of its host.
-        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
-        callbacks_s: seconds of a step by callback, for those that take time.
-        transfers_s: time in which transfers were under way, hidden or not.
-        waits_s: the parts of "communication" whose length follows the steps or the samples: "gradients" for what
-            travels once an optimizer step, gradients and weights, and "activations" for those of split layers.
-        activations_rate: bytes a second of the transfers of split layers.
-        data_workers: worker processes of its DataLoader; None where it is not known.
-        threads: intra-op threads.
-        cores: cores that the processes of its host may use.
-        reads: see :class:`ReadValues`; those of a step.
-        memory: see :class:`MemoryUse`; None where it was not measured.
-        launches: of a step's kernels; None without a GPU, and where operators were not recorded.
-    """
-
-    rank: int
-    host: str
-    node: int = 0
-    phases_s: Mapping[str, float]
-    callbacks_s: Mapping[str, float] = field(default_factory=dict)
-    transfers_s: float = 0.0
-    waits_s: Mapping[str, float] = field(default_factory=dict)
-    activations_rate: float = 0.0
-    data_workers: int | None = None
-    threads: int = 1
-    cores: int = 1
-    reads: tuple[ReadValues, ...] = ()
-    memory: MemoryUse | None = None
-    launches: LaunchQueue | None = None
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.phases_s.values())
-
-    def of(self, *phases: str) -> float:
-        return sum(self.phases_s.get(phase, 0.0) for phase in phases)
-
-    @property
-    def own_s(self) -> float:
-        """The step without waiting for others."""
-        return self.step_s - self.of("communication", "stage_wait")
-
-
-@dataclass(frozen=True)
-class ReadValues:
-    """Values of tensors that one line of code reads in a step, by ``item()`` and the like."""
-
-    line: str
-    count: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Memory of a rank's GPU, of its host, or of the container that limits the host's.
-
-    Attributes:
-        place: "GPU", "host" or "container".
-        peak_bytes: the most that all processes together had in use.
-        limit_bytes: the most that they can have.
-        kinds_bytes: what the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
-    """
-
-    place: str
-    peak_bytes: float
-    limit_bytes: float
-    kinds_bytes: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A parameter server's part of the traffic.
-
-    Attributes:
-        sent_bytes: from and to all ranks.
-        share: the part that it should have, as a number beside those of the other servers.
-    """
-
-    sent_bytes: float
-    share: float
-
-
-@dataclass(frozen=True)
-class ThreadTrial:
-    """The median step of a run with its threads, and with fewer, measured one after the other."""
-
-    threads: int
-    step_s: float
-    fewer: int
-    fewer_step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +55,7 @@ def diagnose(
     pipeline: PipelineFigures | None = None,
     trial: ThreadTrial | None = None,
     shards: Sequence[Shard] = (),
-    can_compress: bool = False,
+    strategy: StrategyOptions = StrategyOptions(),  # noqa: B008
     own_pace: bool = False,
 ) -> list[Finding]:
     """The reasons for long steps, the largest saving first, then limits that the run is near to.
@@ -164,7 +67,7 @@ def diagnose(
         pipeline: of a run whose model is split into stages.
         trial: where fewer threads were tried.
         shards: of a run with parameter servers, in the order of the servers.
-        can_compress: the strategy can compress gradients, and does not.
+        strategy: that of the run, whose options remedies name.
         own_pace: ranks do not wait for each other; the findings are those of the slowest one.
     """
     of_all = ranks
@@ -174,17 +77,17 @@ def diagnose(
     found = [
         *_input(ranks),
         *_straggler(ranks, pipeline),
-        *_communication(ranks, can_compress),
+        *_communication(ranks, strategy, len(shards), own_pace=own_pace),
         *_callbacks(ranks),
         *_reads(ranks),
         *_small_batches(ranks),
         *_threads(ranks, trial, step_s),
-        *_stages(pipeline, step_s),
-        *_shards(ranks, shards),
-        *_launches(ranks),
+        *_stages(pipeline, step_s, strategy),
+        *_shards(ranks, shards, strategy),
+        *_launches(ranks, strategy),
     ]
     worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step_s]
-    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(of_all)]
+    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(of_all, strategy)]
 
 
 def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] = lambda rank: rank.own_s) -> float:
@@ -256,37 +159,25 @@ def _straggler(ranks: Sequence[RankFigures], pipeline: PipelineFigures | None) -
     ]
 
 
-def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Finding]:
-    exposed_s = _exposed_s(ranks)
-    if not exposed_s:
+def _communication(
+    ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, *, own_pace: bool
+) -> list[Finding]:
+    least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
+    wait = Wait(_exposed_s(ranks), least)
+    if not wait.seconds:
         return []
     step_s = max(rank.step_s for rank in ranks)
-    total_s = min(rank.transfers_s for rank in ranks)
-    evidence = f"every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for transfers between ranks; "
-    evidence += f"{ms(max(0.0, total_s - exposed_s))} of their {ms(total_s)} are hidden behind computation."
-    least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
-    gradients_s, activations_s = (min(exposed_s, least.waits_s.get(kind, 0.0)) for kind in ("gradients", "activations"))
-    often = "Use batches of twice the size"
-    if gradients_s >= (exposed_s - activations_s) / 2:
-        often = "Communicate half as often: Trainer(accumulate_grad_batches=2), or batches of twice the size"
-    remedies = {f"{often} (the time is for as many samples as now)": (exposed_s - activations_s) / 2}
-    if can_compress and len({rank.node for rank in ranks}) > 1:
-        # Half of the bytes take half of the time; what was hidden can stay hidden.
-        remedies['Send half of the bytes between hosts: RingDDPStrategy(compression="bf16")'] = exposed_s - max(
-            0.0, exposed_s - _BF16 * total_s
-        )
-    if activations_s and least.memory is not None and least.activations_rate:
-        # Each rank holds a part of the model, whose gradients an all-reduce sends once as many samples as now.
-        model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in ranks if r.memory is not None)
-        all_reduce_s = 2 * model_bytes * (len(ranks) - 1) / len(ranks) / least.activations_rate
-        remedies['If the model fits on one device, average its gradients instead: strategy="ring_ddp"'] = max(
-            0.0, activations_s - all_reduce_s
-        )
-    best, *others = sorted(
-        ((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True
-    ) or [(0.0, often)]
-    remedy = f"{best[1]}." + "".join(f" Or: {other}, {ms(step_s - s)} a step predicted." for s, other in others)
-    return [Finding(kind="communication", saving_s=best[0], step_s=step_s - best[0], evidence=evidence, remedy=remedy)]
+    evidence = f"every rank waits at least {ms(wait.seconds)} of a step of {ms(step_s)} for transfers between ranks; "
+    evidence += f"beside that, transfers take {ms(least.hidden_s)} hidden behind computation."
+    remedies = communication_remedies(ranks, wait, strategy, num_servers, own_pace=own_pace)
+    worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True)
+    if not worth:
+        return []
+    (saving_s, best), *others = worth
+    remedy = f"{best}." + "".join(f" Or: {other}, {ms(step_s - s)} a step predicted." for s, other in others)
+    return [
+        Finding(kind="communication", saving_s=saving_s, step_s=step_s - saving_s, evidence=evidence, remedy=remedy)
+    ]
 
 
 def _callbacks(ranks: Sequence[RankFigures]) -> list[Finding]:
@@ -362,12 +253,13 @@ def _threads(ranks: Sequence[RankFigures], trial: ThreadTrial | None, step_s: fl
     ]
 
 
-def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
+def _stages(pipeline: PipelineFigures | None, step_s: float, strategy: StrategyOptions) -> list[Finding]:
     if pipeline is None:
         return []
     busiest = max(pipeline.busy_s, key=lambda rank: pipeline.busy_s[rank])
     mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
     messages_s = max(0.0, pipeline.wall_s - pipeline.passes_s)
+    fewer = ", or fewer micro-batches" if pipeline.num_micro_batches > 1 else ""
     return [
         Finding(
             kind="small micro-batches",
@@ -376,8 +268,8 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
             evidence=f"the passes of {pipeline.num_micro_batches} micro-batches explain {ms(pipeline.passes_s)} of "
             f"{ms(pipeline.wall_s)}; the rest goes into messages between stages, and into what a pass costs whatever "
             "its size.",
-            remedy="Use batches of twice the size with as many micro-batches (the time is for as many samples as now), "
-            "or fewer micro-batches.",
+            remedy="Use batches of twice the size with as many micro-batches (the time is for as many samples as now)"
+            f"{fewer}.",
         ),
         Finding(
             kind="imbalance of stages",
@@ -385,8 +277,7 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
             step_s=step_s - (pipeline.wall_s - pipeline.balanced_s),
             evidence=f"the stages of rank {busiest} compute for {ms(pipeline.busy_s[busiest])} of a step, those of a "
             f"rank for {ms(mean_s)} on average.",
-            remedy='Let the measured time of the layers decide: PipelineStrategy(balance="time"), or give the number '
-            "of layers of each stage.",
+            remedy=_balance(strategy),
         ),
         Finding(
             kind="pipeline bubble",
@@ -394,12 +285,22 @@ def _stages(pipeline: PipelineFigures | None, step_s: float) -> list[Finding]:
             step_s=step_s - (pipeline.wall_s - pipeline.with_more_s),
             evidence=f"ranks are not busy in {100 * pipeline.bubble:.0f} % of a step with "
             f"{pipeline.num_micro_batches} micro-batches.",
-            remedy=f"Cut the batch into more parts: num_micro_batches={pipeline.more_micro_batches}.",
+            remedy="Cut the batch into more parts: "
+            f"{strategy.with_pipeline(num_micro_batches=pipeline.more_micro_batches)}, each of one sample at least.",
         ),
     ]
 
 
-def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard]) -> list[Finding]:
+def _balance(strategy: StrategyOptions) -> str:
+    counts = "the number of layers of each stage, balance=[...]"
+    if strategy.of_pipeline("split_points"):
+        return "Move split_points, so that the stages have as much work as each other."
+    if strategy.of_pipeline("balance") == "time":
+        return f'balance="time" cannot divide a layer: cut the largest layers into smaller ones, or give {counts}.'
+    return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or give {counts}."
+
+
+def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard], strategy: StrategyOptions) -> list[Finding]:
     """Ranks wait for the busiest server; even shares shorten that wait in proportion."""
     total, shares = sum(shard.sent_bytes for shard in shards), sum(shard.share for shard in shards)
     if len(shards) < 2 or not total:
@@ -420,13 +321,23 @@ def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard]) -> list[Findi
             evidence=f"server {fullest} moves {100 * shards[fullest].sent_bytes / total:.0f} % of the bytes, "
             f"{times:.2f} times its share; every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for "
             "servers and other ranks.",
-            remedy="Use an optimizer of torch that updates each element by itself (SGD, Adam, AdamW): its parameters "
-            "are cut evenly. With another one, make the largest layer smaller, or take fewer servers (num_servers).",
+            remedy=_even_shards(strategy, len(shards)),
         )
     ]
 
 
-def _launches(ranks: Sequence[RankFigures]) -> list[Finding]:
+def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
+    elementwise = "an optimizer of torch that updates each element by itself (SGD, Adam, AdamW)"
+    if (split := strategy.chosen.get("optimizer_split")) not in (None, "elements"):
+        return f'Leave optimizer_split="{split}" out: the parameters of {elementwise} are then cut evenly.'
+    fewer = "name fewer servers" if "servers" in strategy.chosen else strategy.with_(num_servers=num_servers - 1)
+    return (
+        f"Use {elementwise}: its parameters are cut evenly. With another one, make the largest layer smaller, or take "
+        f"fewer servers: {fewer}."
+    )
+
+
+def _launches(ranks: Sequence[RankFigures], strategy: StrategyOptions) -> list[Finding]:
     """With a host that is ahead of its GPU, a step's computation takes as long as its kernels."""
 
     def idle_s(rank: RankFigures) -> float:
@@ -435,6 +346,10 @@ def _launches(ranks: Sequence[RankFigures]) -> list[Finding]:
         return max(0.0, rank.of("forward", "backward", "optimizer") - rank.launches.busy_s)
 
     waiting = max(ranks, key=idle_s)
+    is_dp = strategy.class_name == "DataParallelStrategy"  # which copies the module, and cannot copy compiled layers
+    compiled = (
+        ', or launch less: compile each layer in place, layer.compile(), with mode="reduce-overhead" for CUDA graphs.'
+    )
     if waiting.launches is None or not idle_s(waiting):
         return []
     return [
@@ -445,22 +360,30 @@ def _launches(ranks: Sequence[RankFigures]) -> list[Finding]:
             f"the GPU of rank {waiting.rank} is busy for {ms(waiting.launches.busy_s)} of a step of "
             f"{ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
             f"in whose queue {waiting.launches.queued} kernels wait at a launch (median).",
-            "Use larger batches, or launch less: compile the layers in the module's __init__, "
-            'self.layers = torch.compile(self.layers), with mode="reduce-overhead" for CUDA graphs.',
+            "Use larger batches" + (', or strategy="ring_ddp" with compiled layers.' if is_dp else compiled),
         )
     ]
 
 
-_SAVES_MEMORY = {
-    "parameters": 'Split the model over ranks: Trainer(strategy="pipeline_1f1b"), or strategy="tensor_split".',
-    "optimizer": 'Shard the states of the optimizer over ranks, Trainer(strategy="ddp_sharded"), or keep them in the '
-    'memory of the host, strategy="cpu_ps".',
-    "activations": "Use smaller batches with accumulate_grad_batches=2, or compute layers again in backward: "
-    "activation_checkpointing=True of the strategy.",
-}
+def _saves_memory(kind: str, strategy: StrategyOptions, batches: int) -> str:
+    """What makes the memory of a GPU suffice, where ``kind`` takes the most of it."""
+    if kind == "activations":
+        checkpointed = strategy.with_checkpointing()
+        again = f", or compute layers again in backward: {checkpointed}" if checkpointed else ""
+        return f"Use smaller batches with Trainer(accumulate_grad_batches={2 * batches}){again}."
+    if strategy.splits_model:
+        return "Split the model over more ranks."
+    if kind == "parameters":
+        return 'Split the model over ranks: Trainer(strategy="pipeline_1f1b"), or strategy="tensor_split".'
+    on_host = 'keep them in the memory of the host, strategy="cpu_ps"'
+    if strategy.class_name != "ShardedStrategy":
+        return f'Shard the states of the optimizer over ranks, Trainer(strategy="ddp_sharded"), or {on_host}.'
+    if strategy.chosen.get("offload_optimizer"):
+        return "Use more ranks, each of which then has a smaller shard."
+    return f"Keep the states of the optimizer in the memory of the host: {strategy.with_(offload_optimizer=True)}."
 
 
-def _memory(ranks: Sequence[RankFigures]) -> list[Finding]:
+def _memory(ranks: Sequence[RankFigures], strategy: StrategyOptions) -> list[Finding]:
     measured = [(rank, rank.memory) for rank in ranks if rank.memory is not None and rank.memory.limit_bytes > 0]
     near = [(rank, use) for rank, use in measured if use.peak_bytes >= _NEAR_LIMIT * use.limit_bytes]
     if not near:
@@ -468,7 +391,8 @@ def _memory(ranks: Sequence[RankFigures]) -> list[Finding]:
     rank, use = max(near, key=lambda pair: pair[1].peak_bytes / pair[1].limit_bytes)
     kinds = dict(use.kinds_bytes)
     kinds["parameters"] = kinds.get("parameters", 0.0) + kinds.pop("gradients", 0.0)  # which are split together
-    remedy = _SAVES_MEMORY[max(_SAVES_MEMORY, key=lambda kind: kinds.get(kind, 0.0))]
+    largest = max(("parameters", "optimizer", "activations"), key=lambda kind: kinds.get(kind, 0.0))
+    remedy = _saves_memory(largest, strategy, rank.batches)
     if use.place != "GPU":
         remedy = "Use smaller batches, fewer ranks or DataLoader workers on this host, or a host with more memory."
     whose = (

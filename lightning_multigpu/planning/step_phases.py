@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain, pairwise
 
 PHASES = (
     "data_wait",
@@ -65,17 +67,21 @@ def partition(spans: Iterable[Span], overlays: Sequence[Sequence[Span]], start_s
         overlays: lists of spans that are apart, named after phases; each covers what is below it, the last on top.
         start_s, end_s: the step.
     """
-    cut = [Span(start_s, end_s, "other")]
     by_depth = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
-    for layer in (by_depth, *overlays):
-        for span in layer:
-            cut = _covered(cut, span)
+    layers = [Span(start_s, end_s, "other"), *by_depth, *chain.from_iterable(overlays)]  # the last one on top
+    moments = {moment for span in layers for moment in (span.start_s, span.end_s) if start_s < moment < end_s}
+    coming = sorted(range(len(layers)), key=lambda place: layers[place].start_s, reverse=True)
+    begun: list[int] = []  # a heap of places in layers, negative: the topmost comes first
     joined: list[Span] = []
-    for span in cut:
-        if joined and joined[-1].name == span.name:
-            joined[-1] = Span(joined[-1].start_s, span.end_s, span.name)
-        else:
-            joined.append(span)
+    for from_s, to_s in pairwise([start_s, *sorted(moments), end_s]):
+        while coming and layers[coming[-1]].start_s <= from_s:
+            heappush(begun, -coming.pop())
+        while layers[-begun[0]].end_s <= from_s:
+            heappop(begun)
+        name = layers[-begun[0]].name
+        if joined and joined[-1].name == name:
+            from_s = joined.pop().start_s
+        joined.append(Span(from_s, to_s, name))
     return joined
 
 
@@ -85,19 +91,3 @@ def seconds_of(parts: Iterable[Span]) -> dict[str, float]:
     for part in parts:
         totals[part.name] += part.end_s - part.start_s
     return {phase: seconds for phase, seconds in totals.items() if seconds > 0}
-
-
-def _covered(cut: list[Span], top: Span) -> list[Span]:
-    """``cut`` with ``top`` laid over it; parts of ``top`` outside of it are left out."""
-    result: list[Span] = []
-    for span in cut:
-        start_s, end_s = max(span.start_s, top.start_s), min(span.end_s, top.end_s)
-        if start_s >= end_s:
-            result.append(span)
-            continue
-        if span.start_s < start_s:
-            result.append(Span(span.start_s, start_s, span.name))
-        result.append(Span(start_s, end_s, top.name))
-        if end_s < span.end_s:
-            result.append(Span(end_s, span.end_s, span.name))
-    return result

@@ -103,14 +103,19 @@ def build(
     return {**report, **{name: dict(section) for name, section in sections.items() if section is not None}}
 
 
-def write(report: Mapping[str, Any], path: Path) -> None:
+def write(report: Mapping[str, Any], path: Path, *, indent: int | None = 2) -> None:
     """Writes the document atomically: readers see the old file or the new one, never a part of it.
+
+    Args:
+        report: of numbers, texts, lists and mappings.
+        path: of the file.
+        indent: None for one line, for what is too long to be read.
 
     Raises:
         ValueError: a number is not finite.
         OSError: the folder cannot be made or written to.
     """
-    write_bytes((json.dumps(report, indent=2, allow_nan=False) + "\n").encode(), path)
+    write_bytes((json.dumps(report, indent=indent, allow_nan=False) + "\n").encode(), path)
 
 
 def write_bytes(contents: bytes, path: Path) -> None:

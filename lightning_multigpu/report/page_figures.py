@@ -30,6 +30,7 @@ class Rows:
         self._meaning, self._end, self._show = meaning, end, show
         self._shapes: list[str] = []
         self._height = 0.0
+        self._drawn: dict[float, float] = {}
 
     def row(self, label: str) -> None:
         """Begins a row."""
@@ -38,12 +39,19 @@ class Rows:
             f'<text x="4" y="{self._height + 15:g}">{escape(shown)}<title>{escape(label)}</title></text>'
         )
         self._height += _ROW
+        self._drawn.clear()
 
     def box(
         self, start: float, end: float, colour: str, title: str, *, top: float = 0, height: float = _ROW - 6
     ) -> None:
-        """Puts a box into the row; ``title`` shows where the pointer rests on it."""
+        """Puts a box into the row; ``title`` shows where the pointer rests on it.
+
+        A box is left out where the one before it at that ``top``, which is drawn wide enough to be seen, covers it.
+        """
+        if _x(end, self._end) <= self._drawn.get(top, 0.0):
+            return
         width = max(0.3, _x(end, self._end) - _x(start, self._end))
+        self._drawn[top] = max(self._drawn.get(top, 0.0), _x(start, self._end) + width)
         self._shapes.append(
             f'<rect x="{_x(start, self._end):.2f}" y="{self._height - _ROW + top:g}" width="{width:.2f}" '
             f'height="{height:g}" fill="{colour}" stroke="#555" stroke-width=".4"><title>{escape(title)}</title></rect>'

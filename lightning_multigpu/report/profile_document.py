@@ -57,10 +57,19 @@ from statistics import median
 from typing import Any
 
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps, sent_share
-from lightning_multigpu.planning.diagnosis import MemoryUse, RankFigures, ReadValues, Shard, ThreadTrial, diagnose
+from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.rank_figures import (
+    MemoryUse,
+    Pushes,
+    RankFigures,
+    ReadValues,
+    Shard,
+    ThreadTrial,
+)
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
+from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.planning.timeline import (
     HeldBytes,
     Interval,
@@ -96,6 +105,7 @@ def build(
     strategy: str,
     options: Mapping[str, Any],
     versions: Mapping[str, str],
+    strategy_options: StrategyOptions | None = None,
     link_gbit: float | None = None,
 ) -> dict[str, Any]:
     """The document.
@@ -103,6 +113,7 @@ def build(
     Args:
         told: what each rank has measured, on its own clock, in rank order; each has at least one step.
         strategy, options, versions: as in :func:`.document.build`.
+        strategy_options: the strategy by its class, whose options remedies name.
         link_gbit: Gbit/s of the link between hosts.
     """
     origin_s = min(rank["steps"][0]["start_s"] - rank["clock"]["offset_s"] for rank in told)
@@ -116,14 +127,13 @@ def build(
         tried = ThreadTrial(ranks[0]["threads"], max(f.step_s for f in figures), trial["threads"], slowest_s)
     servers = told[0].get("servers")
     shards = [Shard(s["bytes_in"] + s["bytes_out"], s["share"]) for s in servers["servers"]] if servers else []
-    can_compress = strategy.startswith("ring_ddp") and "compression" not in options
     own_pace = bool(servers and servers["workers"])  # they alone have a staleness
     findings = diagnose(
         figures,
         pipeline=_pipeline(ranks),
         trial=tried,
         shards=shards,
-        can_compress=can_compress,
+        strategy=strategy_options or StrategyOptions(),
         own_pace=own_pace,
     )
     return {
@@ -153,9 +163,18 @@ def by_saving(profile: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list
 
 
 def hidden_s(rank: Mapping[str, Any]) -> float:
-    """Seconds of a step in which transfers were under way behind the rank's other phases."""
-    exposed_s: float = rank["phases_s"].get("communication", 0.0) + rank["phases_s"].get("stage_wait", 0.0)
-    return max(0.0, float(rank["transfers_s"]) - exposed_s)
+    """Seconds of a step in which transfers were under way behind the rank's other phases; the median."""
+    return median(
+        length(_under_way(step)) - length(overlaps(_under_way(step), _waiting(step))) for step in rank["steps"]
+    )
+
+
+def _under_way(step: Mapping[str, Any]) -> list[tuple[float, float]]:
+    return merged((start_s, end_s) for *_, start_s, end_s, _, _, _ in step["transfers"])
+
+
+def _waiting(step: Mapping[str, Any], *phases: str) -> list[tuple[float, float]]:
+    return [(a, b) for phase, a, b in step["parts"] if phase in (phases or ("communication", "stage_wait"))]
 
 
 def clock_error_s(profile: Mapping[str, Any]) -> float:
@@ -238,7 +257,7 @@ class _Tracks:
             lane = f"{track}, {count}"
         number = self._number(lane)
         self._ends_s[lane] = end_s
-        times_us = {"ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
+        times_us = {"ts": round(1e6 * start_s, 3), "dur": round(1e6 * (end_s - start_s), 3)}
         self.events.append({"ph": "X", "name": name, "pid": self._pid, "tid": number, **times_us, **more})
 
     def _number(self, track: str) -> int:
@@ -275,7 +294,7 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
         "step_s": step_s,
         "phases_s": {phase: seconds * scale for phase, seconds in phases_s.items()},
         "callbacks_s": _medians(callbacks),
-        "transfers_s": median(length(merged((t[3], t[4]) for t in step["transfers"])) for step in steps),
+        "transfers_s": median(length(_under_way(step)) for step in steps),
         "waits_s": _medians([_waits(step) for step in steps]),
         "steps": steps,
         "stages": told["stages"],
@@ -285,7 +304,7 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
 
 def _waits(step: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of "communication" in which gradients, or activations of split layers, were under way."""
-    exposed = [(start_s, end_s) for phase, start_s, end_s in step["parts"] if phase == "communication"]
+    exposed = _waiting(step, "communication")
     found: dict[str, list[tuple[float, float]]] = {}
     for _, group, _, start_s, end_s, *_ in step["transfers"]:
         if (kind := _carried(group)) is not None:
@@ -313,9 +332,11 @@ def _figures(rank: Mapping[str, Any]) -> RankFigures:
         node=rank["node"],
         phases_s=rank["phases_s"],
         callbacks_s=rank["callbacks_s"],
-        transfers_s=rank["transfers_s"],
+        hidden_s=hidden_s(rank),
         waits_s=rank["waits_s"],
         activations_rate=_activations_rate(rank["steps"]),
+        pushes=_pushes(rank["steps"]),
+        batches=round(median(step["batches"] for step in rank["steps"])),
         data_workers=rank["data_workers"],
         threads=rank["threads"],
         cores=rank["cores"],
@@ -330,6 +351,16 @@ def _activations_rate(steps: Sequence[Mapping[str, Any]]) -> float:
     transfers = [t for step in steps for t in step["transfers"] if _carried(t[1]) == "activations"]
     seconds = length(merged((t[3], t[4]) for t in transfers))
     return sum(t[6] for t in transfers) / seconds if seconds else 0.0
+
+
+def _pushes(steps: Sequence[Mapping[str, Any]]) -> Pushes | None:
+    """What parameter servers of other hosts get and send; None without any."""
+    of_steps = [[t for t in step["transfers"] if t[1] == "servers" and t[0] in ("push", "pull")] for step in steps]
+    pushed = [[t for t in of_step if t[0] == "push" and t[6] > t[7]] for of_step in of_steps]
+    if not any(pushed):
+        return None
+    seconds = median(length(merged((t[3], t[4]) for t in of_step)) for of_step in of_steps)
+    return Pushes(seconds, median(map(len, pushed)))
 
 
 def _held(rank: Mapping[str, Any]) -> dict[str, int]:

@@ -280,6 +280,8 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
     [averaging] = [o for o in profile["operations"] if (o["operation"], o["group"]) == ("all_reduce", "data")]
     assert averaging["count"] == 1
     assert averaging["sent_bytes"] == 4 * (16 + 4) * 4  # float32 gradients of four layers
+    [signal] = [o for o in profile["operations"] if o["group"] == "Lightning"]
+    assert (signal["operation"], signal["count"], signal["group_size"]) == ("broadcast", 1, 2)
     events = json.loads((tmp_path / profile_document.TRACE_NAME).read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         f"rank {of_rank['rank']} on {of_rank['host']}" for of_rank in profile["ranks"]

@@ -61,3 +61,21 @@ def test_the_innermost_action_counts_and_overlays_cover_it() -> None:
 def test_what_is_outside_of_the_step_is_left_out() -> None:
     parts = partition([Span(-1.0, 0.5, "callbacks"), Span(0.8, 3.0, "data_wait")], [], 0.0, 1.0)
     assert seconds_of(parts) == pytest.approx({"data_wait": 0.2, "callbacks": 0.5, "other": 0.3})
+
+
+def test_a_later_span_of_a_list_covers_an_earlier_one() -> None:
+    """Also where both cross, and where many begin together: each moment belongs to the last that covers it."""
+    spans = [
+        Span(0.0, 6.0, "forward"),
+        Span(0.0, 3.0, "backward"),
+        Span(4.0, 8.0, "optimizer"),
+        Span(5.0, 5.0, "other"),
+    ]
+    cover = [Span(2.0, 5.0, "communication")]
+    parts = partition(spans, [cover], 0.0, 9.0)
+    for half in range(1, 18, 2):
+        at_s = half / 2
+        last = [span.name for span in (Span(0.0, 9.0, "other"), *spans, *cover) if span.start_s <= at_s < span.end_s][
+            -1
+        ]
+        assert [part.name for part in parts if part.start_s <= at_s < part.end_s] == [last]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.report import document, page_figures, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.profiles import PHASES_S, profile, told, with_all
 from tests.report.shape import assert_follows_profile_schema
@@ -46,6 +46,15 @@ def test_the_phases_of_a_rank_add_up_to_its_step() -> None:
     [rank] = profile_document.build([measured], strategy="s", options={}, versions={})["ranks"]
     assert sum(rank["phases_s"].values()) == pytest.approx(rank["step_s"])
     assert rank["phases_s"]["forward"] / rank["phases_s"]["backward"] == pytest.approx(0.02 / 0.04)
+
+
+def test_a_wait_without_transfers_hides_none() -> None:
+    """The hidden part was the time of transfers without that of all waits, whatever they were for."""
+    measured = told(0, communication=0.05)  # its transfer begins 20 ms earlier
+    for step in measured["steps"]:
+        step["transfers"][0][4] -= 0.04  # and ends 10 ms after the wait has begun
+    [rank] = profile_document.build([measured], strategy="s", options={}, versions={})["ranks"]
+    assert profile_document.hidden_s(rank) == pytest.approx(0.02)
 
 
 def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() -> None:
@@ -112,6 +121,19 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert "launch-bound" in text
     nothing = profile_text.text(profile())
     assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
+
+
+def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
+    """10,000 transfers a step made pages of megabytes for each rank."""
+    figure = page_figures.Rows("meaning", 1.0, str)
+    for row in range(2):
+        figure.row(str(row))
+        for part in range(10_000):
+            figure.box(part / 10_000, (part + 1) / 10_000, "#000", "thin")
+        figure.box(0.5, 0.6, "#000", "long one", top=17)
+    shown = figure.html()
+    assert shown.count("long one") == 2
+    assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 
 
 class _Page(HTMLParser):

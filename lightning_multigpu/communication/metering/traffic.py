@@ -107,12 +107,18 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlaps(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    return [
-        (max(a, c), min(b, d))
-        for a, b in left
-        for c, d in right
-        if min(b, d) > max(a, c)
-    ]  # fmt: skip
+    """The parts that two lists have in common, each of which is disjoint and in order."""
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if end > start:
+            found.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
 
 
 def length(intervals: list[Interval]) -> float:

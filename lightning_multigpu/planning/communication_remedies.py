@@ -1,0 +1,103 @@
+"""What shortens the wait for transfers between ranks, and by how much, from the figures of a step.
+
+Servers and ranks use both directions of a link at the same time: weights of a bucket come back while the next bucket of
+gradients is sent. With B buckets whose gradients take P together::
+
+    gradients   [b3][b2][b1][b0]                    half of the bytes   [ ][ ][ ][ ]
+    weights         [b3][b2][b1][b0]                                      [b3][b2][b1][b0]
+    seconds      P  +  P / B                                            P / 2B  +  P
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_multigpu.planning.rank_figures import Pushes, RankFigures
+from lightning_multigpu.planning.strategy_options import StrategyOptions
+
+_BF16 = 0.5
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The wait for transfers that all ranks have.
+
+    Attributes:
+        seconds: of a step.
+        of: the rank that waits for the shortest time, and so for no slower rank.
+    """
+
+    seconds: float
+    of: RankFigures
+
+    def part(self, kind: str) -> float:
+        """The part in which "gradients", or "activations" of split layers, travel."""
+        return min(self.seconds, self.of.waits_s.get(kind, 0.0))
+
+
+def communication_remedies(
+    ranks: Sequence[RankFigures], wait: Wait, strategy: StrategyOptions, num_servers: int, *, own_pace: bool
+) -> dict[str, float]:
+    """The remedies as sentences without a full stop, with the seconds of a step that each saves.
+
+    Args:
+        ranks: of the run.
+        wait: what there is to save.
+        strategy: of the run.
+        num_servers: parameter servers, 0 without any.
+        own_pace: ranks do not wait for each other.
+    """
+    per_step_s = wait.seconds - wait.part("activations")
+    often = "Use batches of twice the size"
+    if wait.part("gradients") >= per_step_s / 2:
+        batches = 2 * wait.of.batches
+        often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
+    remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
+    num_nodes = len({rank.node for rank in ranks})
+    if num_nodes == 1:
+        return remedies | _another_strategy(ranks, wait)
+    pushes = max((rank.pushes for rank in ranks if rank.pushes is not None), key=lambda p: p.seconds, default=None)
+    if compressed := strategy.with_compression():
+        saving_s = min(wait.part("gradients"), _BF16 * (wait.part("gradients") + wait.of.hidden_s))
+        what = "Send half of the bytes between hosts"
+        if num_servers:
+            what = "Push half of the bytes to the servers; weights come back as they are"
+            saving_s = 0.0 if pushes is None else min(wait.seconds, _pushed_in_half(pushes, num_servers))
+        remedies[f"{what}: {compressed}"] = saving_s
+    if num_servers == 1 and pushes is not None and not own_pace:
+        remedies['Average gradients around a ring, which no server\'s link holds up: strategy="ring_ddp"'] = min(
+            wait.seconds, pushes.seconds - _around_a_ring(pushes, len(ranks))
+        )
+    return remedies | _another_strategy(ranks, wait)
+
+
+def _another_strategy(ranks: Sequence[RankFigures], wait: Wait) -> dict[str, float]:
+    """Gradients of the whole model once a step in place of the activations of each batch, where layers are split."""
+    least = wait.of
+    if not wait.part("activations") or least.memory is None or not least.activations_rate:
+        return {}
+    model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in ranks if r.memory is not None)
+    all_reduce_s = 2 * model_bytes * (len(ranks) - 1) / len(ranks) / least.activations_rate
+    remedy = 'If the model fits on one device, average its gradients instead: strategy="ring_ddp"'
+    return {remedy: max(0.0, wait.part("activations") - all_reduce_s)}
+
+
+def _gradients_s(pushes: Pushes, num_servers: int) -> tuple[float, float]:
+    """P and B of the picture."""
+    buckets = max(1.0, pushes.count / num_servers)
+    return pushes.seconds * buckets / (buckets + 1), buckets
+
+
+def _pushed_in_half(pushes: Pushes, num_servers: int) -> float:
+    """Seconds saved by gradients of half the bytes."""
+    gradients_s, buckets = _gradients_s(pushes, num_servers)
+    return _BF16 * gradients_s / buckets
+
+
+def _around_a_ring(pushes: Pushes, num_ranks: int) -> float:
+    """Seconds of an all-reduce over the same links.
+
+    With n hosts of r ranks (n - 1) r x S come to the server's host; around the ring each host sends 2(n - 1)/n x S.
+    """
+    return _gradients_s(pushes, 1)[0] * 2 / num_ranks

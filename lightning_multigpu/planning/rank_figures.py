@@ -1,0 +1,123 @@
+"""The figures of a profiled run, from which :mod:`.diagnosis` finds what makes its steps long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_multigpu.planning.launch_queue import LaunchQueue
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """A rank's profiled steps; times are medians over its optimizer steps, in seconds.
+
+    Attributes:
+        rank, host: who it is.
+        node: number of its host.
+        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
+        callbacks_s: seconds of a step by callback, for those that take time.
+        hidden_s: time in which transfers were under way behind other phases than "communication" and "stage_wait".
+        waits_s: the parts of "communication" whose length follows the steps or the samples: "gradients" for what
+            travels once an optimizer step, gradients and weights, and "activations" for those of split layers.
+        activations_rate: bytes a second of the transfers of split layers.
+        pushes: to parameter servers over a network; None without any.
+        batches: batches of an optimizer step.
+        data_workers: worker processes of its DataLoader; None where it is not known.
+        threads: intra-op threads.
+        cores: cores that the processes of its host may use.
+        reads: see :class:`ReadValues`; those of a step.
+        memory: see :class:`MemoryUse`; None where it was not measured.
+        launches: of a step's kernels; None without a GPU, and where operators were not recorded.
+    """
+
+    rank: int
+    host: str
+    node: int = 0
+    phases_s: Mapping[str, float]
+    callbacks_s: Mapping[str, float] = field(default_factory=dict)
+    hidden_s: float = 0.0
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+    activations_rate: float = 0.0
+    pushes: Pushes | None = None
+    batches: int = 1
+    data_workers: int | None = None
+    threads: int = 1
+    cores: int = 1
+    reads: tuple[ReadValues, ...] = ()
+    memory: MemoryUse | None = None
+    launches: LaunchQueue | None = None
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.phases_s.values())
+
+    def of(self, *phases: str) -> float:
+        return sum(self.phases_s.get(phase, 0.0) for phase in phases)
+
+    @property
+    def own_s(self) -> float:
+        """The step without waiting for others."""
+        return self.step_s - self.of("communication", "stage_wait")
+
+
+@dataclass(frozen=True)
+class Pushes:
+    """What a rank and parameter servers exchange over a network in a step.
+
+    Attributes:
+        seconds: from the first push of gradients to the last weights.
+        count: the number of pushes; each is answered by as many bytes of weights.
+    """
+
+    seconds: float
+    count: float
+
+
+@dataclass(frozen=True)
+class ReadValues:
+    """Values of tensors that one line of code reads in a step, by ``item()`` and the like."""
+
+    line: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a rank's GPU, of its host, or of the container that limits the host's.
+
+    Attributes:
+        place: "GPU", "host" or "container".
+        peak_bytes: the most that all processes together had in use.
+        limit_bytes: the most that they can have.
+        kinds_bytes: what the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
+    """
+
+    place: str
+    peak_bytes: float
+    limit_bytes: float
+    kinds_bytes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter server's part of the traffic.
+
+    Attributes:
+        sent_bytes: from and to all ranks.
+        share: the part that it should have, as a number beside those of the other servers.
+    """
+
+    sent_bytes: float
+    share: float
+
+
+@dataclass(frozen=True)
+class ThreadTrial:
+    """The median step of a run with its threads, and with fewer, measured one after the other."""
+
+    threads: int
+    step_s: float
+    fewer: int
+    fewer_step_s: float

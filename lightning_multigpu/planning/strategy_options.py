@@ -1,0 +1,87 @@
+"""The options of a run's strategy, for remedies that change one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_STAGED = ("PipelineStrategy", "HybridStrategy")
+_SPLITS_MODEL = (*_STAGED, "TensorSplitStrategy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The strategy of a run: its class, and the options that it was made with.
+
+    Attributes:
+        class_name: of this pack's strategies, such as "RingDDPStrategy"; "" for one of Lightning or of the user.
+        fixed: options that the run's registered name stands for.
+        chosen: further options that are not at their default.
+    """
+
+    class_name: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the layers are in stages on different ranks."""
+        return self.class_name in _STAGED
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether each rank holds a part of the model."""
+        return self.class_name in _SPLITS_MODEL
+
+    def of_pipeline(self, option: str) -> Any:
+        """The value of a pipeline's option; None where it is at its default."""
+        options = {**self.fixed, **self.chosen}
+        if self.class_name == "HybridStrategy":
+            options = options.get("pipeline") or {}
+        return options.get(option)
+
+    def with_(self, **options: Any) -> str:
+        """The strategy with some options changed, as code; the user's other options are to be kept."""
+        arguments = ", ".join(f"{name}={_text(value)}" for name, value in {**self.fixed, **options}.items())
+        return f"{self.class_name}({arguments})" if self.class_name else arguments
+
+    def with_pipeline(self, **options: Any) -> str:
+        """The same for the options of a pipeline."""
+        if self.class_name != "HybridStrategy":
+            return self.with_(**options)
+        return self.with_(pipeline={**(self.chosen.get("pipeline") or {}), **options})
+
+    def with_compression(self) -> str | None:
+        """The strategy with gradients in bfloat16, as code; None where that cannot be, or is so already."""
+        wanted, excluded = _COMPRESSION.get(self.class_name, ({}, frozenset()))
+        return self.with_(**wanted) if wanted and not (excluded & {**self.fixed, **self.chosen}.keys()) else None
+
+    def with_checkpointing(self) -> str | None:
+        """The strategy with ``activation_checkpointing``, as code; None where that cannot be, or is so already."""
+        options = {**self.fixed, **self.chosen}
+        if not self.class_name:
+            return None
+        if self.is_staged:
+            impossible = self.of_pipeline("schedule") == "zero_bubble" or self.of_pipeline("activation_checkpointing")
+            return None if impossible else self.with_pipeline(activation_checkpointing=True)
+        return None if options.get("activation_checkpointing") else self.with_(activation_checkpointing=True)
+
+
+_COMPRESSION: dict[str, tuple[dict[str, str], frozenset[str]]] = {
+    "RingDDPStrategy": ({"compression": "bf16"}, frozenset({"compression", "average_every", "ddp_comm_hook"})),
+    "TensorSplitStrategy": ({"compression": "bf16"}, frozenset({"compression", "average_every", "ddp_comm_hook"})),
+    "HybridStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
+    "ParameterServerStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
+    "ShardedStrategy": (
+        {"reduce_dtype": "bf16", "broadcast_dtype": "bf16"},
+        frozenset({"reduce_dtype", "broadcast_dtype", "bucket_cap_mb"}),
+    ),
+}
+"""By class: the options that halve the bytes of float32 gradients, and those that exclude them."""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(name)}: {_text(each)}" for name, each in value.items()) + "}"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
