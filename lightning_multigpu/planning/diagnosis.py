@@ -1,7 +1,7 @@
-"""Diagnosis of a profiled run: the reasons for a long step, by the time that a remedy would save.
+"""Diagnosis of a profiled run: the reasons for a long step, in order of the time that a remedy would save.
 
-A step of ranks that wait for each other takes as long as the slowest rank's own work, and the communication that this
-rank cannot hide::
+If ranks wait for each other, a step takes as long as the slowest rank's own work plus that rank's exposed
+communication::
 
     own work of a rank     its step without "communication" and "stage_wait"
     step                   max over ranks of own work + exposed communication of the slowest rank
@@ -20,13 +20,13 @@ from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 
 SMALLEST_SHARE = 0.05
-"""A saving below this share of the step is not named."""
+"""A smaller saving, as a share of the step, is not reported."""
 _BF16 = 0.5
 _MOST_WORKERS = 64
 _NEAR_LIMIT = 0.9
-"""Memory in use above this share of the limit is named."""
+"""Memory in use above this share of the limit is reported."""
 _SHORT_QUEUE = 1
-"""With so many kernels in the queue, or fewer, the GPU waits for the host."""
+"""With this number of kernels in the queue, or fewer, the GPU waits for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +34,20 @@ class RankFigures:
     """A rank's profiled steps; times are medians over its optimizer steps, in seconds.
 
     Attributes:
-        rank, host: who it is.
+        rank, host: the rank, and its host's name.
         node: number of its host.
         phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
         callbacks_s: seconds of a step by callback, for those that take time.
         transfers_s: time in which transfers were under way, hidden or not.
-        waits_s: the parts of "communication" whose length follows the steps or the samples: "gradients" for what
-            travels once an optimizer step, gradients and weights, and "activations" for those of split layers.
-        activations_rate: bytes a second of the transfers of split layers.
-        data_workers: worker processes of its DataLoader; None where it is not known.
+        waits_s: parts of "communication": "gradients" for transfers once in an optimizer step (gradients and weights),
+            "activations" for transfers of split layers.
+        activations_rate: bytes per second of the transfers of split layers.
+        data_workers: worker processes of its DataLoader; None if unknown.
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
-        reads: see :class:`ReadValues`; those of a step.
-        memory: see :class:`MemoryUse`; None where it was not measured.
-        launches: of a step's kernels; None without a GPU, and where operators were not recorded.
+        reads: the values of tensors that a step reads.
+        memory: memory in use; None if not measured.
+        launches: the launches of a step's kernels; None without a GPU, and if operators were not recorded.
     """
 
     rank: int
@@ -89,13 +89,13 @@ class ReadValues:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a rank's GPU, of its host, or of the container that limits the host's.
+    """Memory in use on a rank's GPU, on its host, or in the container that limits the host's memory.
 
     Attributes:
         place: "GPU", "host" or "container".
-        peak_bytes: the most that all processes together had in use.
-        limit_bytes: the most that they can have.
-        kinds_bytes: what the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
+        peak_bytes: the most bytes that all processes together had in use.
+        limit_bytes: the most bytes that they can have.
+        kinds_bytes: bytes that the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
     """
 
     place: str
@@ -109,8 +109,8 @@ class Shard:
     """A parameter server's part of the traffic.
 
     Attributes:
-        sent_bytes: from and to all ranks.
-        share: the part that it should have, as a number beside those of the other servers.
+        sent_bytes: bytes from and to all ranks.
+        share: the server's intended part of the traffic, relative to the other servers' shares.
     """
 
     sent_bytes: float
@@ -119,7 +119,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ThreadTrial:
-    """The median step of a run with its threads, and with fewer, measured one after the other."""
+    """The median steps of a run with its threads and with fewer threads, measured one after the other."""
 
     threads: int
     step_s: float
@@ -133,10 +133,10 @@ class Finding:
 
     Attributes:
         kind: short name.
-        saving_s: seconds of a step that the remedy is predicted to save; 0 for a limit.
-        step_s: the step that is predicted with it.
-        evidence: what was measured.
-        remedy: what to change.
+        saving_s: predicted saving of the remedy, in seconds of a step; 0 for a limit.
+        step_s: predicted step with the remedy.
+        evidence: the measurements, as text.
+        remedy: the proposed change.
     """
 
     kind: str
@@ -157,15 +157,15 @@ def diagnose(
 ) -> list[Finding]:
     """The reasons for long steps, the largest saving first, then limits that the run is near to.
 
-    The list is empty if nothing would save 5 % of a step.
+    The list is empty if no remedy would save 5 % of a step.
 
     Args:
-        ranks: at least one; all ranks of the run, in order.
-        pipeline: of a run whose model is split into stages.
-        trial: where fewer threads were tried.
-        shards: of a run with parameter servers, in the order of the servers.
+        ranks: all ranks of the run, in order; at least one.
+        pipeline: the figures of a pipeline, if the model is split into stages.
+        trial: the trial with fewer threads, if any.
+        shards: the traffic of parameter servers, in the order of the servers.
         can_compress: the strategy can compress gradients, and does not.
-        own_pace: ranks do not wait for each other; the findings are those of the slowest one.
+        own_pace: ranks do not wait for each other; the findings are the slowest rank's.
     """
     of_all = ranks
     if own_pace:
@@ -193,7 +193,7 @@ def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] 
 
 
 def _exposed_s(ranks: Sequence[RankFigures]) -> float:
-    """The time of a step in which the slowest rank waits for transfers; other ranks' times include the wait for it."""
+    """Seconds of a step in which the slowest rank waits for transfers; other ranks also wait for that rank."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     return min(slowest.of("communication"), *(rank.of("communication") for rank in ranks))
 
@@ -271,12 +271,12 @@ def _communication(ranks: Sequence[RankFigures], can_compress: bool) -> list[Fin
         often = "Communicate half as often: Trainer(accumulate_grad_batches=2), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": (exposed_s - activations_s) / 2}
     if can_compress and len({rank.node for rank in ranks}) > 1:
-        # Half of the bytes take half of the time; what was hidden can stay hidden.
+        # Half of the bytes take half of the time; the hidden part can stay hidden.
         remedies['Send half of the bytes between hosts: RingDDPStrategy(compression="bf16")'] = exposed_s - max(
             0.0, exposed_s - _BF16 * total_s
         )
     if activations_s and least.memory is not None and least.activations_rate:
-        # Each rank holds a part of the model, whose gradients an all-reduce sends once as many samples as now.
+        # Each rank holds a part of the model; an all-reduce would send the gradients of all parts once in a step.
         model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in ranks if r.memory is not None)
         all_reduce_s = 2 * model_bytes * (len(ranks) - 1) / len(ranks) / least.activations_rate
         remedies['If the model fits on one device, average its gradients instead: strategy="ring_ddp"'] = max(
@@ -327,7 +327,7 @@ def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
 
 
 def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
-    """With twice the batch, costs that do not grow with the batch occur half as often."""
+    """With batches of twice the size, costs that do not grow with the batch occur half as often."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     fixed_s = slowest.of("other")
     return [
