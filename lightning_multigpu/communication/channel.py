@@ -12,8 +12,8 @@ A frame is a JSON object and a payload, each of bounded length. Nothing is unpic
 own transports encrypt nothing either, so that a job across hosts belongs on a network of its own.
 
 A process that has not proved that it knows the secret is a stranger. A stranger sends :data:`_HELLO_BYTES` bytes at
-most, within :data:`_PATIENCE_S` seconds. Of too many strangers the oldest is dropped, so that they keep no member out.
-A member whose connection was dropped connects again. A stranger whose proof is wrong is told so, and does not.
+most, within :data:`_PATIENCE_S` seconds. If there are too many strangers, the oldest connection is dropped, so that
+they keep no member out; a dropped member connects again. A stranger with a wrong proof is refused, and does not.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class Channel:
         sock: connected; the proofs have been exchanged.
 
     Attributes:
-        bytes_in: received, in frames.
-        bytes_out: sent, in frames.
+        bytes_in: bytes received in frames.
+        bytes_out: bytes sent in frames.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # What waits in the kernel cannot be overtaken by what is urgent: on a slow link that was 0.1 s of pushes.
+            # Urgent frames cannot overtake data in the kernel's buffer: on a slow link that was 0.1 s of pushes.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._socket = sock
         self._limit_s: float | None = None
@@ -74,16 +74,16 @@ class Channel:
 
     @property
     def is_within_host(self) -> bool:
-        """Whether both ends have the same address, as those of one host have. Emulated hosts have different ones."""
+        """Whether both ends have the same address, as on one host. Emulated hosts have different ones."""
         try:
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
         except (OSError, IndexError):  # it is broken, or has no addresses
             return False
 
     def watch(self, limit_s: float) -> None:
-        """Has the kernel end the connection, and :meth:`end_if_silent` too, when the other machine is gone.
+        """Lets the kernel, and :meth:`end_if_silent`, end the connection when the other machine is down.
 
-        The kernels of both machines answer each other also while the processes are busy or stopped.
+        The kernels of both machines answer each other even while the processes are busy or stopped.
 
         Args:
             limit_s: how long the other machine may be silent, 1 or more.
@@ -97,10 +97,10 @@ class Channel:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
 
     def end_if_silent(self) -> None:
-        """Ends the connection if what was sent is sent again and again without an answer.
+        """Ends the connection if sent data is repeated again and again without an answer.
 
-        The kernel's probes (:meth:`watch`) find a machine that is gone only while no data is on its way to it. The
-        kernel's limit for data on its way (``TCP_USER_TIMEOUT``) would also end a connection whose other process does
+        The kernel's probes (:meth:`watch`) find that a machine is down only while no data is under way to it. The
+        kernel's limit for data under way (``TCP_USER_TIMEOUT``) would also end a connection whose other process does
         not read.
         """
         if self._limit_s is None or not hasattr(socket, "TCP_INFO"):
@@ -112,14 +112,14 @@ class Channel:
                 self.shut_down()
 
     def send(self, fields: Mapping[str, Any], payload: Sequence[memoryview] = ()) -> None:
-        """Sends one frame; returns when the kernel has all of it, so that the payload may change.
+        """Sends one frame; returns when the kernel has copied it, so that the payload may change.
 
         Args:
-            fields: what JSON can express.
-            payload: bytes; they travel from where they are.
+            fields: JSON values.
+            payload: bytes, which are not copied in this process.
 
         Raises:
-            ChannelError: the other end is gone.
+            ChannelError: the connection has ended.
         """
         text = json.dumps(fields, separators=(",", ":")).encode()
         lengths = _LENGTHS.pack(len(text), sum(part.nbytes for part in payload))
@@ -129,10 +129,10 @@ class Channel:
             raise ChannelError(error.strerror or str(error)) from error
 
     def receive(self) -> tuple[dict[str, Any], int]:
-        """The fields of the next frame, and the length of its payload, which is to be received next.
+        """The fields of the next frame, and the length of its payload, which :meth:`receive_into` receives.
 
         Raises:
-            ChannelError: the other end is gone, or sends something other than a frame.
+            ChannelError: the connection has ended, or the other end sends something other than a frame.
         """
         fields_bytes, payload_bytes = _LENGTHS.unpack(self._receive_bytes(_LENGTHS.size))
         if fields_bytes > _MAX_FIELDS_BYTES or payload_bytes > _MAX_PAYLOAD_BYTES:
@@ -152,7 +152,7 @@ class Channel:
         """Receives a payload into writable bytes, which together have its length.
 
         Raises:
-            ChannelError: the other end is gone.
+            ChannelError: the connection has ended.
         """
         try:
             self.bytes_in += _receive_all(self._socket, buffers)
@@ -160,7 +160,7 @@ class Channel:
             raise ChannelError(error.strerror or str(error)) from error
 
     def shut_down(self) -> None:
-        """Has both ends see the end of the connection, and threads that wait for it."""
+        """Ends the connection for both ends, and for threads that wait for it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -169,7 +169,7 @@ class Channel:
         self._socket.close()
 
     def _receive_bytes(self, number: int) -> bytearray:
-        """Takes memory as the bytes arrive, not as they are announced."""
+        """Allocates memory as the bytes arrive: the announced length may be wrong."""
         received = bytearray()
         while len(received) < number:
             part = bytearray(min(number - len(received), 2**20))
@@ -181,13 +181,13 @@ class Channel:
 def connect(
     host: str, port: int, secret: bytes, *, timeout_s: float, before_retry: Callable[[], None] = lambda: None
 ) -> Channel:
-    """Connects to a :class:`Listener` of the job; one that does not listen yet, or breaks off, is tried again.
+    """Connects to a :class:`Listener` of the job; tries again if it does not listen yet, or drops the connection.
 
     Args:
-        host: where it listens.
-        port: at which it listens.
-        secret: of the job.
-        timeout_s: how long to try.
+        host: the listener's host.
+        port: the listener's port.
+        secret: the job's secret.
+        timeout_s: seconds for all tries.
         before_retry: called after each try but the last, every 5 s or more often; what it raises ends the search.
 
     Raises:
@@ -202,7 +202,7 @@ def connect(
             may_retry = isinstance(error, ConnectionRefusedError | TimeoutError)
         else:
             try:
-                if not _is_let_in(sock, secret):
+                if not _is_accepted(sock, secret):
                     raise ChannelError(f"{host} port {port} does not know the secret of this job")
                 return Channel(sock)
             except OSError as error:
@@ -211,7 +211,7 @@ def connect(
                     raise
                 why = error.strerror or str(error)
                 problem = f"{host} port {port} has not let this process in ({why}): is it a server of this job?"
-                # A listener to which many strangers come breaks off the proofs of the oldest, who may be a member.
+                # A listener with many strangers drops the oldest connection, which may be a member's.
                 cause, may_retry = error, not isinstance(error, TimeoutError | PermissionError)
         left_s = deadline_s - time.monotonic()
         if not may_retry or left_s <= 0:
@@ -220,7 +220,7 @@ def connect(
         time.sleep(min(_PAUSE_S, left_s))
 
 
-def _is_let_in(sock: socket.socket, secret: bytes) -> bool:
+def _is_accepted(sock: socket.socket, secret: bytes) -> bool:
     """Exchanges proofs with a listener; False if the listener's is wrong.
 
     Raises:
@@ -237,13 +237,13 @@ def _is_let_in(sock: socket.socket, secret: bytes) -> bool:
 
 
 class Listener:
-    """Accepts the members of a job at an address, on threads of its own.
+    """Accepts the members of a job at an address, in its own threads.
 
     Args:
-        host: the address to listen at, and at no other.
+        host: the only address to listen at.
         port: 0 for a free one.
-        secret: of the job.
-        welcome: called with the channel of each member, on a thread of that member, which ends when it returns.
+        secret: the job's secret.
+        welcome: called with the channel of each member, in a thread for that member.
 
     Raises:
         OSError: the address is not this host's, or the port is taken.
@@ -281,7 +281,7 @@ class Listener:
                 sock, _ = self._socket.accept()
             except OSError:
                 if not self._is_closed:
-                    time.sleep(0.02)  # no descriptor is left, or the other end has gone again
+                    time.sleep(0.02)  # no descriptor is left, or the other end has disconnected
                 continue
             with self._changing:
                 self._strangers.append(sock)
@@ -319,7 +319,7 @@ def _proof(secret: bytes, role: str, asked: bytes, asking: bytes) -> bytes:
 
 
 def _take(sock: socket.socket, number: int) -> bytes:
-    """Exactly so many bytes of a stranger."""
+    """Exactly ``number`` bytes."""
     taken = b""
     while len(taken) < number:
         part = sock.recv(number - len(taken))

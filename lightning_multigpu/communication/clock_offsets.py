@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """A rank's clock minus that of rank 0, in seconds, and the most by which that can be wrong."""
+    """A rank's clock minus the clock of rank 0, and the largest possible error."""
 
     offset_s: float
     error_s: float
@@ -24,15 +24,15 @@ def clock_offsets(
     middle of the tightest bounds of all rounds is taken (Cristian 1989, "Probabilistic clock synchronization").
 
     Args:
-        gather: a value of every rank, in rank order, on every rank; no rank returns before all have called it.
+        gather: an all-gather of one value per rank, in rank order; no rank returns before all have called it.
         now: this rank's clock, in seconds.
-        rounds: all-gathers, of which each may tighten the bounds.
+        rounds: number of all-gathers; each may tighten the bounds.
     """
     entered, left = [], []
     for _ in range(rounds):
         entered.append(gather(now()))
         left.append(now())
-    # The times at which a rank has left are told afterwards: one column a round, one row a rank.
+    # The times of leaving are gathered afterwards: one row for each round, one column for each rank.
     all_left = [gather(moment) for moment in left]
     offsets = []
     for rank in range(len(entered[0])):

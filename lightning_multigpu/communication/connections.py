@@ -4,8 +4,8 @@ Aborting or destroying a gloo group does not wake a thread that waits in a colle
 does. So the connections that a group opens are noted by their kernel names and shut down when the job has failed:
 threads of this process that wait in them get an error, and so do the ranks at the other end.
 
-Meanwhile other threads of the process may open connections too, those of a logger for example. A back end's sockets are
-none of Python's; so whatever a Python object holds is left alone.
+Meanwhile other threads of the process may open connections too, a logger's for example. A back end makes its sockets in
+C++, so a socket that a Python object holds is never cut.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_DESCRIPTORS = 1 << 20
 
 
 class Connections:
-    """The sockets that are opened within :meth:`noted`. On systems without ``/proc`` there are none."""
+    """The sockets that are opened within :meth:`noted`; none on systems without ``/proc``."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -33,7 +33,7 @@ class Connections:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes the connections that this process opens within the block; :meth:`cut` already knows them there."""
+        """Notes the connections that this process opens within the block; :meth:`cut` already works within it."""
         self._before.append(set(_sockets().values()))
         try:
             yield
@@ -42,9 +42,9 @@ class Connections:
 
     @contextlib.contextmanager
     def cut_after(self, timeout_s: float) -> Iterator[None]:
-        """Cuts the connections that the block opens from ``timeout_s`` on, again and again, since some try anew.
+        """After ``timeout_s`` cuts the connections that the block opens, again and again, since back ends reconnect.
 
-        After the block only connections of :meth:`noted` are known: a failed rank is still to be named.
+        After the block only the connections of :meth:`noted` can be cut: the failed rank is yet to be reported.
         """
         over = threading.Event()
 
@@ -68,7 +68,7 @@ class Connections:
         """Shuts the noted connections down; returns how many there were.
 
         Args:
-            except_port: connections from or to this port stay open: the store's port, from which ranks still read.
+            except_port: connections from or to this port stay open: ranks still read from the store.
         """
         cut = 0
         before = self._before[0] if self._before else None
@@ -85,7 +85,7 @@ class Connections:
 
 
 def _sockets() -> dict[int, str]:
-    """Open sockets of this process: descriptor and the kernel's name, which is never used twice while both live."""
+    """Open sockets of this process: descriptor -> the kernel's name, which no two open sockets share."""
     found: dict[int, str] = {}
     for entry in _descriptors():
         with contextlib.suppress(OSError):
@@ -96,8 +96,8 @@ def _sockets() -> dict[int, str]:
 
 
 def _of_python() -> set[int]:
-    """Descriptors of sockets that an object of Python's holds."""
-    # By identity: it is fast, and isinstance would ask proxies of other libraries what they stand for.
+    """Descriptors of sockets that Python objects hold."""
+    # By identity, which is fast; isinstance would evaluate proxy objects of other libraries.
     kinds = {id(kind) for kind in _with_subclasses(socket.socket)}
     return {each.fileno() for each in gc.get_objects() if id(type(each)) in kinds}
 
@@ -113,7 +113,7 @@ def _descriptors() -> Iterable[str | int]:
         return os.listdir(_DESCRIPTORS)
     except FileNotFoundError:
         return ()
-    except OSError:  # to list them takes a descriptor, and none is left
+    except OSError:  # listing them takes a descriptor, and none is left
         return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_DESCRIPTORS))
 
 

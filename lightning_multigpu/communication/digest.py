@@ -62,7 +62,7 @@ def disagreement(tables: Mapping[int, Table], what: str, *, absent_differs: bool
     """One message that names the first entries that differ, each value, and which ranks have it; None if none differ.
 
     Args:
-        tables: of each rank.
+        tables: rank -> table.
         what: the end of the message's first line: "are not set up alike".
         absent_differs: a rank without an entry differs from ranks that have it.
     """

@@ -10,8 +10,8 @@ shard a; capitals are complete sums)::
     between              A        B                     A        B           network: 0 with 2, 1 with 3
     inside               A B      A B                   A B      A B         shared memory
 
-Per host 2(n-1)/n of the tensor leave it, for n hosts, whatever the number of ranks on each, and all of its ranks send
-their share of that at once.
+With n hosts each host sends 2(n-1)/n of the tensor, whatever the number of its ranks, and all of its ranks send their
+shares at once.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lightning_multigpu.communication.shared_memory.host_all_reduce import Share
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 
 MOST_MOVED = 256
-"""Tensors that lie in shared memory at once."""
+"""The most tensors that lie in shared memory at once."""
 
 
 class SentBytes(NamedTuple):
-    """Payload in bytes that one rank hands to others, by way."""
+    """Bytes that one rank sends to others over the network and through shared memory."""
 
     network: int
     memory: int
@@ -63,15 +63,15 @@ class _Done(NamedTuple):
 
 
 class HierarchicalAllReduce:
-    """Sums or averages CPU tensors over all ranks, which end with the same bits.
+    """Sums or averages CPU tensors over all ranks; all ranks get the same bits.
 
     All ranks must make the same calls in the same order, one at a time; which thread calls does not matter.
 
     Args:
-        inside: over the ranks of this host; None where each host has one rank.
-        between: over the ranks that hold the same shard on every host; None where there is one host. Without
+        inside: all-reduce over the ranks of this host; None if each host has one rank.
+        between: all-reduce over the ranks that hold the same shard on every host; None with one host. Without
             ``inside`` it is over all ranks.
-        inside_group: the ranks of ``inside``; needed where ``between`` compresses.
+        inside_group: the ranks of ``inside``; needed if ``between`` compresses.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class HierarchicalAllReduce:
         self.between = between
         self._inside_group = inside_group
         self._can_move = True
-        self._parts: dict[Pieces, Pieces] = {}  # of each tensor, the part that this rank reduces
+        self._parts: dict[Pieces, Pieces] = {}  # each tensor -> the part of it that this rank reduces
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
-        """The part that compresses; None without compression."""
+        """The compressed all-reduce between hosts; None without compression."""
         return self.between if isinstance(self.between, CompressedAllReduce) else None
 
     def compressing(self, compressor: Compressor) -> HierarchicalAllReduce:
-        """An all-reduce over the same ranks with ``compressor`` between hosts; it shares the memory of this one.
+        """A new all-reduce over the same ranks and shared memory, with ``compressor`` between hosts.
 
         Raises:
             ValueError: there is one host.
@@ -104,7 +104,7 @@ class HierarchicalAllReduce:
         return HierarchicalAllReduce(self.inside, between, inside_group=self._inside_group)
 
     def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> SentBytes:
-        """Payload that this rank sends when ``tensor`` is reduced."""
+        """Bytes that this rank sends when ``tensor`` is reduced."""
         if self.between is None:
             return SentBytes(0, 0 if self.inside is None else self.inside.sent_bytes(tensor))
         flat = tensor.detach().view(-1)
@@ -112,7 +112,7 @@ class HierarchicalAllReduce:
             return SentBytes(self._sent_between(flat, pieces), 0)
         bounds = self._bounds(flat, pieces)
         start, end = bounds[self.inside.rank]
-        memory = flat.nbytes  # others' shards of what it has, and the sums of its own
+        memory = flat.nbytes  # its values of the others' shards, and the sums of its own shard
         return SentBytes(self._sent_between(flat[start:end], cut(pieces, start, end)), memory)
 
     def __call__(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Tensor:
@@ -125,7 +125,7 @@ class HierarchicalAllReduce:
 
         Raises:
             ValueError: the tensor is not on the CPU, not contiguous, or of a wrong dtype.
-            RuntimeError: another rank is gone, or the time is up.
+            RuntimeError: another rank has ended, or the time is up.
         """
         if self.between is None:
             return tensor if self.inside is None else self.inside(tensor, average=average)
@@ -144,28 +144,28 @@ class HierarchicalAllReduce:
         return tensor
 
     def begin(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Pending:
-        """As a call, but may return while this rank's parts are still on their way; ``finish()`` does the rest.
+        """As a call, but may return while this rank's parts are still being sent; ``finish()`` does the rest.
 
-        Tensors then travel while the next one is encoded, and the wire is busy between two of them. Ranks need not
-        begin and finish in the same order as others do, but each finishes in the order in which it began.
+        So one tensor is sent while the next is encoded, and the network is never idle between two tensors. A rank must
+        finish tensors in the order in which it began them; other ranks may mix beginning and finishing differently.
         """
         if self.inside is None and self.compressed is not None and pieces:
             return self.compressed.begin(tensor, pieces, average=average)
         if self.inside is None and isinstance(self.between, RingAllReduce):
             return self.between.begin(tensor, average=average)
-        # Within a host all ranks take the same steps in the same order, so that there is nothing to begin early.
+        # Within a host all ranks take each step together, so nothing can begin early.
         self(tensor, pieces, average=average)
         return _Done(tensor)
 
     def move(self, tensor: Tensor, key: int) -> bool:
-        """Moves a tensor that is reduced again and again into shared memory, where it is reduced without copies.
+        """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.
 
-        A slow collective of the host's ranks; it does nothing for a tensor that was moved before.
+        A slow collective of the host's ranks; does nothing for a tensor that was moved before.
 
         Args:
-            tensor: one-dimensional, with a storage of its own; its views move along.
-            key: a number for it; an earlier tensor of that number is forgotten. From :data:`MOST_MOVED` on nothing is
-                moved: each takes a file descriptor.
+            tensor: one-dimensional, alone in its storage; its views are moved too.
+            key: a number for the tensor; replaces an earlier tensor with this number. From :data:`MOST_MOVED` on
+                nothing is moved, because each tensor takes a file descriptor.
 
         Returns:
             Whether the tensor is in shared memory now; the same on all ranks of the host.
@@ -186,30 +186,30 @@ class HierarchicalAllReduce:
         return self._can_move
 
     def forget_moved(self) -> None:
-        """Gives the memory of all moved tensors back; no rank may be reducing one."""
+        """Frees the memory of all moved tensors; no rank may be reducing one."""
         if self.inside is not None:
             self.inside.forget_moved()
 
     def end_step(self, loss_scale: float = 1.0) -> None:
-        """Ends an optimizer step, whose errors compression then keeps; a collective.
+        """Ends an optimizer step; compression then keeps the errors of the step. A collective.
 
         Args:
-            loss_scale: of the next step's gradients.
+            loss_scale: the scale of the next step's gradients.
         """
         compressed = self.compressed
         if compressed is None:
             return
         if self.inside is not None and compressed.compressor.has_error_feedback:
-            # The other shards may have had what is not finite, and the step is one.
+            # Values of the other shards may not have been finite; all shards keep or drop the step together.
             finite = torch.tensor([float(compressed.step_is_finite)])
             compressed.step_is_finite = bool(self.inside(finite) == self.inside.world_size)
         compressed.end_step(loss_scale)
 
     def state_dict(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The state for a checkpoint, empty without compression; the same on all ranks; a collective, between steps.
+        """The state for a checkpoint, the same on all ranks; empty without compression. A collective, between steps.
 
         Args:
-            shapes: of all parameters, by name, in the same order on all ranks.
+            shapes: name -> shape of all parameters, in the same order on all ranks.
         """
         compressed = self.compressed
         if compressed is None:
@@ -219,7 +219,7 @@ class HierarchicalAllReduce:
             return state
         if "errors" in state:
             errors = state["errors"]
-            for name, shape in shapes.items():  # each rank of the host has errors of its own parts
+            for name, shape in shapes.items():  # each rank of the host has the errors of its own parts
                 error = self.inside(errors.pop(name, torch.zeros(shape)))
                 if error.any():
                     errors[name] = error
@@ -233,10 +233,10 @@ class HierarchicalAllReduce:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of :meth:`state_dict`, whatever the ranks and the compression were."""
+        """Continues from a :meth:`state_dict`, also of other ranks or another compression."""
         if self.compressed is None:
             return
-        first = self.inside is None or self.inside.rank == 0  # which hands errors on, see share_errors
+        first = self.inside is None or self.inside.rank == 0  # it shares the errors with the others, see share_errors
         self.compressed.load_state_dict(state if first else {**state, "errors": {}})
         self._parts = {}
 
@@ -251,14 +251,14 @@ class HierarchicalAllReduce:
             self.inside.abort()
 
     def _bounds(self, flat: Tensor, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-        """The shards of this host's ranks; a compressor of matrices gets whole ones."""
+        """The shards of this host's ranks; for a compressor of matrices they contain whole matrices."""
         assert self.inside is not None
         if self.compressed is not None and isinstance(self.compressed.compressor, PowerSGD):
             return whole_bounds(pieces, self.inside.world_size)
         return chunk_bounds(flat.numel(), self.inside.world_size)
 
     def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
-        """Hands errors on to the ranks of this host that now reduce them, when a tensor is composed anew."""
+        """Moves errors to the ranks of this host that now reduce their parameters, when buckets have changed."""
         if self.compressed is None or pieces in self._parts:
             return
         assert self._inside_group is not None
@@ -284,6 +284,6 @@ class HierarchicalAllReduce:
 
     @property
     def _ring(self) -> RingAllReduce:
-        """The ring between hosts, for tensors that are no gradients and must not lose precision."""
+        """The ring between hosts, for tensors other than gradients, which must not lose precision."""
         assert self.between is not None
         return self.between.ring if isinstance(self.between, CompressedAllReduce) else self.between

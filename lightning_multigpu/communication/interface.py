@@ -12,13 +12,13 @@ from collections.abc import Iterable
 import psutil
 
 NO_WAY = {number: os.strerror(number) for number in (errno.EHOSTUNREACH, errno.ENETUNREACH)}
-"""Errors by which the kernel says that there is no way to an address."""
+"""The kernel's errors for an address without a route."""
 
 
 def source_address(destination: str) -> str | None:
-    """The address of this host from which packets to ``destination`` leave, as its routes say; None if there is none.
+    """This host's source address for packets to ``destination``, from its routes; None without a route.
 
-    No packet is sent: connecting a datagram socket only looks the route up.
+    No packet is sent: connecting a datagram socket only looks up the route.
 
     Args:
         destination: a host name or an IPv4 or IPv6 address.
@@ -38,7 +38,7 @@ def source_address(destination: str) -> str | None:
 
 
 def interface_towards(destination: str) -> str | None:
-    """The name of the interface through which ``destination`` is reached ("eth0"), or None if it cannot be told."""
+    """The name of the interface through which ``destination`` is reached ("eth0"), or None if unknown."""
     source = source_address(destination)
     if source is None:
         return None
@@ -49,13 +49,13 @@ def interface_towards(destination: str) -> str | None:
 
 
 def unreachable(addresses: Iterable[str], *, timeout_s: float) -> dict[str, str]:
-    """The addresses to which the kernel finds no way, each with its reason.
+    """The addresses to which the kernel finds no route, each with the kernel's reason.
 
-    An address that refuses a connection, or that does not answer at all, is not among them.
+    An address that refuses a connection, or that does not answer, is not among them.
 
     Args:
         addresses: IPv4 or IPv6 addresses.
-        timeout_s: how long to look; a route that forbids an address is seen at once, a host that is gone in seconds.
+        timeout_s: seconds to wait; a forbidden route shows at once, a host that is down within seconds.
     """
     found: dict[str, str] = {}
     poll, sockets = select.poll(), {}

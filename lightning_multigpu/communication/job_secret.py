@@ -1,4 +1,4 @@
-"""The secret of a job that its launcher gives to all of its processes."""
+"""The secret that a job's launcher gives to all of the job's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def job_secret(variables: Mapping[str, str]) -> str | None:
     """The secret that the job's launcher has set on all hosts, as 64 hexadecimal digits, or None.
 
     Raises:
-        ValueError: it is so short that it could be guessed.
+        ValueError: it is short enough to be guessed.
     """
     given = variables.get(JOB_SECRET, "")
     if given and len(given) < _SHORTEST_SECRET:

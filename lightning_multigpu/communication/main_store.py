@@ -29,13 +29,13 @@ class MainStore:
     """Opens the store; checks every few seconds of a wait whether the job has failed.
 
     Args:
-        address, port: where rank 0 is reached.
-        rank: of this process.
-        is_kept: torchrun's agent keeps the store; else rank 0 does.
-        connections: notes the connections that are made, so that they can be cut.
-        deadline_s: when the store has to be open, on the monotonic clock.
+        address, port: the address of rank 0.
+        rank: this process's rank.
+        is_kept: torchrun's agent keeps the store, not rank 0.
+        connections: can cut the store's connections.
+        deadline_s: the time by which the store has to be open, on the monotonic clock.
         timeout_s: the user's limit, for the message.
-        check: called between two tries; raises when the job is known to have failed.
+        check: called between two tries; raises if the job has failed.
 
     Raises:
         ValueError: the port is out of range.
@@ -56,7 +56,7 @@ class MainStore:
             raise ValueError(f"MASTER_PORT={self.port} is out of range; a port is a number from 1 to {_LARGEST_PORT}")
 
     def open(self) -> TCPStore:
-        """Rank 0 listens, unless the address is another host's and rank 0 is there; the others connect.
+        """Rank 0 listens; the others connect. If another rank 0 listens at the address, this rank 0 connects too.
 
         Raises:
             RendezvousError: the port is taken, the address is wrong, or no process listens there in time.
@@ -65,7 +65,7 @@ class MainStore:
             return self._connect()
         if self._is_local():
             return self._listen(self.address)
-        if self._problem() is None:  # so that both who say that they are rank 0 learn of each other
+        if self._problem() is None:  # then both processes that claim rank 0 see each other's note
             return self._connect()
         store = self._listen(_LOOPBACK)
         if (problem := self._problem()) is not None:
@@ -113,7 +113,7 @@ class MainStore:
             time.sleep(_POLL_S)
 
     def _tcp_store(self, address: str, *, is_master: bool) -> TCPStore:
-        # Its timeout does not hold for whoever is silent at the other end.
+        # The store's own timeout does not end its wait for a silent peer.
         patience_s = min(_HANDSHAKE_S, max(1.0, self.deadline_s - time.monotonic()))
         with self.connections.cut_after(patience_s):
             return TCPStore(
@@ -122,11 +122,11 @@ class MainStore:
                 is_master=is_master,
                 timeout=timedelta(seconds=patience_s),
                 wait_for_workers=False,
-                multi_tenant=True,  # this process may still have that of an earlier run, which has failed
+                multi_tenant=True,  # this process may still have the store of an earlier, failed run
             )
 
     def _is_local(self) -> bool:
-        """Whether the address is one of this host's; waits for names that are not known yet."""
+        """Whether the address is this host's; waits for names that cannot be resolved yet."""
         while True:
             try:
                 candidates = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)
@@ -160,17 +160,17 @@ class MainStore:
 def hold_port(port: int) -> socket.socket:
     """A socket that keeps a free port until it is closed: no connection gets the port, and rank 0 can listen there.
 
-    Before rank 0 listens, its ranks have to start: seconds, in which any outgoing connection could take the port. A
-    port that cannot be held is as it was.
+    The ranks take seconds to start before rank 0 listens. Meanwhile any outgoing connection could take the port. If
+    another process has the port, the socket holds nothing.
     """
     holder = socket.socket()
     if sys.platform == "linux":  # elsewhere rank 0 itself could not listen then
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: so both may have the port
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: both may bind the port
         with contextlib.suppress(OSError):
             holder.bind(("", port))
     return holder
 
 
 def kept_by_torchrun(variables: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent keeps a store at the main address, as its variables say."""
+    """Whether torchrun's agent keeps a store at the main address, from torchrun's variables."""
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

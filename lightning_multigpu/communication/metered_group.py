@@ -29,9 +29,9 @@ class MeteredGroup:
 
     Args:
         group: the ranks.
-        meter: told of every transfer.
-        name: the name under which the meter files them.
-        device: of the tensors that the group's back end moves.
+        meter: records every transfer.
+        name: the meter's name for the group.
+        device: the device of the back end's tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, meter: Meter, *, name: str, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class MeteredGroup:
         self._device = device
 
     def all_reduce(self, tensor: Tensor, reduction: str | dist.ReduceOp.RedOpType | None) -> Tensor:
-        """A new tensor, the same on every rank.
+        """A new tensor with the reduced values, the same on every rank.
 
         Means of integers are floating-point numbers (torch's default dtype), sums of booleans are integers.
 
@@ -83,14 +83,14 @@ class MeteredGroup:
             return self.gather_tensor(tensor.detach())
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
-        """:meth:`all_gather` without gradients, and without telling the meter."""
+        """:meth:`all_gather` without gradients, and without a record in the meter."""
         value = tensor.contiguous().to(self._device)
         gathered = torch.empty((self.size, *value.shape), dtype=value.dtype, device=self._device)
         dist.all_gather(list(gathered.unbind()), value, group=self.group)
         return gathered.to(tensor.device)
 
     def broadcast_object(self, obj: Any, src: int) -> Any:
-        """``obj`` of the rank ``src`` (of the world), on every rank."""
+        """``obj`` of the global rank ``src``, on every rank."""
         payload = pickle.dumps(obj) if dist.get_rank() == src else b""
         size = torch.tensor([len(payload)], device=self._device)
         with self._metered("broadcast", size.element_size(), sends=dist.get_rank() == src):
@@ -120,7 +120,7 @@ class MeteredGroup:
         ]
 
     def broadcast_tensors(self, tensors: list[Tensor], src: int) -> None:
-        """Copies the tensors of rank ``src`` (of the world) into every rank's, one message a dtype and device."""
+        """Copies the tensors of the global rank ``src`` into every rank's, one message for each dtype and device."""
 
         def broadcast(flat: Tensor) -> None:
             moved = flat.to(self._device)

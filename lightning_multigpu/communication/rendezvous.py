@@ -1,14 +1,15 @@
 """The rendezvous of ranks before there is a process group.
 
-Every rank writes a note into the store of rank 0, and reads the notes of the others until all have come. So an error
-names the rank and the host that keep ranks from joining, where a back end would only wait::
+Every rank writes a note into the store of rank 0, and reads the other ranks' notes until all are there. So an error
+names the missing rank and its host, where a back end would only wait::
 
     rank 0               rank 1               rank 2
     opens the store
     checks in      --->  checks in      --->  checks in         "rank 1, host b, pid 4, this is what I have"
     reads all            reads all            reads all         again and again, until there are as many as ranks
        |                    |                    |
-       +------- all agree: init_process_group ---+              or: the first who sees why not leaves the verdict
+       +------- all agree: init_process_group ---+              or: the first rank that sees a problem writes the
+       verdict
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _TICKETS, _VERDICT, _READ = "tickets", "verdict", "read"
 
 
 class RendezvousError(RuntimeError):
-    """The ranks cannot join; the message says who came, who did not, and what to check."""
+    """The ranks cannot join; the message names the ranks that came, the missing ones, and what to check."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Arrival:
     """One rank's note.
 
     Attributes:
-        rank: the global rank that it says it is.
-        host, node_rank, pid: where it runs. Hosts may share a name; the node rank tells them apart.
-        world_size: how many ranks it expects.
-        table: name -> value of what must be equal on all ranks.
-        address: of its host, as the main address is reached from there; empty where it is not known.
+        rank: the global rank that it claims.
+        host, node_rank, pid: its host and process. Hosts may share a name, but not a node rank.
+        world_size: the number of ranks that it expects.
+        table: name -> value of settings that must be equal on all ranks.
+        address: its host's source address towards the main address; empty if unknown.
     """
 
     rank: int
@@ -56,10 +57,10 @@ class Arrival:
 
     @classmethod
     def from_note(cls, note: bytes) -> Arrival:
-        """The note as it stands in the store.
+        """Reads a note from the store.
 
         Raises:
-            ValueError, TypeError, RecursionError: it is no rank's.
+            ValueError, TypeError, RecursionError: no rank has written it.
         """
         found = cls(**json.loads(note))
         numbers = (found.rank, found.node_rank, found.pid, found.world_size)
@@ -77,12 +78,12 @@ class Rendezvous:
     """The notes of one attempt to join.
 
     Args:
-        store: reached by every rank; rank 0's process may keep it.
+        store: connected to every rank; rank 0's process may keep it.
         own: this rank's note.
-        attempt: a name that all ranks have in common and that no earlier attempt in the store had.
-        deadline_s: when all have to be there, on the monotonic clock.
+        attempt: the attempt's name, the same on all ranks; no earlier attempt in the store had it.
+        deadline_s: the time by which all ranks have to come, on the monotonic clock.
         timeout_s: the user's limit, for the message.
-        check: called between two looks; raises when the job is known to have failed.
+        check: called between two reads; raises if the job has failed.
     """
 
     def __init__(
@@ -103,37 +104,37 @@ class Rendezvous:
 
     @property
     def group_store(self) -> Store:
-        """For the process group; no other attempt's keys are in it."""
+        """A store for the process group, without keys of other attempts."""
         return PrefixStore("group", self._store)
 
     def offer(self, name: str, value: Any) -> None:
-        """Leaves a JSON value for :meth:`wait_for` of other ranks."""
+        """Writes a JSON value for :meth:`wait_for` of other ranks."""
         self._guard(lambda: self._store.set(f"offer/{name}", json.dumps(value)))
 
     def withdraw(self, name: str) -> None:
-        """Deletes what :meth:`offer` has left; every rank that needs it must have it."""
+        """Deletes a value of :meth:`offer`; every rank that needs it must have read it."""
         self._guard(lambda: self._store.delete_key(f"offer/{name}"))
 
     def check_in(self) -> None:
-        """Leaves this rank's note."""
+        """Writes this rank's note."""
 
-        def leave() -> None:
+        def write() -> None:
             ticket = self._store.add(_TICKETS, 1) - 1
             self._store.set(_note(ticket), json.dumps(asdict(self._own)))
 
-        self._guard(leave)
+        self._guard(write)
 
     def wait_for_all(self) -> list[Arrival]:
         """Waits until every rank has checked in; returns their notes in the order of ranks.
 
         Raises:
-            RendezvousError: not all come in time, two claim to be the same rank, tables differ, or the store is gone.
+            RendezvousError: not all come in time, two claim to be the same rank, tables differ, or the store has ended.
         """
         self._wait(lambda: not self._missing(), self._who_is_missing)
         return sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
 
     def wait_for(self, name: str) -> Any:
-        """Waits for what another rank offers; meanwhile the same may be raised as by :meth:`wait_for_all`."""
+        """Waits for the value that another rank offers; raises as :meth:`wait_for_all`."""
         key = f"offer/{name}"
         self._wait(
             lambda: self._store.check([key]),
@@ -142,7 +143,7 @@ class Rendezvous:
         return self._guard(lambda: json.loads(self._store.get(key)))
 
     def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
-        # All ranks together look 50 times a second: two are not kept waiting, and hundreds do not flood the store.
+        # All ranks together read 50 times a second: fast for two ranks, and not too much for the store with hundreds.
         longest_s = min(_LONGEST_POLL_S, _SHORTEST_POLL_S * self._own.world_size)
         pause_s = _SHORTEST_POLL_S
         while True:
@@ -173,7 +174,7 @@ class Rendezvous:
         return conflict(list(self._arrivals.values()))
 
     def _conclude(self, problem: str) -> None:
-        """Raises on all ranks the problem that the first of them found."""
+        """Raises, on all ranks, the problem that the first rank has found."""
 
         def settle() -> None:
             self._store.compare_set(_VERDICT, "", problem)
@@ -182,19 +183,19 @@ class Rendezvous:
         self._guard(settle)
 
     def _raise_verdict(self) -> None:
-        """Raises the verdict if there is one, once all ranks have read it, so that no rank raises another's error."""
+        """Raises the verdict, if any, once all ranks have read it: an earlier end would cause other errors."""
         if not self._store.check([_VERDICT]):
             return
         verdict = self._store.get(_VERDICT).decode()
         self._store.add(_READ, 1)
         deadline_s = time.monotonic() + _SETTLE_S
-        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone already
+        with contextlib.suppress(RuntimeError):  # the store's process may have ended
             while time.monotonic() < deadline_s and self._store.add(_READ, 0) < self._store.add(_TICKETS, 0):
                 time.sleep(_SHORTEST_POLL_S)
         raise RendezvousError(verdict)
 
     def _guard(self, work: Callable[[], Any]) -> Any:
-        """Runs work on the store. If the store is gone, the guardian may report the cause within seconds."""
+        """Runs work on the store. If the store has ended, the guardian may report the cause within seconds."""
         try:
             return work()
         except RendezvousError:
@@ -227,7 +228,7 @@ class Rendezvous:
 def conflict(arrivals: list[Arrival]) -> str | None:
     """The problem that keeps ranks from joining, or None.
 
-    It is a rank out of range, two that claim one rank, or tables that differ.
+    A problem is a rank out of range, two processes that claim one rank, or tables that differ.
     """
     by_rank: dict[int, Arrival] = {}
     for arrival in arrivals:

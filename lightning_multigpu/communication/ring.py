@@ -1,7 +1,7 @@
 """Ring all-reduce: reduce-scatter, then all-gather, between neighbours.
 
-The tensor is cut into one chunk a rank. In N-1 steps each chunk travels once around the ring and is summed on its way;
-in N-1 further steps the sums travel once around. With N = 3 (chunks a, b, c; capitals are complete sums)::
+The tensor is cut into one chunk for each rank. In N-1 steps each chunk is sent once around the ring and summed on the
+way; in N-1 further steps the sums are sent once around. With N = 3 (chunks a, b, c; capitals are complete sums)::
 
               rank 0            rank 1            rank 2
     start     a0 b0 c0          a1 b1 c1          a2 b2 c2
@@ -11,8 +11,8 @@ in N-1 further steps the sums travel once around. With N = 3 (chunks a, b, c; ca
     gather    --B--> 1          --C--> 2          --A--> 0
               --A--> 1          --B--> 2          --C--> 0
 
-Every rank sends 2(N-1)/N of the tensor, whatever N is, and every rank ends with the same bits, because each sum is
-made once, on one rank, in one order.
+Every rank sends 2(N-1)/N of the tensor, whatever N is. All ranks get the same bits, because each sum is made once, on
+one rank, in one order.
 
 Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of
 Parallel and Distributed Computing 69 (2009), section 4.
@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 DEFAULT_SEGMENT_BYTES = 1 << 20
-"""Chunks travel in segments of this size: one is summed while the next is on its way, and it stays in cache."""
+"""Chunks are sent in segments of this size: one is summed in cache while the next arrives."""
 
-_TAG = 8  # and the next one: tensors take turns. Those of lightning_multigpu.communication.compression are lower
+_TAG = 8  # and 9: tensors use them in turn. lightning_multigpu.communication.compression uses lower ones
 
 _AHEAD = 2
-"""Segments that are on their way at first; then one leaves for each that arrives. More only make a queue in front of a
-slow link, in which what comes back has to wait too."""
+"""Segments that are sent at first; then one is sent for each that arrives. More would only queue before a slow link,
+where replies have to wait too."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ def sent_elements(numel: int, rank: int, world_size: int) -> int:
 
 
 class RingAllReduce:
-    """Sums or averages CPU tensors over the ranks of a group, through neighbours only.
+    """Sums or averages CPU tensors over the ranks of a group; each rank sends to its neighbour only.
 
     All ranks of the group must call it in the same order, one call at a time; which thread calls does not matter.
 
     Attributes:
-        next: the rank, counted in the world, that this one sends to.
-        previous: the one that it receives from.
+        next: the global rank that this one sends to.
+        previous: the global rank that it receives from.
 
     Args:
         group: a process group whose backend sends CPU tensors point to point (gloo, mpi); nothing else may use it
             for messages while a call is under way.
-        segment_bytes: how much travels in one message.
+        segment_bytes: the most bytes in one message.
 
     Raises:
         ValueError: ``segment_bytes`` is below 1.
@@ -106,11 +106,11 @@ class RingAllReduce:
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def sent_bytes(self, tensor: Tensor) -> int:
-        """Payload in bytes that this rank sends when ``tensor`` is reduced."""
+        """Bytes that this rank sends when ``tensor`` is reduced."""
         return sent_elements(tensor.numel(), self.rank, self.world_size) * tensor.element_size()
 
     def scratch(self, dtype: torch.dtype, numel: int, tag: int, step: int) -> Tensor:
-        """Memory for what arrives in a step, of two: one step's segments are summed while the next one's arrive."""
+        """One of two buffers for arriving segments: one step's are summed while the next step's arrive."""
         memory = self._scratch.get((dtype, tag))
         if memory is None or memory.numel() < 2 * numel:
             memory = self._scratch[dtype, tag] = torch.empty(2 * numel, dtype=dtype)
@@ -125,15 +125,15 @@ class RingAllReduce:
 
         Raises:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
-            RuntimeError: a neighbour is gone, or the group's timeout has passed.
+            RuntimeError: a neighbour has ended, or the group's timeout has passed.
         """
         return self.begin(tensor, average=average).finish()
 
     def begin(self, tensor: Tensor, *, average: bool = False) -> PendingRing:
-        """As a call, but returns when the first segments are on their way; ``finish()`` of the result does the rest.
+        """As a call, but returns when the first segments are being sent; ``finish()`` of the result does the rest.
 
-        One more tensor may begin before the one before it is finished, so that the wire has something to do between the
-        two. They must be finished in the order in which they began.
+        One more tensor may begin before the earlier one is finished, so that the network is not idle between the two.
+        Tensors must be finished in the order in which they began.
         """
         _check(tensor, average)
         self._tag = 1 - self._tag
@@ -158,10 +158,10 @@ class PendingRing:
         self._sends = [self._send(self._waiting.popleft()) for _ in range(min(_AHEAD, len(self._waiting)))]
 
     def finish(self) -> Tensor:
-        """Waits for the others; returns the tensor, which is then the sum or the average. To be called once.
+        """Waits for the other ranks; returns the tensor, now the sum or the average. Call it once.
 
         Raises:
-            RuntimeError: a neighbour is gone, or the group's timeout has passed.
+            RuntimeError: a neighbour has ended, or the group's timeout has passed.
         """
         if not self._steps:
             return self._tensor
@@ -191,7 +191,7 @@ class PendingRing:
         return ((a, min(a + size, end)) for a in range(start, end, size))
 
     def _post(self, index: int) -> deque[tuple[dist.Work, tuple[int, int], Tensor]]:
-        """Posts the receives of one step ahead of time: what is to be summed goes to scratch memory."""
+        """Posts the receives of one step ahead of time: segments to be summed go to scratch memory."""
         posted: deque[tuple[dist.Work, tuple[int, int], Tensor]] = deque()
         if index >= len(self._steps):
             return posted

@@ -1,4 +1,4 @@
-"""Sizes of tensors, and groups of tensors that travel as one flat tensor."""
+"""Sizes of tensors, and groups of tensors that are sent as one flat tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse tensor, those of its indices and values."""
+    """Bytes of a tensor's elements; for a sparse tensor, of its indices and values."""
     if tensor.is_sparse:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes
 
 
 def alike(tensors: Iterable[Tensor], *, full_bytes: float = math.inf) -> Iterator[list[Tensor]]:
-    """Groups of tensors of one dtype and device, in their order; a group that has ``full_bytes`` takes no more."""
+    """Groups of tensors of one dtype and device, in their order; a group of ``full_bytes`` or more is complete."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -31,11 +31,11 @@ def alike(tensors: Iterable[Tensor], *, full_bytes: float = math.inf) -> Iterato
 
 
 def apply_flat(work: Callable[[Tensor], object], tensors: Sequence[Tensor]) -> None:
-    """Has ``work`` change one flat copy of the tensors in place, then copies the result into the tensors.
+    """Calls ``work``, which changes a flat copy of the tensors in place, and copies the result into the tensors.
 
     Args:
         work: takes a contiguous, one-dimensional tensor.
-        tensors: of one dtype and device.
+        tensors: all have the same dtype and device.
     """
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     work(flat)

@@ -1,8 +1,8 @@
-"""Activation checkpointing: layers whose intermediate results are not saved, but computed again in backward.
+"""Activation checkpointing: intermediate results of layers are not saved, but computed again in backward.
 
-Only the input of such a layer is saved, so memory grows with the number of layers, not with their inside; the price is
+Only the input of such a layer is saved. So memory grows with the number of layers, not with their size; the price is
 one more forward pass (T. Chen et al., 2016, "Training deep nets with sublinear memory cost", section 4).
-``torch.utils.checkpoint`` does the work; this module adds what layers of users need.
+``torch.utils.checkpoint`` does the work; this module adds checks, and makes users' layers compute the same again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Choice = bool | Sequence[str | type]
 """All or no layers; or classes, names of classes ("Block") and names of layers ("blocks.3")."""
 
 Kept = Callable[[], Callable[[], AbstractContextManager[None]]]
-"""Keeps a state as it is when a layer begins, and returns what sets that state for the time of a block."""
+"""Saves a state at the start of a layer; returns a function whose context manager sets that state for a block."""
 
 _SHOWN = 6  # names in an error
 
@@ -77,14 +77,14 @@ def layers_in(module: Module) -> dict[str, Module]:
 def selected_layers(module: Module, choice: Choice) -> list[str]:
     """Names of the layers that ``activation_checkpointing=choice`` selects in a module that runs as a whole.
 
-    Of layers inside each other the outer one counts.
+    Of nested layers the outer one counts.
 
     Args:
         module: the whole module.
         choice: True, for :func:`layers_in`, or a list, which selects among all submodules.
 
     Raises:
-        ValueError: nothing is selected, or an entry selects no submodule; the message lists what there is.
+        ValueError: nothing is selected, or an entry selects no submodule; the message lists the submodules.
     """
     layers, owner = layers_in(module), type(module).__name__
     if choice is True:
@@ -146,22 +146,22 @@ def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) 
 
 
 class Recomputation:
-    """Has layers of a module computed again in the backward pass of its steps.
+    """Makes layers of a module compute their forward again in the backward pass.
 
-    Hooks of a layer run once; hooks of the modules inside of it run again, as under ``torch.utils.checkpoint``.
+    Hooks of a layer run once; hooks of the modules inside it run again, as under ``torch.utils.checkpoint``.
 
     Args:
         module: the whole module.
         choice: the layers.
-        kept: further states that a layer's random numbers depend on.
-        in_threads: several threads run copies of the module, and so share the generators of Python and NumPy: a layer
-            that draws from them is refused.
+        kept: saves further states that a layer's random numbers depend on.
+        in_threads: several threads run copies of the module and share the generators of Python and NumPy, so a layer
+            that draws from these is refused.
 
     Attributes:
-        names: of the layers.
+        names: the layers' names.
 
     Raises:
-        ValueError: as of :func:`selected_layers`; or a module around a layer is compiled.
+        ValueError: as for :func:`selected_layers`; or a module around a layer is compiled.
     """
 
     def __init__(self, module: Module, choice: Choice, kept: Sequence[Kept] = (), *, in_threads: bool = False) -> None:
@@ -173,7 +173,7 @@ class Recomputation:
         self._checked: set[str] = set()
 
     def without_effect(self) -> str | None:
-        """Once, after a step: that none of the layers has run with gradients."""
+        """A warning after the first step if none of the layers has run with gradients; None otherwise, and later."""
         if self._has_run:
             return None
         self._has_run = True
@@ -186,10 +186,10 @@ class Recomputation:
     def installed(self, module: Module) -> Iterator[None]:
         """Within the block layers run so that backward, also after the block, computes them again.
 
-        Hugging Face models cache no keys and values within the block: layers would find their own in the second run.
+        Within the block Hugging Face models cache no keys and values: a layer's second run would find its own.
 
         Args:
-            module: the module, or a copy of it that has layers of the same names.
+            module: the module, or a copy with layers of the same names.
 
         Raises:
             RecomputationError: a layer runs under ``torch.utils.checkpoint``, or changes its input or a buffer.
@@ -204,12 +204,12 @@ class Recomputation:
 
     @contextmanager
     def _patched(self, name: str, layer: Module) -> Iterator[None]:
-        # torch runs what a module has as _compiled_call_impl in place of hooks and forward.
+        # torch calls a module's _compiled_call_impl, if set, instead of hooks and forward.
         table, attribute = vars(layer), "forward" if layer._compiled_call_impl is None else "_compiled_call_impl"
         before = table.get(attribute)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Looked up when it runs: a split of the layers changes classes.
+            # Looked up at each call: a split of the layers changes classes.
             own = type(layer).forward.__get__(layer) if before is None else before
             if runs_in_checkpoint():
                 raise RecomputationError(
@@ -248,17 +248,17 @@ def recomputed(
 ) -> Any:
     """Returns ``forward(*args, **kwargs)``, whose backward pass runs ``forward`` again.
 
-    The second run has the same default dtype, takes an input that no operation in place has changed, and does not count
-    its batch in BatchNorm's statistics. Other buffers that a layer changes in its forward pass are changed twice.
+    The second run has the same default dtype and an unchanged input, and does not update BatchNorm's statistics. Other
+    buffers that a layer changes in its forward pass are changed twice.
 
     Args:
         layer: the layer.
-        forward: its own forward.
-        again: the block of the second run; it sets the random states of the beginning of the layer.
+        forward: the layer's own forward.
+        again: the context of the second run, which sets the random states from the start of the first run.
         preserve_rng_state: torch's random states are set without ``again``, and restored after the second run.
 
     Raises:
-        RecomputationError: the layer has changed its input in place, and has no attribute ``inplace`` that says so.
+        RecomputationError: the layer has changed its input in place, although it has no true attribute ``inplace``.
     """
     dtype = torch.get_default_dtype()
     ran = False
@@ -281,7 +281,7 @@ def recomputed(
         use_reentrant=False,
         preserve_rng_state=preserve_rng_state,
     )
-    # torch notices this in backward, and not at all while hooks on saved tensors are in use.
+    # torch checks this in backward only, and not at all while hooks on saved tensors are in use.
     if [tensor._version for tensor in inputs] != versions:
         raise RecomputationError(
             f"a {type(layer).__name__} changes its input in place, and activation_checkpointing would compute it again "
@@ -291,7 +291,7 @@ def recomputed(
 
 
 def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments, copied if an attribute of the layer says that it works in place."""
+    """The layer's arguments, copied if a part of the layer has a true attribute ``inplace``."""
     if any(getattr(part, "inplace", False) for part in layer.modules()):
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
     return args, kwargs
@@ -333,14 +333,14 @@ def _random_numbers() -> Callable[[], AbstractContextManager[None]]:
 
 
 def _no_random_numbers() -> Callable[[], AbstractContextManager[None]]:
-    """Refuses a second run that draws from the generators of Python and NumPy; torch's are for other code to check."""
+    """Refuses a second run that draws from the generators of Python and NumPy."""
 
     @contextmanager
     def drawing_none() -> Iterator[None]:
         before = random.getstate(), numpy.random.get_state(legacy=False)
         try:
             yield
-        finally:  # torch ends the second run by an exception, as soon as it has all tensors
+        finally:  # torch ends the second run by an exception once it has all tensors
             if random.getstate() != before[0] or not _is_same(numpy.random.get_state(legacy=False), before[1]):
                 raise RecomputationError(
                     "a layer under activation_checkpointing draws random numbers of Python or NumPy, from generators "
@@ -366,7 +366,7 @@ def _entered(begin: Sequence[Callable[[], AbstractContextManager[None]]]) -> Ite
 
 
 def _buffer_versions(layer: Module) -> dict[str, tuple[Tensor, int]]:
-    """The buffers of a layer with their versions; those of :func:`_preserved_statistics` are left out."""
+    """The buffers of a layer with their versions, without the ones that :func:`_preserved_statistics` preserves."""
     return {
         f"{name}.{key}".removeprefix("."): (buffer, buffer._version)
         for name, part in layer.named_modules()
@@ -386,9 +386,9 @@ def _check_buffers(name: str, layer: Module, before: Mapping[str, tuple[Tensor, 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block torch's default dtype is ``dtype``, in all threads; where it is so already, nothing is done."""
+    """Within the block torch's default dtype is ``dtype``, in all threads; does nothing if it already is."""
     before = torch.get_default_dtype()
-    if before == dtype:  # perhaps by a thread that has several others run the block
+    if before == dtype:  # perhaps set by the thread that started this one
         yield
         return
     torch.set_default_dtype(dtype)

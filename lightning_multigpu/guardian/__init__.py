@@ -1,8 +1,8 @@
-"""A process on every host that watches the host's ranks from outside, as the kernel sees them.
+"""The guardian: a process on every host that watches the host's ranks through the kernel.
 
-A rank that is killed or stopped cannot say so itself, and a thread stops together with its process. So the first rank
-of a host starts a guardian: a plain Python interpreter without any third-party package. It trusts only the kernel's
-account of the ranks' processes, so a rank that computes for a minute without answering has not failed.
+A rank that is killed or stopped cannot report it, and a thread stops together with its process. So the first rank of a
+host starts a guardian: a plain Python interpreter without any third-party package. Only the kernel's states of the
+ranks' processes count for it, so a rank that computes for a minute without an answer has not failed.
 ::
 
     guardian = Guardian.start(num_ranks=4)  # the first rank of the host, before the others

@@ -1,7 +1,7 @@
 """Runs the guardian; started by :meth:`lightning_multigpu.guardian.Guardian.start`, as a file, with ``-I -S``.
 
-The packages above this one import torch and Lightning, and would make a small process a large and slow one. Their
-names are therefore taken by empty modules that only know where to look for this package's files.
+The packages above this one import torch and Lightning, which would make the process large and slow. So empty modules
+take their names, which only hold the path of this package's files.
 """
 
 import json
@@ -19,8 +19,8 @@ for _name, _path in (("lightning_multigpu", os.path.dirname(_HERE)), ("lightning
 from lightning_multigpu.guardian.proc import refusal  # noqa: E402
 from lightning_multigpu.guardian.watchdog import Watchdog  # noqa: E402
 
-# The guardian is in the process group of the ranks, so that it sees Ctrl-C: what else a terminal or a supervisor sends
-# to all of it, such as Ctrl-Z, is not for the guardian.
+# The guardian is in the ranks' process group, so that it receives Ctrl-C. It ignores other signals that a terminal or a
+# supervisor sends to the group, such as Ctrl-Z.
 _IGNORED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -46,7 +46,7 @@ def main() -> None:
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
         os._exit(0)
-    # What ends the ranks must not end the guardian before it has seen to all of them.
+    # A signal that ends the ranks must not end the guardian before all of them have ended.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

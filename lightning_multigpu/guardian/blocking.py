@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def done_within(limit_s: float, work: Callable[[], None]) -> bool:
-    """Does the work in a thread; False if it has not ended after ``limit_s``, and goes on, or cannot be begun."""
+    """Does the work in a thread; False if it has not ended after ``limit_s``, or cannot begin."""
     thread = threading.Thread(target=work, name="guardian-may-block", daemon=True)
     try:
         thread.start()
@@ -19,5 +19,5 @@ def done_within(limit_s: float, work: Callable[[], None]) -> bool:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Opens a file for writing; refuses a symbolic link in its place."""
+    """Opens a file for writing; refuses a symbolic link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

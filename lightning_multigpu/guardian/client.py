@@ -28,13 +28,13 @@ OnFailure = Callable[[Failure], None]
 
 
 class NoGuardianError(GuardianError):
-    """No process listens at the guardian's address, or the process that does belongs to another user or container."""
+    """No process listens at the guardian's address, or a process of another user or container does."""
 
 
 _LONGEST_LOOK_S = 0.5
 _SEEN_S = 5.0
 _IN_LINE_S = 0.02
-_BACKLOG = 256  # strangers may stand in line before the other hosts
+_BACKLOG = 256  # strangers may queue before the other hosts
 
 
 class GuardianClient:
@@ -42,8 +42,8 @@ class GuardianClient:
 
     A thread reads the guardian's messages. It calls ``on_failure`` once, with the failure of another rank or host, or
     of the guardian itself: the guardian has ended, or has been stopped for half of ``failure_timeout_s`` while this
-    process has not. Without a guardian nobody would end this process, so it ends itself if it is still there 0.9
-    ``failure_timeout_s`` after the guardian's failure began.
+    process has not. After a failure of the guardian no other process would end this one, so it ends itself 0.9
+    ``failure_timeout_s`` after the failure began, if it still runs.
 
     Args:
         address: the guardian's address.
@@ -55,8 +55,8 @@ class GuardianClient:
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        waited: the collectives in which the ranks of this host waited when the job failed, a line a rank; complete
-            before ``on_failure`` is called, and a moment after :meth:`failed`.
+        waited: the collectives in which the ranks of this host waited when the job failed, one line for each rank;
+            complete before ``on_failure`` is called, and a moment after :meth:`failed`.
         lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
 
@@ -77,7 +77,7 @@ class GuardianClient:
         self._all_at_end = threading.Event()
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._deciding = threading.RLock()  # whether a stopped guardian goes on or is killed
-        self._kill_at_s: float | None = None  # once this rank has given the stopped guardian up
+        self._kill_at_s: float | None = None  # set when this rank has decided to kill the stopped guardian
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -100,7 +100,7 @@ class GuardianClient:
         self._guardian = self._find_guardian()
         failure_timeout_s = float(welcome["failure_timeout_s"])
         self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
-        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # whether the guardian is stopped
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
         self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
@@ -124,10 +124,10 @@ class GuardianClient:
         return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
 
     def failed(self, failure: Failure) -> None:
-        """Tells the guardian that this rank fails by itself; the guardian tells the other ranks, and all have to end.
+        """Reports this rank's own failure to the guardian, which informs the other ranks; all have to end.
 
-        Returns when the guardian has read what the other ranks wait in, or after five seconds. Where the failure has
-        no step, the guardian takes the one that this rank has noted.
+        Returns when the guardian has read the other ranks' waits, or after five seconds. If the failure has no step,
+        the guardian takes the step that this rank has noted.
         """
         self._send("failed", failure=failure.to_message())
         if threading.current_thread() is not self._thread:
@@ -136,8 +136,8 @@ class GuardianClient:
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
 
-        The guardian then prints a line and lets the other ranks of this host know (:attr:`lost`). That this rank, or a
-        worker process of it, is stopped is no failure either. No other rank may wait for this one from now on.
+        The guardian then prints a line and informs the other ranks of this host (:attr:`lost`). If this rank, or one of
+        its worker processes, is stopped, that is no failure either. No other rank may wait for this one from now on.
 
         Raises:
             ValueError: this is rank 0, whose end always is the end of the job.
@@ -147,11 +147,11 @@ class GuardianClient:
         self._send("can be lost")
 
     def announced(self) -> None:
-        """Tells the guardian that this rank shows the failure in the terminal, so that the guardian does not."""
+        """Informs the guardian that this rank prints the failure in the terminal, so that the guardian does not."""
         self._send("announced")
 
     def uses_temporary(self, directory: str) -> None:
-        """Names multiprocessing's directory of this rank: it is removed if the rank cannot do so any more."""
+        """Names multiprocessing's directory of this rank; the guardian removes it if the rank cannot."""
         self._temporary = directory
         self._send("temporary", directory=directory)
 
@@ -159,32 +159,32 @@ class GuardianClient:
         """Sets where the file that describes a failure is written.
 
         Args:
-            directory: made at a failure if there is none.
-            node_rank: of this host, which becomes part of the file's name: hosts may share one hostname.
+            directory: is made at a failure if it does not exist.
+            node_rank: this host's node rank, for the file's name: hosts may share one hostname.
         """
         self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def joining(self, limit_s: float) -> None:
-        """Tells that this rank is joining the others, who wait for it; after ``limit_s`` it has failed."""
+        """Reports that this rank is joining the others, which wait for it; after ``limit_s`` it has failed."""
         self._send("joining", limit_s=limit_s)
 
     def joined(self) -> None:
-        """Tells that this rank has joined the others."""
+        """Reports that this rank has joined the others."""
         self._send("joined")
 
     def counts_interrupts(self) -> None:
-        """Lets a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT.
+        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT.
 
-        All ranks end with exit status 130 then, this one included.
+        All ranks then end with exit status 130, this one included.
         """
         self._send("counts interrupts")
 
     def interrupted(self, number: int) -> None:
-        """Tells that this rank has received its first or second SIGINT; the guardian may have received none."""
+        """Reports that this rank has received its first or second SIGINT; the guardian may have received none."""
         self._send("interrupted", number=number)
 
     def finish(self) -> Failure | None:
-        """Tells that this rank has reached the end of its run; waits until all ranks have, or one has failed.
+        """Reports that this rank has reached the end of its run; waits until all ranks have, or one has failed.
 
         Returns:
             The failure, or None if the run has ended well for all.
@@ -195,15 +195,15 @@ class GuardianClient:
         return self.failure
 
     def listen_for_hosts(self, address: str, *, num_nodes: int, secret: str) -> int:
-        """On node 0, by one rank: lets the guardian listen for those of the other hosts.
+        """On node 0, by one rank: makes the guardian listen for the other hosts' guardians.
 
         Args:
-            address: of this host, as the others reach it.
+            address: an address of this host that the others reach.
             num_nodes: hosts of the job, this one included.
             secret: hexadecimal digits that only the hosts of the job know.
 
         Returns:
-            The port that the others need for :meth:`join_hosts`.
+            The port for :meth:`join_hosts` of the other hosts.
 
         Raises:
             GuardianError: the address is not one of this host's.
@@ -219,7 +219,7 @@ class GuardianClient:
             ) from error
 
     def join_hosts(self, address: str, port: int, *, node_rank: int, secret: str, timeout_s: float = 30.0) -> None:
-        """On each other node, by one rank: connects this host's guardian to that of node 0, and waits for its welcome.
+        """On each other node, by one rank: connects this host's guardian to node 0's, and waits for its welcome.
 
         From then on node 0 knows of this host, and its end is a failure there.
 
@@ -247,16 +247,16 @@ class GuardianClient:
             raise GuardianError(f"node {node_rank} ({host_name()}) is not accepted at {address} port {port}: {why}")
 
     def leave(self) -> None:
-        """Ends this rank's part: from here on its end is no failure, and no failure is told to it."""
+        """Ends the connection: from now on this rank's end is no failure, and it receives no failure."""
         if self._leaving.is_set() or os.getpid() != self._process:
             return
         with self._deciding:
-            self._leaving.set()  # before it is sent: the guardian may end at once, and that is no failure any more
+            self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
         with self._sending:
             self._connection.send("leave")
         self._leave_none_stopped()
         self._at_exit.cancel()
-        with contextlib.suppress(OSError):  # wakes the thread; what has been sent arrives all the same
+        with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -307,41 +307,41 @@ class GuardianClient:
             os.kill(self._process, signal.SIGKILL)
 
     def _gives_up(self) -> bool:
-        """Decides to kill a stopped guardian. From then on no process resumes it: it would die within its report."""
+        """Decides to kill a stopped guardian. From then on no process resumes it, or its report would be cut off."""
         with self._deciding:
             if not self._leaving.is_set():
-                # Until then the host's other ranks shall see the same, also if this one leaves.
+                # By then the host's other ranks have decided so too, even if this one leaves.
                 self._kill_at_s = time.monotonic() + 2 * self._look_s
         return self._kill_at_s is not None
 
     def _end_stopped(self) -> None:
-        """Kills a stopped guardian if this rank has given it up; at once if Ctrl-C interrupts the wait."""
+        """Kills a stopped guardian if this rank has decided so; at once if Ctrl-C interrupts the wait."""
         if self._kill_at_s is None:
             return
         try:
             time.sleep(max(0.0, self._kill_at_s - time.monotonic()))
         finally:
-            if self._guardian.state() == STOPPED:  # else another rank has let it go on, and it may be writing
-                self._guardian.kill()  # it would stay for ever; and so the other hosts' guardians hear of it
+            if self._guardian.state() == STOPPED:  # else another rank has resumed it, and it may be writing
+                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
 
     def _leave_none_stopped(self) -> None:
-        """Resumes a stopped guardian, or kills it if this rank has given it up; the thread may end before it does."""
+        """Resumes a stopped guardian, or kills it if this rank has decided so before the thread could."""
         with self._deciding:
             if self._kill_at_s is None and self._guardian.state() == STOPPED:
-                self._guardian.resume()  # nobody would, and it would stay for ever
+                self._guardian.resume()  # else it would stay stopped for ever
         self._end_stopped()
 
     def _report(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():
             self.failure = failure
-            self._met.set()  # whoever waits for that learns of the failure instead
+            self._met.set()  # wakes join_hosts, which raises the failure
             self._on_failure(failure)
             self._all_at_end.set()
 
     # Messages
 
     def _send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: object) -> None:
-        """Nothing is sent from a forked child: it shares the connection, but is not this rank."""
+        """Sends a message, but none from a forked child: it shares the connection, but is not this rank."""
         if not self._leaving.is_set() and os.getpid() == self._process:
             with self._sending:
                 self._connection.send(kind, descriptors=descriptors, **fields)
@@ -363,7 +363,7 @@ class GuardianClient:
         return welcome
 
     def _ask(self, deadline_s: float) -> str:
-        """Asks the guardian for the secret; the kernel has told both ends that the other is the same user's process."""
+        """Asks the guardian for the secret. Both ends have checked through the kernel that the user is the same."""
         self._connection.send("ask")
         return str(self._wait_for("secret", deadline_s).get("secret"))
 

@@ -1,10 +1,9 @@
 """Discovery of a host's guardian by ranks that this pack has not started.
 
-torchrun, srun or a shell start every rank by itself, so that no rank inherits variables of another one. The ranks and
-their guardian meet at a UNIX address that follows from the job. The kernel says which user and PID namespace each
-process belongs to: only processes of the same ones trust each other, and only to them the guardian tells the job's
-secret. Whoever else has taken the address keeps nobody from starting: the guardian then listens at a longer one, which
-ranks find in the kernel's list.
+torchrun, srun or a shell start each rank separately, so that no rank inherits variables of another one. The ranks and
+their guardian meet at a UNIX address that is computed from the job. The kernel knows the user and the PID namespace of
+each process: only processes with the same ones trust each other, and the guardian sends the job's secret only to them.
+If another process has taken the address, the guardian listens at a longer one, which ranks find in the kernel's list.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lightning_multigpu.guardian.link.protocol import foreign, peer_of
 from lightning_multigpu.guardian.proc import read_stat
 from lightning_multigpu.guardian.start import AddressTakenError, Guardian, GuardianError
 
-# What tells one job of a scheduler, or one restart of it, from the next at the same address and port.
+# Variables that differ between jobs of a scheduler, or restarts of a job, at the same address and port.
 _JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -38,11 +37,11 @@ _NO_ANSWER_S = 2.0
 def address_of_job(
     main_address: str, main_port: int, *, node_rank: int, attempt: int, variables: Mapping[str, str]
 ) -> str:
-    """The name that the guardian of a host listens at; equal for the ranks of the job on one host, and only for them.
+    """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
 
     Args:
-        main_address, main_port: where rank 0 is reached.
-        node_rank: of the host; hosts on one machine are told apart by it.
+        main_address, main_port: the address and port of rank 0.
+        node_rank: the host's node rank, which differs for hosts on one machine.
         attempt: how often the processes have joined there before.
         variables: the environment: torchrun and SLURM name the job, and count its restarts.
     """
@@ -56,10 +55,10 @@ def start_at(
 ) -> Guardian | None:
     """Starts the guardian at the job's address; None if a living process has done so already.
 
-    The guardian of a job that has just failed may still be there: it gets time to end.
+    The guardian of a job that has just failed may still run: it has time to end.
 
     Raises:
-        GuardianError: the guardian does not start, or that of an earlier job does not leave.
+        GuardianError: the guardian does not start, or an earlier job's guardian does not end.
     """
     began_s = time.monotonic()
     own_address = address
@@ -79,7 +78,7 @@ def start_at(
                 return None
             waited_s = time.monotonic() - began_s
             if not known and (owners[0] is not None or waited_s > _NO_ANSWER_S):
-                own_address = f"{address}-{os.urandom(8).hex()}"  # somebody else's, who does not have to answer
+                own_address = f"{address}-{os.urandom(8).hex()}"  # another user's process, which need not answer
             elif waited_s > failure_timeout_s + 1:
                 raise
         time.sleep(_POLL_S)
@@ -89,13 +88,13 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
     """Waits for the guardian at the job's address and connects to it.
 
     Args:
-        address: of the job.
+        address: the job's address.
         rank: the global rank of this process.
         on_failure: see :class:`GuardianClient`.
-        timeout_s: how long the guardian may take to come.
+        timeout_s: seconds in which the guardian has to start.
 
     Raises:
-        GuardianError: it does not come in time, refuses this rank, or is another user's.
+        GuardianError: it does not start in time, refuses this rank, or is another user's.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -121,7 +120,7 @@ class _Owner(NamedTuple):
 
 
 def _owner(address: str) -> _Owner | None:
-    """The owner, as the kernel knows it; None if no process answers."""
+    """The owner, from the kernel; None if no process answers."""
     with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
         sock.settimeout(1)
         sock.connect("\0" + address)
@@ -130,7 +129,7 @@ def _owner(address: str) -> _Owner | None:
 
 
 def _addresses(address: str) -> list[str]:
-    """The job's address, and the longer ones at which somebody on this host listens, as the kernel lists them."""
+    """The job's address, and the longer ones in the kernel's list at which processes of this host listen."""
     found: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         for line in file:

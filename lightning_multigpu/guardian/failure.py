@@ -1,4 +1,4 @@
-"""The failure that ends a job, as text that guardians and ranks send each other, and as an exception."""
+"""The failure that ends a job: as text for messages between guardians and ranks, and as an exception."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from lightning_multigpu.guardian.hang.stacks import PYTHON, Frame
 
 TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
-# As JSON, where a character takes 1 to 12 bytes; together they are to fit into a message.
+# As JSON, where a character takes 1 to 12 bytes; together they must fit into a message.
 MAX_WHAT_BYTES = 8_000
 MAX_TRACEBACK_BYTES = 64_000
 _MAX_NAME_BYTES = 1_000
-_CHAR_BYTES = 12  # of the longest: one beyond the BMP is written as two escapes
+_CHAR_BYTES = 12  # the most for a character: two escapes beyond the BMP
 
 
 class RankFailedError(RuntimeError):
-    """Another rank of the job has failed. The message names it, and holds its exception's message and traceback.
+    """Another rank of the job has failed. The message contains its rank, and its exception's message and traceback.
 
     Frames of lightning, torch and this pack are folded, unless LIGHTNING_MULTIGPU_TRACEBACK is "full".
     """
@@ -36,9 +36,9 @@ class Failure(NamedTuple):
         rank: the global rank, or None if a guardian, a host or a link has failed.
         host: the name of the host.
         pid: the failed process on its host, or None if there is none.
-        step: optimizer steps that the rank had completed, or None if it never said.
+        step: optimizer steps that the rank had completed, or None if unknown.
         traceback: the traceback of the rank's exception with its notes, or empty.
-        error_type: the name of the exception's class if that is one of Python's own, or empty.
+        error_type: the name of the exception's class if it is built into Python, or empty.
         message: the exception's message, for an exception of that class on other ranks.
     """
 
@@ -73,12 +73,12 @@ class Failure(NamedTuple):
     def exception(self) -> Exception:
         """The exception that this failure of another rank raises here.
 
-        Python's own exceptions come as the same class, with what is known of the failure in a note. In place of all
-        other classes comes a :class:`RankFailedError`.
+        A built-in exception keeps its class, and gets a note about the failure. Exceptions of all other classes become
+        a :class:`RankFailedError`.
         """
         kind = getattr(builtins, self.error_type, None) if self.error_type else None
         if isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(Exception):  # some take more than a message
+            with contextlib.suppress(Exception):  # some classes take more than a message
                 error: Exception = kind(self.message)
                 error.add_note(f"Raised on another rank: {self.summary()}\n{folded(self.traceback)}".rstrip())
                 return error
@@ -87,7 +87,7 @@ class Failure(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The user's innermost line in the traceback: "train.py:42 in training_step"; empty where there is none."""
+        """The user's innermost line in the traceback: "train.py:42 in training_step"; empty without one."""
         frames = [frame for line in self.traceback.splitlines() if (frame := _frame_of(line)) is not None]
         return next((frame.text for frame in reversed(frames) if not frame.library), "")
 
@@ -115,7 +115,7 @@ class Failure(NamedTuple):
         return self.summary() if self.traceback else self.describe()
 
     def to_message(self) -> dict[str, Any]:
-        """JSON values, cut to what fits into one message; of a traceback the end is kept."""
+        """JSON values, cut to fit into one message; a traceback keeps its end."""
         return self._replace(
             what=start_within(self.what, MAX_WHAT_BYTES),
             host=start_within(self.host, _MAX_NAME_BYTES),
@@ -143,7 +143,7 @@ class Failure(NamedTuple):
 
 
 def start_within(text: str, limit_bytes: int) -> str:
-    """As much of the text's start as has ``limit_bytes`` in a message."""
+    """The start of the text that takes at most ``limit_bytes`` in a message."""
     text = text[:limit_bytes]
     while (excess := len(json.dumps(text)) - 2 - limit_bytes) > 0:
         text = text[: len(text) - -(-excess // _CHAR_BYTES)]
@@ -151,7 +151,7 @@ def start_within(text: str, limit_bytes: int) -> str:
 
 
 def end_within(text: str, limit_bytes: int) -> str:
-    """As :func:`start_within`, of the text's end."""
+    """As :func:`start_within`, for the text's end."""
     return start_within(text[-limit_bytes:][::-1], limit_bytes)[::-1]
 
 
@@ -165,14 +165,14 @@ def _frame_of(line: str) -> Frame | None:
 
 
 def folded(text: str) -> str:
-    """A traceback's text, with one line in place of successive frames of lightning, torch and this pack.
+    """A traceback's text, with one line for successive frames of lightning, torch and this pack.
 
-    Frames of Python's own library are shown where the user's code has called them. All is shown if the variable
+    Frames of Python's own library are shown if the user's code has called them. All frames are shown if the variable
     LIGHTNING_MULTIGPU_TRACEBACK is "full".
 
     Args:
-        text: of one traceback or of several, as Python prints an exception with its causes or its group; other lines
-            stay as they are.
+        text: one or more tracebacks, as Python prints an exception with its causes or its group; other lines stay as
+            they are.
     """
     if os.environ.get(TRACEBACK) == "full":
         return text
@@ -190,7 +190,7 @@ def folded(text: str) -> str:
         elif hidden and line.startswith((f"{margin}    ", f"{margin}  [Previous line repeated")):
             continue
         if hidden:
-            # Where the traceback ends within them, the last one says where the exception was raised.
+            # If the traceback ends within them, the last frame has raised the exception.
             last = f", last {hidden[-1].text}" if frame is None else ""
             shown.append(f"{margin}  ... {_counted(hidden)}{last}{hint}")
             hidden, hint = [], ""
@@ -206,5 +206,5 @@ def _counted(frames: list[Frame]) -> str:
 
 
 def host_name() -> str:
-    """The name of this host, as its kernel has it."""
+    """The name of this host, from its kernel."""
     return os.uname().nodename

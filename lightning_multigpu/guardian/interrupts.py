@@ -8,11 +8,11 @@ import sys
 import time
 from types import FrameType
 
-# What comes sooner is one and the same: `timeout` and many a wrapper signal the process and its group.
+# Signals within this time are one: `timeout` and some wrappers signal the process and its group.
 SAME_INTERRUPT_S = 0.3
 INTERRUPTED_STATUS = 130
 
-# What a rank says of itself when a signal has ended its run and there was no time to agree on it.
+# A rank's report when a signal has ended its run before the ranks could agree on the signal.
 WAS_INTERRUPTED = "was interrupted (SIGINT)"
 WAS_TERMINATED = "was terminated (SIGTERM)"
 
@@ -20,13 +20,13 @@ _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C
 
 
 class Interrupts:
-    """Counter of interrupts in the guardian, which a terminal signals together with the ranks.
+    """Counter of interrupts in the guardian: a terminal signals it together with the ranks.
 
-    Lightning ignores SIGINT once it has received the first one, so that no rank notices the second. Ranks report those
-    that reach one of them only.
+    Lightning ignores SIGINT once it has received the first one, so that no rank notices the second. Ranks report
+    interrupts that only they receive.
 
     Attributes:
-        counts: whether a second one ends the job; not where the user's program handles SIGINT by itself.
+        counts: whether a second one ends the job; False if the user's program handles SIGINT itself.
     """
 
     def __init__(self) -> None:
@@ -41,16 +41,16 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._note)
 
     def reported(self, number: int) -> None:
-        """A rank has received its first or second one."""
+        """Counts a rank's first or second interrupt."""
         self._reported = max(self._reported, number)
 
     @property
     def number(self) -> int:
-        """The number of interrupts so far, by this process's count or by what ranks have told."""
+        """The number of interrupts so far: this process's count, or the ranks' reports."""
         return max(self._received, self._reported) if self.counts else 0
 
     def show_first(self) -> None:
-        """Says in the terminal what the first one does, unless the terminal's pipe is full."""
+        """Prints the effect of the first interrupt, unless the terminal's pipe is full."""
         if self.number and not self._shown and sys.stderr is not None:
             self._shown = True
             try:

@@ -21,7 +21,7 @@ _PIDFD_INFO_BYTES = 64
 
 
 class Stat(NamedTuple):
-    """Fields of /proc/PID/stat; ``start_ticks`` tells a process from a later one with the same pid."""
+    """Fields of /proc/PID/stat; ``start_ticks`` differs between two processes that have had the same pid."""
 
     state: str
     start_ticks: int
@@ -29,7 +29,7 @@ class Stat(NamedTuple):
 
 
 def parse_stat(text: str) -> Stat:
-    """Reads the one line of /proc/PID/stat; the name in parentheses may hold spaces and parentheses too."""
+    """Parses the line of /proc/PID/stat; the name in parentheses may contain spaces and parentheses."""
     fields = text[text.rindex(")") + 1 :].split()
     return Stat(state=fields[0], start_ticks=int(fields[19]), wait_status=int(fields[49]))
 
@@ -38,7 +38,7 @@ def read_stat(pid: int) -> Stat | None:
     """The kernel's view of a process, or None if there is none with that pid.
 
     Raises:
-        OSError: the kernel cannot say so at the moment: too many files are open, or there is no memory.
+        OSError: the kernel cannot answer now: too many files are open, or there is no memory.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -51,10 +51,10 @@ class WatchedProcess:
     """A process that is not a child of this one.
 
     Attributes:
-        pidfd: readable from the process's end on; None where the kernel has no such thing (before Linux 5.3).
+        pidfd: readable once the process has ended; None before Linux 5.3.
 
     Raises:
-        ProcessLookupError: there is no such process any more.
+        ProcessLookupError: the process has ended.
     """
 
     def __init__(self, pid: int) -> None:
@@ -93,9 +93,9 @@ class WatchedProcess:
         return STOPPED if stat.state == "T" else RUNNING
 
     def exit_code(self) -> int | None:
-        """Of an ended process: its exit status, or the negative number of the signal that ended it.
+        """The exit status of an ended process, or the negative number of the signal that ended it.
 
-        None where it cannot be known: before Linux 6.15, the parent may have collected the status already.
+        None if unknown: before Linux 6.15, the parent may have collected the status already.
         """
         if self.state() != ENDED:
             return None
@@ -107,11 +107,11 @@ class WatchedProcess:
         self.send_signal(signal.SIGKILL)
 
     def resume(self) -> None:
-        """Lets the process go on if it is stopped."""
+        """Resumes the process if it is stopped."""
         self.send_signal(signal.SIGCONT)
 
     def send_signal(self, number: int) -> bool:
-        """Sends a signal to this process and to no later one of its pid; whether that could be done."""
+        """Sends a signal to this process, and to no later one with its pid; returns whether that succeeded."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -122,7 +122,7 @@ class WatchedProcess:
         return False
 
     def cpu_ticks(self) -> int:
-        """Processor time of the main thread so far, in clock ticks; -1 where it cannot be read."""
+        """Processor time of the main thread so far, in clock ticks; -1 if it cannot be read."""
         try:
             with open(f"/proc/{self.pid}/task/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
@@ -131,7 +131,7 @@ class WatchedProcess:
             return -1
 
     def close(self) -> None:
-        """Gives the pidfd back."""
+        """Closes the pidfd."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -154,7 +154,7 @@ class WatchedProcess:
         return bool(poll.poll(0))
 
     def _collected_status(self) -> int | None:
-        """The wait status that the kernel keeps with a pidfd once the parent has collected it."""
+        """The wait status that the kernel keeps with a pidfd after the parent has collected it."""
         if self.pidfd is None or not self._pidfd_has_ended():
             return None
         buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
@@ -168,11 +168,11 @@ class WatchedProcess:
 
 
 class StoppedTime:
-    """The time for which another process has been stopped, seen by one that may be stopped itself.
+    """The time for which another process has been stopped, measured by a process that may be stopped itself.
 
     Args:
-        process: the other one.
-        pause_s: this process looks more often than that; else it was stopped too, and both may go on by and by.
+        process: the other process.
+        pause_s: this process looks more often; after a longer pause it was stopped too, and the time restarts.
     """
 
     def __init__(self, process: WatchedProcess, pause_s: float) -> None:
@@ -182,7 +182,7 @@ class StoppedTime:
         self._since_s: float | None = None
 
     def lasts_s(self) -> float:
-        """Seconds since it was seen stopped first; 0 if it is not."""
+        """Seconds since it was first seen stopped; 0 if it is not stopped."""
         now_s = clock_s()
         was_paused, self._looked_s = now_s - self._looked_s > self._pause_s, now_s
         if self._process.state() != STOPPED:
@@ -194,12 +194,12 @@ class StoppedTime:
 
 
 def clock_s() -> float:
-    """Time that goes on while the machine sleeps, so that one's own pause shows as a jump; nobody can set it."""
+    """Time that goes on while the machine sleeps, so that a pause of this process shows as a jump; it cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def refusal(error: BaseException) -> str:
-    """What to do where the system has refused a new process; empty where the error has another reason."""
+    """The fix if the system has refused a new process; empty for another error."""
     number = error.errno if isinstance(error, OSError) else None
     return {
         errno.EAGAIN: "no more processes are allowed: see `ulimit -u`, and pids.max of the container",
@@ -209,7 +209,7 @@ def refusal(error: BaseException) -> str:
 
 
 def note_refusal(error: BaseException, rank: int, num_ranks: int) -> None:
-    """Adds to the error which rank of this host the system has refused to start, and what to do."""
+    """Adds the refused rank of this host, and the fix, to the system's error."""
     if hint := refusal(error):
         error.add_note(f"rank {rank} of {num_ranks} on this host cannot start: {hint}")
 

@@ -1,4 +1,4 @@
-"""The ranks of a host, and the failures that the states of their processes show."""
+"""The ranks of a host, and failures that the states of their processes show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PARENT_REPORT_S = 1.0
 
 
 class Found(NamedTuple):
-    """A failure, and the time at which it came about."""
+    """A failure, and its time."""
 
     failure: Failure
     since_s: float
@@ -23,16 +23,16 @@ class WatchedRank:
 
     Attributes:
         slot: the index of the rank's page in the shared memory.
-        introduced: True once the process itself has told its rank.
-        finished: True once the rank needs nobody any more: it said goodbye, or its process ended with exit status 0
-            before it had told its rank.
-        at_end: True once the rank has come to the end of its run, and waits for the others.
+        introduced: True once the process itself has sent its rank.
+        finished: True once the rank needs no other rank: it has left, or its process ended with exit status 0 before it
+            had sent its rank.
+        at_end: True once the rank has reached the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
-        temporary: a directory that its workers use too, and that it cannot remove if it is killed.
-        reported_exit_code: the exit status that the process which started the rank has told.
-        can_be_lost: the rank has said that the job goes on without it.
-        lost_since_s: the time at which the job has lost the rank and has gone on; None while it has not.
-        has_left: True once the rank has said goodbye.
+        temporary: a directory of its workers, which it cannot remove if it is killed.
+        reported_exit_code: the exit status that the rank's parent has reported.
+        can_be_lost: the rank has declared that the job goes on without it.
+        lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
+        has_left: True once the rank has left.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
@@ -56,15 +56,15 @@ class WatchedRank:
 
 
 class Ranks:
-    """All ranks of the host that have come so far.
+    """All ranks of the host that have connected so far.
 
     Args:
         num_ranks: how many there will be.
         stopped_limit_s: how long a rank may be stopped (state T) while others are not.
 
     Attributes:
-        others_wait: there are ranks on other hosts that are not stopped.
-        all_stopped: those of this host that are at work are stopped.
+        others_wait: ranks on other hosts are not stopped.
+        all_stopped: the ranks of this host that are at work are stopped.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
@@ -81,16 +81,16 @@ class Ranks:
         return len(self._ranks)
 
     def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
-        """Watches the process ``pid`` as ``rank``; a rank may come again from the same process.
+        """Watches the process ``pid`` as ``rank``; a process may connect again.
 
         Args:
             rank: the global rank.
-            pid: of its process.
-            introduced: the process itself says so. The one who starts a process can only say which one it has
-                started, and that may in turn start the rank.
+            pid: the pid of its process.
+            introduced: the process itself has sent it. Its parent knows only the process that it has started, which
+                may in turn start the rank.
 
         Raises:
-            ValueError: the rank is another process's, or one too many.
+            ValueError: the rank belongs to another process, or is one too many.
             ProcessLookupError: there is no such process.
         """
         known = self._ranks.get(rank)
@@ -115,7 +115,7 @@ class Ranks:
         return self._ranks[rank]
 
     def get(self, rank: object) -> WatchedRank | None:
-        """The rank, if it has come."""
+        """The rank, if it has connected."""
         return self._ranks.get(rank) if isinstance(rank, int) else None
 
     @property
@@ -130,31 +130,31 @@ class Ranks:
 
     @property
     def all_at_end(self) -> bool:
-        """True once every rank of the host has come to the end of its run."""
+        """True once every rank of the host has reached the end of its run."""
         return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
 
     def left_early(self, others_wait: bool) -> WatchedRank | None:
-        """A rank that ended with exit status 0 in the middle of its run, if another waits for it at the end."""
+        """A rank that ended with exit status 0 in the middle of its run, if another one waits for it at the end."""
         early = [rank for rank in self._ranks.values() if rank.finished and not rank.at_end]
         waited_for = others_wait or any(rank.at_end for rank in self.at_work)
         return early[0] if early and waited_for else None
 
     def late(self, now_s: float) -> WatchedRank | None:
-        """A rank that still has not joined the others, and does not say so itself."""
+        """A rank that has not joined the others in time, and has not reported it itself."""
         for rank in self.at_work:
             if rank.joining_until_s is not None and now_s > rank.joining_until_s:
                 return rank
         return None
 
     def restart_timers(self) -> None:
-        """Forgets how long ranks have been stopped: so was the one who looked at the clock."""
+        """Restarts the time for which ranks have been stopped: this process was stopped too."""
         for rank in self._ranks.values():
             rank.stopped_since_s = None
 
     def observe(self, now_s: float) -> Found | None:
-        """Looks at all processes; returns the failure that this shows, if any.
+        """Looks at all processes; returns the failure that they show, if any.
 
-        Where several have ended, the one that a signal ended comes first: an exit status is more often a consequence.
+        If several have ended, one that a signal ended comes first: an exit status is more often a consequence.
         """
         found: list[tuple[bool, Found]] = []
         stopped: list[WatchedRank] = []
@@ -178,7 +178,7 @@ class Ranks:
             return min(found, key=lambda entry: entry[0])[1]
         self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
-            self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: nobody waits for anybody
+            self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
             return None
         return self._stopped_too_long(stopped, now_s)
 
@@ -193,7 +193,7 @@ class Ranks:
         return None
 
     def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:
-        """True once its exit status, from the process that started it, and its own goodbye have had time to come."""
+        """True once its parent's report of the exit status, and its own last message, have had time to arrive."""
         if rank.ended_since_s is None:
             rank.ended_since_s = now_s
         return now_s - rank.ended_since_s > _PARENT_REPORT_S

@@ -1,4 +1,4 @@
-"""The end of a failed job on this host: ranks end by themselves if they can, and by SIGKILL if not."""
+"""The end of a failed job on this host: ranks end themselves if they can, else SIGKILL ends them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 from lightning_multigpu.guardian.workers import remove_temporary
 
-# Of failure_timeout_s, what ranks have to end by themselves; the rest is for the kernel and for the message.
+# The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
 OWN_TIME = 0.9
 _HURRY_S = 1.0
 _WRITE_LIMIT_S = 5
@@ -33,7 +33,7 @@ class Shutdown:
         timeout_s: seconds after the failure in which every rank has to have ended.
 
     Attributes:
-        waits: the collectives in which ranks waited at the failure, a line a rank.
+        waits: the collectives in which ranks waited at the failure, one line for each rank.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -51,23 +51,23 @@ class Shutdown:
         self.waits += lines
 
     def hurry(self, now_s: float) -> None:
-        """Leaves ranks only the time to receive the message: the user has asked for the end, and needs no file."""
+        """Leaves ranks only the time to receive the message: the user has ended the job, and needs no file."""
         self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
         self._wants_file = False
 
     def announce(self, rank: WatchedRank) -> None:
-        """Records that ``rank`` shows the failure in this host's terminal, unless it ends before."""
+        """Notes that ``rank`` will print the failure in this host's terminal, unless it is killed first."""
         self._announced = rank
 
     def is_late(self, now_s: float) -> bool:
-        """True once the time that ranks have to end by themselves is over."""
+        """True once the time in which ranks may end themselves is over."""
         return now_s >= self._kill_at_s
 
     def progress(self, ranks: Ranks, now_s: float) -> bool:
         """Kills ranks whose time is over; True once no rank is left.
 
-        A stopped rank goes as soon as only stopped ones are left: it cannot end by itself. The others first, because
-        a terminal shows its prompt when the first rank has ended.
+        A stopped rank cannot end itself: it is killed once only stopped ranks are left. The others end first, because a
+        terminal shows its prompt when the first rank has ended.
         """
         states = {rank.rank: rank.process.state() for rank in ranks.at_work}
         left = [rank for rank in ranks.at_work if states[rank.rank] != ENDED]
@@ -83,8 +83,8 @@ class Shutdown:
         """Writes the failure to a file, and to the terminal unless a rank has done so.
 
         Args:
-            path: of the file, or None for no file. One that an earlier failure has left is replaced.
-            ranks: of this host, which the file names with the time: it may be found much later.
+            path: the path of the file, or None for no file. The file of an earlier failure is replaced.
+            ranks: the ranks of this host, which the file names with the time: it may be read much later.
         """
         if path is not None and self._wants_file:
             text = _heading(ranks) + self._text(self.failure.traceback)
@@ -93,7 +93,7 @@ class Shutdown:
             return
         if sys.stderr is None:
             return
-        # A pipe that nobody reads must not keep the guardian for ever: the default of SIGALRM ends it.
+        # A pipe that nobody reads must not block the guardian for ever: SIGALRM ends it.
         signal.alarm(_WRITE_LIMIT_S)
         with contextlib.suppress(OSError, ValueError):
             is_here = self.failure.rank is None or ranks.get(self.failure.rank) is not None
@@ -102,9 +102,9 @@ class Shutdown:
         signal.alarm(0)
 
     def tidy_up(self, ranks: Ranks) -> None:
-        """Removes files of ranks that said goodbye after the failure, and were ended before they could remove them.
+        """Removes files of ranks that left after the failure, and were ended before they could remove them.
 
-        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. A rank that lives on for
+        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. A rank that runs on for
         seconds keeps its own files.
         """
         deadline_s = clock_s() + _TIDY_LIMIT_S
@@ -118,8 +118,7 @@ class Shutdown:
                 time.sleep(_TIDY_LOOK_S)
 
     def _text(self, traceback: str) -> str:
-        """The message: the failed rank's traceback, the ranks that the guardian had to end, the others' collectives,
-        and, last, the failure."""
+        """The failed rank's traceback, the killed ranks, the other ranks' collectives and, last, the failure."""
         lines = [traceback.rstrip()] if traceback else []
         others = [rank for rank in self._killed if rank.rank != self.failure.rank]
         if others:

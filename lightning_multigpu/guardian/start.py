@@ -30,14 +30,14 @@ class GuardianError(RuntimeError):
 
 
 class AddressTakenError(GuardianError):
-    """Another process listens at the address that the guardian was to have."""
+    """Another process listens at the guardian's address."""
 
 
 class Guardian:
-    """The guardian of this host, as seen by the process that has started it. See :meth:`start`.
+    """The guardian of this host, in the process that has started it. See :meth:`start`.
 
     Attributes:
-        pid: of the guardian.
+        pid: the guardian's pid.
         environment: the variables by which ranks find it.
     """
 
@@ -57,20 +57,20 @@ class Guardian:
         directory: str | os.PathLike[str] | None = None,
         address: str | None = None,
     ) -> Guardian:
-        """Starts it, and sets the environment variables by which the ranks that are started afterwards find it.
+        """Starts the guardian, and sets the environment variables by which ranks that are started later find it.
 
-        The guardian ends by itself when all ranks have said goodbye.
+        The guardian ends when all ranks have left.
 
         Args:
             num_ranks: ranks on this host.
-            failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more; a rank has failed
-                when it has been stopped for half of that.
-            join_timeout_s: seconds after the start in which the last rank has to come.
-            hang_report_s: seconds that a rank may wait in a collective until a report says who has not come to it, 1 or
+            failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more; a rank has failed when
+                it has been stopped for half of that.
+            join_timeout_s: seconds after the start in which the last rank has to connect.
+            hang_report_s: seconds that a rank may wait in a collective before a report names the missing ranks, 1 or
                 more; None for no report.
-            directory: where files that describe a failure or a hang are written, or None for no file.
-            address: where ranks find it that do not inherit the environment; it then tells its secret to processes of
-                the same user. None for a random name; the guardian then tells its secret to no process.
+            directory: the directory of files about a failure or a hang, or None for no file.
+            address: the address for ranks that do not inherit the environment; the guardian then sends its secret to
+                processes of the same user. None for a random name; the secret is then sent to no process.
 
         Raises:
             ValueError: a number is out of its range.
@@ -81,7 +81,7 @@ class Guardian:
             raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
         _check_seconds(failure_timeout_s=failure_timeout_s, join_timeout_s=join_timeout_s, hang_report_s=hang_report_s)
         secret = os.urandom(32).hex()
-        # A name that is no file: nothing to leave behind, and the kernel forgets it with the last socket.
+        # An abstract address is no file: the kernel removes it with the last socket.
         is_public = address is not None
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
@@ -89,7 +89,7 @@ class Guardian:
             pages = os.memfd_create("guardian-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             stack.callback(os.close, pages)
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
-            # Where a rank cut it short, SIGBUS would end the guardian and the other ranks.
+            # If a rank could shorten it, SIGBUS would end the guardian and the other ranks.
             fcntl.fcntl(pages, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
@@ -116,24 +116,24 @@ class Guardian:
         return cls(pid, environment, own)
 
     def started(self, rank: int, pid: int) -> None:
-        """Says that the process ``pid`` has been started as ``rank``: it is watched before it introduces itself."""
+        """Reports that the process ``pid`` was started as ``rank``: it is watched before it connects."""
         self._link.send("started", rank=rank, pid=pid)
 
     def ended(self, rank: int, exit_code: int) -> None:
-        """Says how a child ended (as ``Popen.returncode``); kernels before 6.15 tell this to the parent only."""
+        """Reports a child's exit status (``Popen.returncode``); kernels before 6.15 give it to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
     def stop(self) -> None:
-        """Closes the connection: the guardian ends when no rank is at work, whether or not all ranks have come.
+        """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.
 
-        Ranks that are started from here on do not look for it.
+        Ranks that are started from now on do not look for it.
         """
         self._link.send("stop")
         self._link.close()
         self.withdraw()
 
     def kill(self) -> None:
-        """Ends it at once without a message: not all ranks could be started, and the started ones are being ended."""
+        """Kills it without a message: not all ranks could be started, and the started ones are being ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._link.close()
@@ -167,7 +167,7 @@ def _listening_at(address: str) -> socket.socket:
 
 
 def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
-    """Runs the interpreter; returns the guardian's pid once it is a process of its own."""
+    """Runs the interpreter; returns the guardian's pid once it has detached."""
     if not sys.executable:
         raise GuardianError("sys.executable is empty, and the guardian needs a Python interpreter; set sys.executable")
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("__main__.py"))]

@@ -88,7 +88,7 @@ class Watchdog:
             self._serve()
             now_s = clock_s()
             if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
-                # This process was stopped, or the machine asleep; so were the ranks, and they go on at other moments.
+                # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
                 self._started_s += now_s - self._now_s
                 self._ranks.restart_timers()
                 self._workers.restart_timers()
@@ -103,7 +103,7 @@ class Watchdog:
             self._shutdown.tidy_up(self._ranks)
 
     def _serve(self) -> None:
-        """Handles what comes until it is time to look at the ranks: a tick later, or soon after something has come.
+        """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
 
         It does not look at once: strangers that connect one after another would make it look all the time.
         """
@@ -135,18 +135,18 @@ class Watchdog:
         return self._hosts.all_done
 
     def _read_rest(self) -> None:
-        """Reads the last messages of ranks that have ended; they may have come since the last look."""
+        """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
         for connection in list(self._connections):
             self._read(connection)
 
     def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
-        """True while ranks may still come: without a guardian they would wait for long."""
+        """True while ranks may still connect: without a guardian they would wait for long."""
         return self._is_public and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._observe_interrupts()
         self._ranks.others_wait = self._hosts.others_wait
-        # What ranks have said before they ended comes first, and so does what other hosts have found.
+        # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
         found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._shutdown is None else None
         if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
@@ -178,7 +178,7 @@ class Watchdog:
             self._fail(rank.failure(what, None), since_s)
 
     def _observe_end(self) -> None:
-        """Releases the ranks once all have come to the end: until then the failure of one is that of all."""
+        """Releases the ranks once all have reached the end: until then the failure of one fails all."""
         early = self._ranks.left_early(self._hosts.others_wait)
         if early is not None:
             what = "ended with exit status 0 in the middle of the run, and others wait for it"
@@ -208,7 +208,7 @@ class Watchdog:
         return not left
 
     def _lost_have_ended(self) -> bool:
-        """Kills lost ranks whose time is over, and ends their workers; a rank that said goodbye ends by itself."""
+        """Kills lost ranks whose time is over, and ends their workers; a rank that has left ends itself."""
         ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
         left = [rank for rank in self._ranks.lost if rank not in ended and not rank.has_left]
         for rank in left:
@@ -220,7 +220,7 @@ class Watchdog:
         return {rank.process.pid for rank in self._ranks}
 
     def _file(self) -> str | None:
-        """The path of this host's failure file; hosts may share the directory, so each has a name of its own."""
+        """The path of this host's failure file; hosts may share the directory, so the names differ."""
         if self._directory is None:
             return None
         node = "" if self._node_rank is None else f"-node{self._node_rank}"
@@ -246,7 +246,7 @@ class Watchdog:
             self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
 
     def _fail(self, failure: Failure, since_s: float) -> None:
-        """The first failure is the job's; what comes later follows from it."""
+        """Ends the job with a failure, if it is the first: later ones are its consequences."""
         if self._shutdown is not None:
             return
         failed = self._ranks.get(failure.rank)
@@ -255,7 +255,7 @@ class Watchdog:
         if failed is not None and failed.can_be_lost and failure.what != WAS_INTERRUPTED:  # Ctrl-C ends the job
             self._lose(failed, failure)
             return
-        # Before anybody is told: who is told stops waiting.
+        # Before the failure is sent: ranks that receive it stop waiting.
         waits = in_message(
             last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
         )
@@ -264,12 +264,12 @@ class Watchdog:
         self._hosts.send_failure(failure, since_s)
         self._hosts.send("waited", lines=waits)
         for connection, rank in self._connections.items():
-            # The one that failed knows; if it is stopped, it hears of it should it ever go on.
+            # The failed rank knows its failure; a stopped one receives it in case it is resumed.
             if rank is not failed or rank.process.state() == STOPPED:
                 connection.send("failure", failure=failure.to_message(), waited=waits)
 
     def _lose(self, lost: WatchedRank, failure: Failure) -> None:
-        """Goes on without a rank: it counts as finished, and the other ranks of this host are told."""
+        """Goes on without a rank: it counts as finished, and the other ranks of this host are informed."""
         lost.finished = lost.at_end = True
         lost.lost_since_s = self._now_s
         for connection, rank in self._connections.items():
@@ -286,7 +286,7 @@ class Watchdog:
             self._shutdown.waited(in_message(message["lines"]))
 
     def _step(self, rank: WatchedRank) -> int:
-        """Steps that the rank has completed, as it counted them in the shared memory."""
+        """The steps that the rank has completed, from the shared memory."""
         return read_steps(self._pages, rank.slot)
 
     # Connections
@@ -295,7 +295,7 @@ class Watchdog:
         self._selector.register(sock, selectors.EVENT_READ, read)
 
     def _forget(self, sock: socket.socket | int) -> None:
-        # It may be closed already: its event came in the same round as the one because of which it was closed.
+        # It may be closed already, by an earlier event of the same round.
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
@@ -325,7 +325,7 @@ class Watchdog:
                     self._welcome(connection, message)
                 else:
                     self._handle(connection, message)
-            except Exception as error:  # whatever a rank says, the guardian of the others goes on
+            except Exception as error:  # no message of a rank may end the guardian of the others
                 connection.send("refused", why=f"{error!s:.1000}")
                 connection.closed = True
         if connection.closed:
@@ -349,7 +349,7 @@ class Watchdog:
             connection.closed = True
             return
         except ValueError as error:
-            if len(self._ranks) < self._ranks.num_ranks:  # one that is missing has come under a wrong number
+            if len(self._ranks) < self._ranks.num_ranks:  # a missing rank has sent a wrong number
                 self._fail(Failure(str(error), host=host_name()), self._now_s)
             raise
         del self._strangers[connection]
@@ -377,7 +377,7 @@ class Watchdog:
         return rank
 
     def _see_end(self, descriptor: int) -> None:
-        """A rank has ended: it is looked at at once, before a launcher that sees it too has ended the others."""
+        """Makes the loop look at an ended rank at once, before a launcher ends the others."""
         self._forget(descriptor)
         self._has_ended = True
 
@@ -436,7 +436,7 @@ class Watchdog:
             raise
 
     def _read_owner(self) -> None:
-        """Reads messages of the process that started the guardian, about the ranks that it starts."""
+        """Reads messages of the process that started the guardian, about the ranks that it has started."""
         for message in self._owner_link.receive():
             kind = message["kind"]
             if kind == "started":
@@ -445,7 +445,7 @@ class Watchdog:
                 except ProcessLookupError:
                     what = "ended before it could be watched"
                     self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
-                except OSError:  # no descriptor or memory is left: it is watched once it introduces itself
+                except OSError:  # no descriptor or memory is left: it is watched once it connects
                     continue
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]

@@ -1,4 +1,4 @@
-"""The worker processes of ranks, those of data loaders above all: none outlives its rank."""
+"""The worker processes of ranks, mostly of data loaders: none outlives its rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from lightning_multigpu.guardian.blocking import done_within
 from lightning_multigpu.guardian.proc import Stat, read_stat
 
-# What runs the rank's own code in another process. The tracker of multiprocessing is not among them: it removes what
-# the others have left, and then ends by itself.
+# Commands of processes that run the rank's own code. Multiprocessing's resource tracker is not among them: it removes
+# files of the others, and then ends itself.
 _SPAWNED = (b"multiprocessing.spawn", b"multiprocessing.forkserver")
 _TEMPORARY = "pymp-"
 _PROC = "/proc"
@@ -20,7 +20,7 @@ _blocked: set[int] = set()  # processes whose command line a thread is still wai
 
 
 class Workers:
-    """The descendants of ranks. They are noted while the rank lives: later the kernel no longer links them."""
+    """The descendants of ranks. They are noted while the rank runs: afterwards the kernel no longer links them."""
 
     def __init__(self) -> None:
         self._noted: dict[int, dict[int, int]] = {}
@@ -28,7 +28,7 @@ class Workers:
         self._stopped: dict[int, float] = {}
 
     def note(self, rank: int, ranks: Collection[int]) -> None:
-        """Looks which workers the process ``rank`` has; ``ranks`` are those that are no workers themselves."""
+        """Notes the workers of the process ``rank``; the processes ``ranks`` are no workers."""
         command = self._commands[rank] = _command(rank) or self._commands.get(rank, b"")
         noted = self._noted.setdefault(rank, {})
         for pid in _descendants(rank, ranks):
@@ -37,9 +37,9 @@ class Workers:
                 noted[pid] = stat.start_ticks
 
     def stopped(self, rank: int, now_s: float) -> tuple[int, float] | None:
-        """A worker of ``rank`` that is stopped, and since when: the rank waits for it, and others for the rank.
+        """A stopped worker of ``rank``, and the time since when: the rank waits for it, and others wait for the rank.
 
-        To be asked often, while ``rank`` itself is not stopped.
+        Call it often, while ``rank`` itself is not stopped.
         """
         for pid, start_ticks in self._noted.get(rank, {}).items():
             stat = _stat(pid)
@@ -50,7 +50,7 @@ class Workers:
         return None
 
     def restart_timers(self) -> None:
-        """Forgets how long workers have been stopped."""
+        """Restarts the time for which workers have been stopped."""
         self._stopped.clear()
 
     def end(self, rank: int, ranks: Collection[int]) -> bool:
@@ -58,7 +58,7 @@ class Workers:
         noted = self._noted.get(rank, {})
         try:
             alive = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
-        except OSError:  # the kernel cannot say at the moment: it is asked again
+        except OSError:  # the kernel cannot answer now: it is asked again
             return False
         left = [pid for pid in alive if self._is_still_one(pid, rank)]
         for pid in left:
@@ -70,13 +70,13 @@ class Workers:
         return not left
 
     def _is_still_one(self, pid: int, rank: int) -> bool:
-        """A program that the rank has started looks like a worker until it is executed."""
+        """Whether a process is still a worker: a child looks like one until it executes another program."""
         command = _command(pid)
         return command is None or _is_worker(command, self._commands.get(rank, b""))
 
 
 def temporary_directories(pid: int) -> set[str]:
-    """Directories in which a process of multiprocessing listens: a killed one cannot remove its own."""
+    """Directories with the sockets of a multiprocessing process, which a killed process cannot remove."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
         sockets = {os.readlink(f"/proc/{pid}/fd/{entry}") for entry in os.listdir(f"/proc/{pid}/fd")}
@@ -91,11 +91,11 @@ def temporary_directories(pid: int) -> set[str]:
 
 
 def remove_temporary(directory: str) -> None:
-    """Removes such a directory; one with another name is left alone."""
+    """Removes such a directory; a directory with another name stays."""
     if not os.path.basename(directory).startswith(_TEMPORARY):
         return
     with contextlib.suppress(OSError, ValueError):
-        # Once it is gone, another user may put a link of that name in its place: into a directory of this user.
+        # After its removal another user may make a link of that name, to a directory of this user.
         descriptor = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             for name in os.listdir(descriptor):
@@ -116,7 +116,7 @@ def _descendants(pid: int, without: Collection[int]) -> Iterator[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads; none where the kernel does not list them (CONFIG_PROC_CHILDREN)."""
+    """Children of all threads; none if the kernel does not list them (CONFIG_PROC_CHILDREN)."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -132,7 +132,7 @@ def _is_worker(command: bytes | None, command_of_rank: bytes) -> bool:
 
 
 def _stat(pid: int) -> Stat | None:
-    """None also where the kernel cannot say at the moment; it is asked again in the next round."""
+    """The kernel's view of a process; also None if the kernel cannot answer now: the next round asks again."""
     with contextlib.suppress(OSError):
         return read_stat(pid)
     return None
@@ -144,10 +144,10 @@ def _is_alive(pid: int, start_ticks: int) -> bool:
 
 
 def _command(pid: int) -> bytes | None:
-    """The command line of a process, empty if there is no such process; None if reading it does not end.
+    """The command line of a process, empty if there is no such process; None if the read blocks.
 
-    The kernel reads it from the process's own memory, and waits if that comes from a file system that does not answer.
-    So a thread reads it.
+    The kernel reads it from the process's own memory, and blocks if that is on a file system that does not answer. So a
+    thread reads it.
     """
     if pid in _blocked:
         return None

@@ -18,17 +18,17 @@ StageCost = Callable[[int, int, int], float]
 """The cost of a stage with the layers ``[start, stop)``: called with the stage, ``start`` and ``stop``."""
 
 _Split = tuple[tuple[float, ...], tuple[int, ...]]
-"""The load of each rank so far, and the positions of the cuts between the stages so far."""
+"""The load of each rank, and the positions of the cuts, for the stages so far."""
 
 _KEPT_SPLITS = 64
-"""Beginnings of a split that are followed up for each number of layers, if a rank has several stages."""
+"""The most partial splits that are kept for each number of layers, if a rank has several stages."""
 
 
 def balanced_bounds(costs: Sequence[float], num_stages: int) -> Bounds:
     """The split that minimises the cost of the most expensive stage; see :func:`cheapest_bounds`.
 
     Args:
-        costs: of each layer; any unit, 0 or more.
+        costs: each layer's cost, 0 or more, in any unit.
         num_stages: P; every stage gets at least one layer.
 
     Raises:
@@ -41,18 +41,18 @@ def balanced_bounds(costs: Sequence[float], num_stages: int) -> Bounds:
 def cheapest_bounds(cost: StageCost, num_layers: int, num_stages: int, *, num_ranks: int | None = None) -> Bounds:
     """The split that minimises the cost of the most expensive rank.
 
-    With one stage on each rank it is found exactly, by dynamic programming over the end of each stage. Among equally
-    good splits the one with the smallest sum of squared costs is taken, whose stages differ least.
+    With one stage on each rank, dynamic programming over the end of each stage finds the exact minimum. Among equally
+    good splits it takes the one with the smallest sum of squared costs, in which the stages differ least.
 
-    With several stages on each rank, the best cost of a stage depends on the other stages of its rank. All beginnings
-    of a split are followed up for which no other beginning is better on every rank. That is exact for up to 64 of them
-    for each number of stages and layers; of more, the best 64 are kept. The result is never worse than the one found
-    by single stages.
+    With several stages on each rank, the best cost of a stage depends on the other stages of its rank. So for each
+    number of stages and layers all partial splits are kept, unless another one is better on every rank. That is exact
+    for up to 64 partial splits; of more, the best 64 are kept. The result is never worse than the minimum over single
+    stages.
 
     Args:
-        cost: of a stage, 0 or more.
-        num_layers, num_stages: of the chain; every stage gets at least one layer.
-        num_ranks: P, with the stages p, P + p... on rank p; by default each stage has a rank.
+        cost: the cost of a stage, 0 or more.
+        num_layers, num_stages: layers of the chain, and stages; every stage gets at least one layer.
+        num_ranks: P, with the stages p, P + p... on rank p; by default as many as stages.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -74,7 +74,7 @@ def cheapest_bounds(cost: StageCost, num_layers: int, num_stages: int, *, num_ra
 
 
 def _by_stage(cost: StageCost, num_layers: int, num_stages: int) -> Bounds:
-    # best[stop]: (most expensive stage, sum of squares, cuts) of the first layers up to ``stop`` in the stages so far.
+    # best[stop]: (most expensive stage, sum of squares, cuts) for the layers before ``stop`` in the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
         stop: (cost(0, 0, stop), cost(0, 0, stop) ** 2, ()) for stop in range(1, num_layers + 1)
     }
@@ -92,7 +92,7 @@ def _by_stage(cost: StageCost, num_layers: int, num_stages: int) -> Bounds:
 
 
 def _by_rank(cost: StageCost, num_layers: int, num_stages: int, known: _Split) -> Bounds:
-    """The best of the ``known`` split of all layers and of those that are built up stage by stage."""
+    """The best of the ``known`` split and of the splits that are built stage by stage."""
     loads, _ = known
     num_ranks, limit = len(loads), max(loads)
     splits: dict[int, list[_Split]] = {0: [((0.0,) * num_ranks, ())]}

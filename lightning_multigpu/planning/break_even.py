@@ -1,8 +1,8 @@
-"""The bandwidth below which a compression pays.
+"""The bandwidth below which compression saves time.
 
-Of each byte of a tensor, an all-reduce over N hosts sends f = 2(N-1)/N from every host. A compression that makes bytes
-r times fewer sends f/r, and costs c seconds of computing. At a bandwidth B it takes f/(rB) + c seconds a byte in place
-of f/B, which is less where::
+For each byte of a tensor, an all-reduce over N hosts sends f = 2(N-1)/N bytes from every host. A compression by the
+ratio r sends f/r, and costs c seconds of computing. At a bandwidth B it takes f/(rB) + c seconds for each byte instead
+of f/B, which is less if::
 
     B  <  f (1 - 1/r) / c
 """
@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import math
 
-_SMALLEST_SHARE = 1 / 8  # of the time without compression; below it is the noise of both times
+_SMALLEST_SHARE = 1 / 8  # of the time without compression; a smaller cost is within the noise
 
 
 def break_even_bytes_per_s(cost_s_per_byte: float, ratio: float, *, world_size: int = 2) -> float:
-    """The bandwidth in bytes/s, of what a host sends, below which a compressed all-reduce takes less time.
+    """The sending bandwidth of a host, in bytes/s, below which a compressed all-reduce takes less time.
 
     Args:
-        cost_s_per_byte: seconds that compressing costs for each byte of the tensor.
+        cost_s_per_byte: seconds of compressing for each byte of the tensor.
         ratio: bytes without compression over bytes with it.
-        world_size: hosts that reduce among themselves.
+        world_size: number of hosts.
 
     Returns:
-        0 where nothing is saved, infinity where compressing costs nothing.
+        0 if compression saves no bytes, infinity if it costs no time.
 
     Raises:
         ValueError: the cost is below 0, the ratio not above 0, or ``world_size`` below 2.
@@ -43,17 +43,17 @@ def break_even_bytes_per_s(cost_s_per_byte: float, ratio: float, *, world_size: 
 def measured_cost_s_per_byte(plain_s: float, compressed_s: float, ratio: float, num_bytes: int) -> float:
     """The cost of compressing each byte of a tensor, from two all-reduces of the tensor over the same link.
 
-    All of the time without compression counts as sending, so that the cost is rather too high, and a break-even from it
+    All of the time without compression counts as sending. So the cost is rather too high, and the break-even bandwidth
     rather too low.
 
     Args:
         plain_s: seconds without compression.
         compressed_s: seconds with it.
         ratio: bytes without compression over bytes with it.
-        num_bytes: of the tensor.
+        num_bytes: the tensor's size.
 
     Returns:
-        0 where it cannot be told: on a slow link it is little against the time of sending, which varies more.
+        0 if unknown: on a slow link the cost is smaller than the noise of the time of sending.
     """
     cost_s = compressed_s - plain_s / ratio
     return cost_s / num_bytes if cost_s >= _SMALLEST_SHARE * plain_s else 0.0

@@ -1,7 +1,7 @@
-"""Diagnosis of a profiled run: the reasons for a long step, by the time that a remedy would save.
+"""Diagnosis of a profiled run: the reasons for a long step, in order of the time that a remedy would save.
 
-A step of ranks that wait for each other takes as long as the slowest rank's own work, and the communication that this
-rank cannot hide::
+If ranks wait for each other, a step takes as long as the slowest rank's own work plus that rank's exposed
+communication::
 
     own work of a rank     its step without "communication" and "stage_wait"
     step                   max over ranks of own work + exposed communication of the slowest rank
@@ -22,12 +22,12 @@ from lightning_multigpu.planning.rank_figures import RankFigures, Shard, ThreadT
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05
-"""A saving below this share of the step is not named."""
+"""A smaller saving, as a share of the step, is not reported."""
 _MOST_WORKERS = 64
 _NEAR_LIMIT = 0.9
-"""Memory in use above this share of the limit is named."""
+"""Memory in use above this share of the limit is reported."""
 _SHORT_QUEUE = 1
-"""With so many kernels in the queue, or fewer, the GPU waits for the host."""
+"""With this number of kernels in the queue, or fewer, the GPU waits for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class Finding:
 
     Attributes:
         kind: short name.
-        saving_s: seconds of a step that the remedy is predicted to save; 0 for a limit.
-        step_s: the step that is predicted with it.
-        evidence: what was measured.
-        remedy: what to change.
+        saving_s: predicted saving of the remedy, in seconds of a step; 0 for a limit.
+        step_s: predicted step with the remedy.
+        evidence: the measurements, as text.
+        remedy: the proposed change.
     """
 
     kind: str
@@ -60,15 +60,15 @@ def diagnose(
 ) -> list[Finding]:
     """The reasons for long steps, the largest saving first, then limits that the run is near to.
 
-    The list is empty if nothing would save 5 % of a step.
+    The list is empty if no remedy would save 5 % of a step.
 
     Args:
-        ranks: at least one; all ranks of the run, in order.
-        pipeline: of a run whose model is split into stages.
-        trial: where fewer threads were tried.
-        shards: of a run with parameter servers, in the order of the servers.
-        strategy: that of the run, whose options remedies name.
-        own_pace: ranks do not wait for each other; the findings are those of the slowest one.
+        ranks: all ranks of the run, in order; at least one.
+        pipeline: the figures of a pipeline, if the model is split into stages.
+        trial: the trial with fewer threads, if any.
+        shards: the traffic of parameter servers, in the order of the servers.
+        strategy: the run's strategy, whose options the remedies name.
+        own_pace: ranks do not wait for each other; the findings are the slowest rank's.
     """
     of_all = ranks
     if own_pace:
@@ -96,7 +96,7 @@ def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] 
 
 
 def _exposed_s(ranks: Sequence[RankFigures]) -> float:
-    """The time of a step in which the slowest rank waits for transfers; other ranks' times include the wait for it."""
+    """Seconds of a step in which the slowest rank waits for transfers; other ranks also wait for that rank."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     return min(slowest.of("communication"), *(rank.of("communication") for rank in ranks))
 
@@ -218,7 +218,7 @@ def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
 
 
 def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
-    """With twice the batch, costs that do not grow with the batch occur half as often."""
+    """With batches of twice the size, costs that do not grow with the batch occur half as often."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     fixed_s = slowest.of("other")
     return [

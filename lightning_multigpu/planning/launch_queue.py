@@ -16,9 +16,9 @@ class LaunchQueue:
         GPU        [k0][k1  ][k2][k3]    at L3, k1 and k2 wait: 2 are queued
 
     Attributes:
-        kernels: their number.
-        busy_s: seconds in which at least one runs.
-        queued: how many wait for their start when a further one is launched; the median over all launches.
+        kernels: the number of kernels.
+        busy_s: seconds in which at least one kernel runs.
+        queued: kernels that wait for their start when another one is launched; the median over all launches.
     """
 
     kernels: int
@@ -30,7 +30,7 @@ class LaunchQueue:
         """The queue of a step; None without a kernel.
 
         Args:
-            kernels: of each the moments of its launch, start and end, on one clock.
+            kernels: the times of each kernel's launch, start and end, on one clock.
         """
         if not kernels:
             return None

@@ -14,12 +14,12 @@ def number(value: float) -> str:
 
 
 def ms(seconds: float) -> str:
-    """With the unit: 12.3 ms."""
+    """Milliseconds with the unit: 12.3 ms."""
     return f"{number(1e3 * seconds)} ms"
 
 
 def size(size_bytes: float) -> str:
-    """With its unit: 12.3 MB."""
+    """Bytes with a unit: 12.3 MB."""
     for unit, unit_bytes in BYTES:
         if abs(size_bytes) >= unit_bytes:
             return f"{number(size_bytes / unit_bytes)} {unit}"

@@ -1,4 +1,4 @@
-"""The step of a pipeline, and its prediction with more micro-batches or with equal stages."""
+"""The measured step of a pipeline, and predictions of it with more micro-batches or equal stages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from lightning_multigpu.planning.schedule_order import schedule_orders
 from lightning_multigpu.planning.timeline import BUSY, Timeline, bubble, predicted, span, usage
 
 _WORTH_DOUBLING = 0.05
-"""Four times as many micro-batches are proposed if the second doubling saves as much again of a step."""
+"""Four times as many micro-batches are proposed if the second doubling saves this share of a step."""
 
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """The step of a pipeline as measured, and as it is predicted with a remedy.
+    """The measured step of a pipeline, and its prediction with each remedy.
 
     Attributes:
-        wall_s: from the first pass to the last.
-        bubble: the share of it in which ranks are not busy.
-        num_micro_batches: of the step.
-        more_micro_batches: the number that is proposed.
-        with_more_s: predicted ``wall_s`` with those.
+        wall_s: seconds from the first pass to the last.
+        bubble: the share of ``wall_s`` in which ranks are not busy.
+        num_micro_batches: micro-batches of the step.
+        more_micro_batches: the proposed number of micro-batches.
+        with_more_s: predicted ``wall_s`` with ``more_micro_batches``.
         balanced_s: predicted ``wall_s`` if all ranks had the same work.
-        passes_s: what ``wall_s`` would be if messages took no time, and a pass cost nothing but its computation.
-        busy_s: of each rank, by its number, in the order of the stages.
+        passes_s: predicted ``wall_s`` without messages, and without overhead of a pass.
+        busy_s: rank -> seconds in which it is busy, in the order of the stages.
     """
 
     wall_s: float
@@ -42,11 +42,11 @@ class PipelineFigures:
     ) -> PipelineFigures:
         """The figures of a step whose timelines are on one clock.
 
-        A micro-batch of half the size is assumed to take half of the time. What the passes alone do not explain of
-        the measured time, messages and the cost of a pass, is assumed to stay.
+        A micro-batch of half the size is assumed to take half of the time. The rest of the measured time, messages
+        and the overhead of passes, is assumed to stay.
 
         Args:
-            timelines: of each rank of the pipeline, by its number, in the order of the stages.
+            timelines: rank -> timeline, in the order of the stages.
             schedule, stages_per_rank, num_micro_batches: as in :func:`.schedule_order.schedule_orders`.
         """
         ranks = len(timelines)
@@ -86,7 +86,7 @@ def _even(seconds: Sequence[float]) -> list[float]:
 def _pass_seconds(
     timelines: Sequence[Timeline], num_stages: int, num_micro_batches: int
 ) -> tuple[list[float], list[float]]:
-    """The mean seconds of a forward, and of a backward with its weight pass, of each stage for a micro-batch."""
+    """Each stage's mean seconds for a micro-batch, forward and backward; backward includes weight passes."""
     forward_s, backward_s = [0.0] * num_stages, [0.0] * num_stages
     for timeline in timelines:
         for interval in timeline:

@@ -18,7 +18,7 @@ from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCos
 from lightning_multigpu.planning.timeline import BUSY, HeldBytes, Timeline, bubble, predicted, span
 
 LARGEST_SPREAD = 0.25
-"""Of the steps of one setting in different rounds; above, no setting is recommended."""
+"""With a larger spread of one setting's steps in different rounds, no setting is recommended."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,12 @@ class PlannedStage:
     """A stage and its predicted costs for one micro-batch.
 
     Attributes:
-        rank: of the pipeline; its last rank has the first stage. Of several that split its layers, the first.
+        rank: the stage's rank in the pipeline, whose last rank has the first stage; the first of several that split the
+            stage's layers.
         layers: the layers ``[start, stop)``.
-        parameters_bytes: of these layers.
+        parameters_bytes: bytes of these layers' parameters.
         forward_s, backward_s: seconds of computing.
-        transfer_s: seconds of its output and of the gradient that it sends back.
+        transfer_s: seconds of sending its output, and the gradient of its input.
     """
 
     rank: int
@@ -46,9 +47,9 @@ class PlannedMemory(HeldBytes):
     """Bytes that a rank needs.
 
     Attributes:
-        rank: of the pipeline.
-        activations_bytes: the most that is saved for backward at a time.
-        recomputed_bytes: saved in addition while one recomputed layer runs backward.
+        rank: the rank in the pipeline.
+        activations_bytes: the most bytes saved for backward at a time.
+        recomputed_bytes: bytes saved in addition while one recomputed layer runs backward.
     """
 
     rank: int
@@ -62,18 +63,18 @@ class PlannedMemory(HeldBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A pipeline as it is predicted to run.
+    """The predicted run of a pipeline.
 
     Attributes:
         module: name of the split module.
-        description: of the split module, for people.
+        description: the split module, as text.
         schedule, num_micro_batches: as in training.
-        stages: in order.
-        timelines: of each rank, by position: the last rank's first.
-        memory: of each rank, by position.
+        stages: the stages in order.
+        timelines: each rank's timeline, by position: the last rank's first.
+        memory: each rank's memory, by position.
         one_device_s: seconds of the same batch on one device.
         tensor_parallel_size: ranks that split each layer of a stage.
-        rounds: the same plan by the figures of each round of measurements; its own are their medians.
+        rounds: the plans from each round of measurements; this plan has their median figures.
     """
 
     module: str
@@ -100,18 +101,18 @@ class Plan:
 
     @property
     def relative_throughput(self) -> float:
-        """Samples per second, relative to one device; at most the number of ranks where layers are whole.
+        """Samples per second, relative to one device; at most the number of ranks if layers are not split.
 
         One device may run the whole batch at once, or its micro-batches one after the other: the faster one counts.
         """
         busy_s = sum(work.seconds for line in self.timelines for work in line if work.kind in BUSY)
-        if self.tensor_parallel_size > 1:  # what the stages take says nothing of one device
+        if self.tensor_parallel_size > 1:  # the stages' times do not give one device's
             return self.one_device_s / self.step_s
         return min(self.one_device_s, busy_s) / self.step_s
 
     @property
     def relative_throughput_range(self) -> tuple[float, float]:
-        """The least and the largest of the rounds."""
+        """The smallest and the largest of the rounds."""
         found = [self.relative_throughput, *(one.relative_throughput for one in self.rounds)]
         return min(found), max(found)
 
@@ -122,12 +123,12 @@ class Plan:
         return (max(steps) - min(steps)) / median(steps)
 
     def is_slower_than(self, other: Plan) -> bool:
-        """Whether it took longer in every round: measured at the same time, both had the same disturbances."""
+        """Whether its step is longer in every round; the plans of a round were measured under the same load."""
         return all(mine.step_s > its.step_s for mine, its in zip(self.rounds, other.rounds, strict=True))
 
     @property
     def largest_memory(self) -> PlannedMemory:
-        """The memory of the rank that needs most."""
+        """The memory of the rank that needs the most."""
         return max(self.memory, key=lambda rank: rank.total)
 
 
@@ -137,14 +138,14 @@ class PipelinePlans:
 
     Attributes:
         num_ranks: P.
-        tensor_parallel_size: ranks of each stage, which split its layers.
-        split: what they split, as text; empty where layers are whole.
-        num_pipelines: side by side; each takes a batch of its own.
-        balance: of the strategy.
-        link: between neighbouring ranks.
-        num_samples: of a pipeline's first batch; None if no samples are found.
-        one_device_s: seconds of that batch, forward and backward, as a whole on one device, without the optimizer; the
-            median of the rounds.
+        tensor_parallel_size: ranks that split each stage's layers.
+        split: the split layers, as text; empty if layers are not split.
+        num_pipelines: number of pipelines; each has its own batches.
+        balance: the strategy's ``balance``.
+        link: the link between neighbouring ranks.
+        num_samples: samples of a pipeline's first batch; None if unknown.
+        one_device_s: seconds of that batch, forward and backward, on one device without micro-batches and optimizer;
+            the median of the rounds.
         waiting: the share of the measurement in which other processes had the core.
         plans: one for each schedule and number of micro-batches.
     """
@@ -166,7 +167,7 @@ class PipelinePlans:
 
     @property
     def alike(self) -> list[Plan]:
-        """The plans that cannot be told apart from the fastest: some round found them faster."""
+        """The plans that may be as fast as the fastest: in at least one round they were."""
         fastest = self.fastest
         return [plan for plan in self.plans if plan is not fastest and not plan.is_slower_than(fastest)]
 
@@ -192,14 +193,14 @@ def plan(
     """Predicts a step.
 
     Args:
-        schedule: that of ``costs``.
-        costs: of the layers, for the micro-batches of this plan.
+        schedule: the schedule of ``costs``.
+        costs: the layers' costs for the micro-batches of this plan.
         bounds: the layers ``[start, stop)`` of each stage.
         module, description: as in :class:`Plan`.
-        parameter_bytes: of each layer.
-        held: by each rank, by position.
+        parameter_bytes: bytes of each layer's parameters.
+        held: bytes that each rank holds, by position.
         one_device_s: seconds of the same batch on one device.
-        tensor_parallel_size: ranks that split each layer; those of a stage are neighbours.
+        tensor_parallel_size: ranks that split each layer; the ranks of a stage are neighbours.
         rounds: as in :class:`Plan`.
     """
     forward_s, backward_s, cuts_s = costs.pass_times(bounds)
@@ -242,7 +243,7 @@ def one_device_s(parts: Sequence[PartCost]) -> float:
 
 
 def median_costs(rounds: Sequence[Sequence[PartCost]]) -> list[PartCost]:
-    """The medians of each part's times over several rounds of measurements, whose sizes are the same."""
+    """Each part's costs with the median times of several rounds; sizes are the same in all rounds."""
     return [
         replace(
             same[0],

@@ -13,22 +13,22 @@ class RankFigures:
     """A rank's profiled steps; times are medians over its optimizer steps, in seconds.
 
     Attributes:
-        rank, host: who it is.
+        rank, host: the rank, and its host's name.
         node: number of its host.
         phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
         callbacks_s: seconds of a step by callback, for those that take time.
         hidden_s: time in which transfers were under way behind other phases than "communication" and "stage_wait".
-        waits_s: the parts of "communication" whose length follows the steps or the samples: "gradients" for what
-            travels once an optimizer step, gradients and weights, and "activations" for those of split layers.
-        activations_rate: bytes a second of the transfers of split layers.
+        waits_s: parts of "communication": "gradients" for transfers once in an optimizer step (gradients and weights),
+            "activations" for transfers of split layers.
+        activations_rate: bytes per second of the transfers of split layers.
         pushes: to parameter servers over a network; None without any.
         batches: batches of an optimizer step.
-        data_workers: worker processes of its DataLoader; None where it is not known.
+        data_workers: worker processes of its DataLoader; None if unknown.
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
-        reads: see :class:`ReadValues`; those of a step.
-        memory: see :class:`MemoryUse`; None where it was not measured.
-        launches: of a step's kernels; None without a GPU, and where operators were not recorded.
+        reads: the values of tensors that a step reads.
+        memory: memory in use; None if not measured.
+        launches: the launches of a step's kernels; None without a GPU, and if operators were not recorded.
     """
 
     rank: int
@@ -85,13 +85,13 @@ class ReadValues:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of a rank's GPU, of its host, or of the container that limits the host's.
+    """Memory in use on a rank's GPU, on its host, or in the container that limits the host's memory.
 
     Attributes:
         place: "GPU", "host" or "container".
-        peak_bytes: the most that all processes together had in use.
-        limit_bytes: the most that they can have.
-        kinds_bytes: what the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
+        peak_bytes: the most bytes that all processes together had in use.
+        limit_bytes: the most bytes that they can have.
+        kinds_bytes: bytes that the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
     """
 
     place: str
@@ -105,8 +105,8 @@ class Shard:
     """A parameter server's part of the traffic.
 
     Attributes:
-        sent_bytes: from and to all ranks.
-        share: the part that it should have, as a number beside those of the other servers.
+        sent_bytes: bytes from and to all ranks.
+        share: the server's intended part of the traffic, relative to the other servers' shares.
     """
 
     sent_bytes: float

@@ -1,4 +1,4 @@
-"""Schedule order: the passes of every rank of a pipeline, in order; times and memory are predicted from them.
+"""Schedule order: the passes of every rank of a pipeline, in order. Predictions of time and memory use it.
 
 ::
 
@@ -6,8 +6,9 @@
     rank 0   F0 F1 F2 .. B0 B1 B2     F0 F1 .. B0 F2 B1 .. B2
     rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
 
-The orders equal those of torch's schedules, which are used over NCCL; over Gloo they are run from here. Sources:
-GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473); ZB1P
+The orders equal those of torch's schedules, which run over NCCL; over Gloo this package runs the orders itself.
+Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B and interleaved 1F1B (Narayanan et al. 2021,
+    arXiv:2104.04473); ZB1P
 (Qi et al. 2023, arXiv:2401.10241); breadth first (Lamy-Poirier 2022, arXiv:2211.05953).
 """
 
@@ -30,7 +31,7 @@ LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
 class Work:
     """A stage's pass over a micro-batch.
 
-    "weight" is the part of the backward pass that no other stage waits for, if it is a pass of its own.
+    "weight" is the part of the backward pass that no other stage waits for, if a schedule separates it.
     """
 
     kind: Kind
@@ -39,10 +40,10 @@ class Work:
 
 
 def executed_schedule(schedule: str, num_ranks: int, num_micro_batches: int) -> ExecutedSchedule:
-    """The order that is run under a schedule; arguments as for :func:`schedule_orders`.
+    """The order that runs under a schedule; arguments as for :func:`schedule_orders`.
 
-    If there are too few micro-batches for the schedule, or no multiple of the number that it needs, all run forward
-    first and then backward, with equal results.
+    If there are too few micro-batches for the schedule, or no multiple of the number that it needs, all forward passes
+    run before all backward passes, with equal results.
     """
     rounds = max(1, num_micro_batches // num_ranks)
     if schedule == "interleaved" or schedule == "zero_bubble":
@@ -71,9 +72,9 @@ def schedule_orders(schedule: str, num_ranks: int, stages_per_rank: int, num_mic
 
 
 def in_flight(order: Sequence[Work], size_bytes: Mapping[int, int] | None = None) -> dict[int, int]:
-    """For each stage of a rank, the micro-batches in memory at the moment when the rank has most of them.
+    """Stage -> micro-batches in memory, at the time when the rank has the most of them.
 
-    With ``size_bytes``, the bytes of a micro-batch on each stage: at the moment when they take most memory.
+    With ``size_bytes``, the bytes of a micro-batch on each stage: at the time when they take the most memory.
     """
     now = {work.stage: 0 for work in order}
     peak = dict(now)
@@ -98,15 +99,15 @@ def work_times(
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
 ) -> dict[Work, tuple[float, float]]:
-    """The beginning and end of every pass of a batch, in seconds from the beginning of the first pass.
+    """The start and end of every pass of a batch, in seconds from the start of the first pass.
 
-    Each rank runs its passes in order. A pass begins when its input has arrived, and ends when its output is sent.
+    Each rank runs its passes in order. A pass starts when its input has arrived, and ends when its output is sent.
     Weight passes are assumed to take half of the time of the backward pass.
 
     Args:
         orders: the passes of each rank, see :func:`schedule_orders`.
-        forward_s, backward_s: seconds of each stage, for a micro-batch.
-        transfer_s: seconds of the messages between two stages, for a micro-batch one way; one fewer than stages.
+        forward_s, backward_s: each stage's seconds for a micro-batch.
+        transfer_s: seconds of one message between two neighbouring stages; one fewer than stages.
     """
     last = len(forward_s) - 1
     apart = any(work.kind == "weight" for order in orders for work in order)

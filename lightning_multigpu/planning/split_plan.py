@@ -16,11 +16,11 @@ class BlockTraffic:
     """Collectives of one operation in one pass through a block.
 
     Attributes:
-        direction: of the pass.
+        direction: the pass.
         operation: as in ``torch.distributed``.
         count: the number of collectives.
-        size_bytes: of the whole tensors of all of them.
-        sent_bytes: by each rank, in a ring.
+        size_bytes: bytes of the whole tensors of all collectives.
+        sent_bytes: bytes that each rank sends in a ring.
     """
 
     direction: Direction
@@ -37,11 +37,11 @@ class SplitBlocks:
     Attributes:
         shape: "attention", for example.
         kind: the names of their layers, with * for numbers.
-        num_blocks: how many there are.
-        whole_bytes: of the parameters of all of them, on one device.
-        rank_bytes: of the first rank's parts of these.
-        traffic: of one block, in the first batch.
-        activation_bytes: of one block's output in the first batch.
+        num_blocks: the number of blocks.
+        whole_bytes: bytes of all blocks' parameters on one device.
+        rank_bytes: bytes of the first rank's parts of these parameters.
+        traffic: one block's traffic in the first batch.
+        activation_bytes: bytes of one block's output in the first batch.
     """
 
     shape: str
@@ -53,13 +53,13 @@ class SplitBlocks:
     activation_bytes: int
 
     def formula_bytes(self, num_ranks: int) -> float:
-        """Bytes that a rank sends by Megatron-LM's formula: an all-reduce of the output forward, and one backward."""
+        """Bytes that a rank sends by Megatron-LM's formula: one all-reduce of the output's size in each pass."""
         return 2 * 2 * (num_ranks - 1) / num_ranks * self.activation_bytes
 
 
 @dataclass(frozen=True)
 class WholeBlocks:
-    """Blocks that stay whole, and why."""
+    """Blocks that are not split, and the reason."""
 
     shape: str
     names: str
@@ -72,12 +72,12 @@ class SplitPlan:
     """A tensor split.
 
     Attributes:
-        num_ranks: among which each layer is split.
-        blocks: that are split.
-        whole: blocks that were tried and stay whole.
+        num_ranks: ranks that split each layer.
+        blocks: the split blocks.
+        whole: blocks that cannot be split.
         notes: further lines for the user.
-        one_device: what one device holds in training.
-        ranks: what each rank of the first group holds, or of the first pipeline.
+        one_device: bytes that one device would hold in training.
+        ranks: bytes that each rank of the first group, or of the first pipeline, holds.
     """
 
     num_ranks: int

@@ -1,8 +1,8 @@
 """Stage costs: predicted time and memory of the stages of a split, from measured costs of its layers.
 
-The parts of a step are numbered as they run: 0 is the part before the chain, 1 + i layer i, and n + 1 the part after
-the last of n layers. The first stage runs part 0, and the last stage part n + 1. The step begins on every stage: other
-stages run what is left of part 0 where placeholders take the place of values, forward only.
+The parts of a step are numbered as they run: part 0 is before the chain, part 1 + i is layer i, and part n + 1 is after
+the last of n layers. The first stage runs part 0, and the last stage part n + 1. The other stages run part 0 too,
+forward only and with placeholders, which takes less time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class PartCost:
 
     Attributes:
         forward_s, backward_s: seconds.
-        output_bytes: of its output.
-        saved_bytes: saved for backward, without parameters and without tensors that an earlier part has saved.
-        input_bytes: the share of ``saved_bytes`` that is its input.
-        recomputed_bytes: saved besides its input while its own backward pass runs, if the part runs again for that; not
-            counted in ``saved_bytes``.
+        output_bytes: bytes of its output.
+        saved_bytes: bytes saved for backward, without parameters and without tensors that an earlier part has saved.
+        input_bytes: the bytes of its input in ``saved_bytes``.
+        recomputed_bytes: bytes saved in addition to its input during its backward pass, if the part is recomputed; not
+            in ``saved_bytes``.
     """
 
     forward_s: float = 0.0
@@ -57,11 +57,11 @@ class StageCosts:
     Args:
         parts: costs of the n + 2 parts of the step.
         layer_bytes: bytes of each layer's parameters, gradients and optimizer states.
-        link: between neighbouring ranks.
+        link: the link between neighbouring ranks.
         schedule, num_ranks, stages_per_rank, num_micro_batches: as in training.
-        end_bytes: bytes of parameters outside of the layers, gradients and optimizer states that the first stage's rank
-            holds, and the last one's, and not every rank.
-        elsewhere_s: seconds of part 0 forward on stages other than the first; by default those of the first.
+        end_bytes: bytes of parameters outside of the layers, with gradients and optimizer states, that only the first
+            stage's rank holds, and that only the last stage's rank holds.
+        elsewhere_s: forward seconds of part 0 on the other stages; by default as on the first.
 
     Attributes:
         orders: the passes of each rank.
@@ -123,7 +123,7 @@ class StageCosts:
         return compute + self.cut_s(start) + self.cut_s(stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Bytes of the stage's layers and the modules before or after them, and of the tensors saved for backward.
+        """Bytes of the stage's layers, of the modules before or after them, and of the tensors saved for backward.
 
         Parameters that every rank holds are not counted.
         """
@@ -136,11 +136,11 @@ class StageCosts:
         return self._held[stop] - self._held[start] + ends
 
     def activations_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Bytes that the stage's layers save for backward, when its rank has most micro-batches in flight."""
+        """Bytes that the stage's layers save for backward, when its rank has the most micro-batches in flight."""
         return self._in_flight[stage] * self._saved_bytes(start, stop)
 
     def _saved_bytes(self, start: int, stop: int) -> int:
-        """Bytes that a stage saves of one micro-batch."""
+        """Bytes that a stage saves for one micro-batch."""
         saved = self._saved[stop] - self._saved[start]
         received_bytes = max(0, self.parts[start].output_bytes - self.parts[1 + start].input_bytes)
         saved += self.parts[0].saved_bytes if start == 0 else received_bytes
@@ -157,7 +157,7 @@ class StageCosts:
         return cheapest_bounds(cost, self.num_layers, self.num_stages, num_ranks=self.num_ranks)
 
     def pass_times(self, bounds: Bounds) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of each stage forward and backward, and of the messages between stages, for a micro-batch."""
+        """Each stage's forward and backward seconds, and the seconds of messages, for a micro-batch."""
         return (
             [self.forward_s(*bound) for bound in bounds],
             [self.backward_s(*bound) for bound in bounds],
@@ -176,7 +176,7 @@ class StageCosts:
         return max(needed)
 
     def rank_activations_bytes(self, bounds: Bounds) -> list[tuple[int, int]]:
-        """The most bytes that each rank saves for backward, and those that a recomputed layer adds; by position."""
+        """The most bytes that each rank saves for backward, and that a recomputed layer adds; by position."""
         found = []
         for order in self.orders:
             sizes = {stage: self._saved_bytes(*bounds[stage]) for stage in {work.stage for work in order}}
@@ -185,7 +185,7 @@ class StageCosts:
         return found
 
     def describe(self, bounds: Bounds, ranks: Sequence[int]) -> str:
-        """The stages and their predicted costs, a line each; ``ranks`` by position."""
+        """The stages and their predicted costs, one line for each; ``ranks`` by position."""
         lines = []
         for stage, (start, stop) in enumerate(bounds):
             lines.append(

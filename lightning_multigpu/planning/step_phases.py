@@ -28,15 +28,15 @@ PHASES = (
 )
 """In the order in which reports show them.
 
-"communication" is the part of the transfers that nothing hides; "stage_wait" the time in which a rank of a pipeline
-waits for messages of other stages; "callbacks" what callbacks, hooks of the module and loggers do; "other" what
-Lightning's loop does outside of all that: results of steps, learning-rate schedulers, the progress bar.
+"communication" is the exposed part of the transfers; "stage_wait" the time in which a rank of a pipeline waits for
+messages of other stages; "callbacks" the time of callbacks, hooks of the module and loggers; "other" the rest of
+Lightning's loop: results of steps, learning-rate schedulers, the progress bar.
 """
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """What the main thread did from ``start_s`` to ``end_s``; spans of one rank are nested or apart."""
+    """An activity of the main thread from ``start_s`` to ``end_s``; spans of one rank are nested or disjoint."""
 
     start_s: float
     end_s: float
@@ -63,9 +63,9 @@ def partition(spans: Iterable[Span], overlays: Sequence[Sequence[Span]], start_s
     """Cuts the time from ``start_s`` to ``end_s`` into spans named after phases, without gaps or overlaps.
 
     Args:
-        spans: nested or apart, named after phases; the innermost counts.
-        overlays: lists of spans that are apart, named after phases; each covers what is below it, the last on top.
-        start_s, end_s: the step.
+        spans: nested or disjoint, named after phases; the innermost counts.
+        overlays: lists of disjoint spans, named after phases; each list overwrites the spans and the lists before it.
+        start_s, end_s: start and end of the step.
     """
     by_depth = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
     layers = [Span(start_s, end_s, "other"), *by_depth, *chain.from_iterable(overlays)]  # the last one on top

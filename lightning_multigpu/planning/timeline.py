@@ -1,4 +1,4 @@
-"""Timelines of the ranks of a pipeline in a step, as measured, predicted, or in theory.
+"""Measured, predicted and theoretical timelines of the ranks of a pipeline in a step.
 
 ::
 
@@ -21,12 +21,12 @@ WAITING = ("send", "receive")
 
 @dataclass(frozen=True)
 class Interval:
-    """An activity of a rank from ``start_s`` to ``end_s``; between its intervals a rank is idle.
+    """A rank's activity from ``start_s`` to ``end_s``; between its intervals a rank is idle.
 
-    ``kind`` is "forward", "backward" or, where the gradients of the weights are computed separately, "weight": a pass
-    of a stage over a micro-batch. "send": the rank hands a message over to the back end, or waits until the back end
-    has sent it. "receive": the rank waits for a message that a pass needs. Such a wait cuts a forward pass in two if
-    the step computes something before the stage's layers.
+    ``kind`` is "forward", "backward" or, if the gradients of the weights are computed separately, "weight": a pass of a
+    stage over a micro-batch. "send": the rank gives a message to the back end, or waits until the back end has sent it.
+    "receive": the rank waits for a message of a pass. The wait splits a forward pass in two if the step computes
+    something before the stage's layers.
     """
 
     kind: str
@@ -46,7 +46,7 @@ Timeline = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Timeline of a rank in one step; ``number`` is the same on all ranks of the pipeline."""
+    """A rank's timeline in one step; ``number`` is the same on all ranks of the pipeline."""
 
     number: int
     num_micro_batches: int
@@ -55,7 +55,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes of a rank's parameters, of their gradients, and of their optimizer states."""
+    """Bytes of a rank's parameters, gradients and optimizer states."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -68,11 +68,11 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class StageMemory(HeldBytes):
-    """Bytes that a rank holds, as measured.
+    """Measured bytes that a rank holds.
 
     Attributes:
-        activations_bytes: the most that autograd has saved for backward at a time; None if it was not measured.
-        device_peak_bytes: the most that torch had allocated on the GPU; None on the CPU.
+        activations_bytes: the most bytes that autograd has saved for backward at a time; None if not measured.
+        device_peak_bytes: the most bytes that torch had allocated on the GPU; None on the CPU.
     """
 
     activations_bytes: int | None
@@ -81,17 +81,17 @@ class StageMemory(HeldBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """Newest steps and memory of one rank of a pipeline.
+    """The newest steps and the memory of one rank of a pipeline.
 
     Attributes:
-        pipeline: number of the pipeline, of several side by side.
-        position: position of the rank in it: the rank has the stages position, position + num_ranks...
+        pipeline: number of the pipeline.
+        position: the rank's position in the pipeline: it has the stages position, position + num_ranks...
         num_ranks: ranks of the pipeline, P.
         stages_per_rank: stages of each rank, v.
         schedule: name of the schedule.
         steps: the newest timed steps, in order.
         memory: bytes that the rank holds.
-        predicted: bytes that it should hold, by the split and the optimizers' classes.
+        predicted: bytes that the rank should hold, from the split and the optimizers' classes.
     """
 
     pipeline: int
@@ -109,9 +109,9 @@ class Usage:
     """A rank's use of the time from the pipeline's first pass to its last.
 
     Attributes:
-        wall_s: that time; the same on all ranks.
-        seconds: of each kind of interval, within that time.
-        passes: number of passes of each kind.
+        wall_s: seconds from the pipeline's first pass to its last; the same on all ranks.
+        seconds: kind of interval -> seconds within that time.
+        passes: kind -> number of passes.
     """
 
     wall_s: float
@@ -152,7 +152,7 @@ def usage(timelines: Sequence[Timeline]) -> list[Usage]:
 
 
 def span(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """The beginning of the first pass of any rank, and the end of the last pass.
+    """The start of the first pass of any rank, and the end of the last pass.
 
     Raises:
         ValueError: no rank has a pass.
@@ -173,9 +173,9 @@ def theoretical(
 ) -> list[Timeline]:
     """The timelines of equal stages whose messages take no time.
 
-    A forward pass takes one unit and a backward pass two; with weight passes each of the three takes one. With P ranks,
-    v stages on each and M micro-batches the bubble is (P-1)/(M+P-1) under "gpipe" and "1f1b", and (P-1)/(vM+P-1) under
-    "interleaved", as in the papers that :mod:`.schedule_order` names, for any ratio of backward to forward.
+    A forward pass takes one unit and a backward pass two; with weight passes each of the three takes one unit. With P
+    ranks, v stages on each and M micro-batches the bubble is (P-1)/(M+P-1) under "gpipe" and "1f1b", and (P-1)/(vM+P-1)
+    under "interleaved", as in the papers that :mod:`.schedule_order` names, for any ratio of backward to forward.
 
     Args:
         schedule, num_ranks, stages_per_rank, num_micro_batches: as in :func:`.schedule_order.schedule_orders`.
@@ -214,7 +214,7 @@ def _intervals(work: Work, start_s: float, end_s: float, transfer_s: Sequence[fl
 def same_work(
     timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
 ) -> list[Timeline]:
-    """:func:`theoretical` in units that make the ranks together busy for as long as they are in ``timelines``."""
+    """:func:`theoretical` with a unit that gives the ranks' total busy time in ``timelines``."""
     busy_s = sum(i.seconds for timeline in timelines for i in timeline if i.kind in BUSY)
     num_ranks = len(timelines)
     unit_s = busy_s / (3 * num_ranks * stages_per_rank * num_micro_batches)
@@ -222,13 +222,13 @@ def same_work(
 
 
 def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -> list[StepTimeline]:
-    """Each rank's timeline of the step of median wall time, on the clock of the first rank.
+    """Each rank's timeline of the step with the median wall time, on the clock of the first rank.
 
-    Only steps with the most micro-batches count, if all ranks have recorded them.
+    Only steps with the most micro-batches count, and only if all ranks have recorded them.
 
     Args:
-        steps: of each rank, in the order of their positions.
-        hosts: a number for each rank, equal for ranks of the same host, which share a clock.
+        steps: each rank's steps, in the order of positions.
+        hosts: each rank's host number; ranks of one host share a clock.
 
     Returns:
         One step for each rank; an empty list if the ranks have no step in common.
@@ -254,9 +254,9 @@ def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -
 def aligned(timelines: Sequence[Timeline], hosts: Sequence[int]) -> list[Timeline]:
     """The timelines on the clock of the first rank.
 
-    Ranks of one host share a clock. Between hosts, nothing is received before it is sent: activations bound the
-    difference of two clocks from above and gradients from below. The middle is taken, whose error is at most half of
-    the fastest round trip (Cristian 1989, "Probabilistic clock synchronization", section 4).
+    Ranks of one host share a clock. Between hosts, no message is received before it is sent: activations bound the
+    difference of two clocks from above, and gradients from below. The result is the middle, with an error of at most
+    half of the fastest round trip (Cristian 1989, "Probabilistic clock synchronization", section 4).
     """
     moved = [timelines[0]]
     ahead_s = 0.0
@@ -269,9 +269,9 @@ def aligned(timelines: Sequence[Timeline], hosts: Sequence[int]) -> list[Timelin
     return moved
 
 
-def _clock_ahead_s(before: Timeline, behind: Timeline) -> float:
+def _clock_ahead_s(before: Timeline, after: Timeline) -> float:
     """The seconds by which the clock of the rank with the later stages is ahead."""
-    passes = {(i.kind, i.stage, i.micro_batch): i for i in behind}
+    passes = {(i.kind, i.stage, i.micro_batch): i for i in after}
     at_most = []
     at_least = []
     for interval in before:

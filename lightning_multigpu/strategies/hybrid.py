@@ -50,8 +50,8 @@ _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"
 class HybridStrategy(StagedStrategy):
     """Hybrid parallel training: pipelines side by side, with the layers of each stage split over a tensor group.
 
-    Neighbouring ranks are a tensor group, which splits layers as ``tensor_split`` does; tensor groups behind each
-    other are the stages of a pipeline; pipelines side by side share each global batch and average their gradients::
+    Neighbouring ranks are a tensor group, which splits layers as ``tensor_split`` does. Consecutive tensor groups are
+    the stages of a pipeline. Pipelines share each global batch and average their gradients::
 
         rank                    0  1  2  3  4  5  6  7      data x pipeline x tensor = 2 x 2 x 2
         data_parallel_rank      0  0  0  0  1  1  1  1      which part of the global batch
@@ -63,21 +63,21 @@ class HybridStrategy(StagedStrategy):
     :class:`.Trials`.
 
     Args:
-        data_parallel_size: pipelines side by side. The product of the three sizes is the number of ranks. Of what is
-            left out, the tensor group gets 2 ranks and then the pipeline gets 2, each where the remaining ranks allow
-            it, and the data axis the rest.
+        data_parallel_size: number of pipelines. The product of the three sizes is the number of ranks. By default a
+            tensor group has 2 ranks, then a pipeline has 2, each if the remaining ranks allow it, and the data axis has
+            the rest.
         pipeline_parallel_size: ranks of a pipeline that have different layers.
         tensor_parallel_size: ranks that split the same layers; they have to be on one host.
         pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
         tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ..., "sequence_split": ...}``.
-        compression: compress the gradients that pipelines on different hosts exchange, as of :class:`RingDDPStrategy`.
-            A checkpoint does not keep what error feedback holds back.
+        compression: compress the gradients that pipelines on different hosts exchange, as for :class:`RingDDPStrategy`.
+            A checkpoint does not contain the errors of error feedback.
         compress_inside_hosts: also compress between ranks of one host.
         shared_memory: let ranks of one host reduce gradients, and the sums within split layers, through shared memory.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
-        ValueError: an option is out of its range; the sizes do not make the ranks; a tensor group would reach over
+        ValueError: an option is out of its range; the sizes do not make the ranks; a tensor group would span
             several hosts; before the first step, no layer can be split, or an optimizer needs whole tensors.
     """
 
@@ -152,7 +152,7 @@ class HybridStrategy(StagedStrategy):
 
     @property
     def tensor_options(self) -> dict[str, Any]:
-        """The options of :class:`TensorSplitStrategy` that say how layers are split."""
+        """The options of :class:`TensorSplitStrategy` for the split."""
         return {
             "plan": self._plan,
             "sequence_split": self._sequence_split,
@@ -175,12 +175,12 @@ class HybridStrategy(StagedStrategy):
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
-        """Ranks of a pipeline, among which the layers are distributed."""
+        """Ranks of a pipeline, which have different layers."""
         return self._sizes[0]
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
-        """Ranks among which each layer of a stage is split."""
+        """Ranks that split each layer of a stage."""
         return self._sizes[1]
 
     @override
@@ -282,7 +282,7 @@ class HybridStrategy(StagedStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch to the device; where ranks of one pipeline differ, all get what one of them has."""
+        """Moves the batch to the device; if it differs in a tensor group, all ranks get the first one's."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._axis is None or self.failure_watch.failed:
             return batch
@@ -317,7 +317,7 @@ class HybridStrategy(StagedStrategy):
     @override
     def stage_record(self) -> StageRecord | None:
         record = super().stage_record()
-        if record is None:  # ranks with the same part of every layer are a pipeline of their own in reports
+        if record is None:  # reports show the ranks with the same part of every layer as one pipeline
             return None
         return replace(record, pipeline=record.pipeline * self.tensor_parallel_size + self.tensor_parallel_rank)
 
@@ -325,7 +325,7 @@ class HybridStrategy(StagedStrategy):
 
     @property
     def _gathering_axis(self) -> TensorAxis | None:
-        """The ranks that have all stages' parts of a checkpoint and make whole values of them; None elsewhere."""
+        """The tensor group that has all stages' parts of a checkpoint and gathers whole values; None on other ranks."""
         model = self._gathering_model()
         gathers = model is not None and model.is_last and self._axis is not None and self._axis.is_split
         return self._axis if gathers else None

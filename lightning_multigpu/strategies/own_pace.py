@@ -1,4 +1,4 @@
-"""Training in which each worker has its own pace: what Lightning's loops do at the moments when ranks would meet."""
+"""Training in which each worker has its own pace: replaces the collectives of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ SAVED_AS = "parameter_server"
 class OwnPace(Callback):
     """One worker of an asynchronous fit.
 
-    Within an epoch no worker waits for another, but for the bound of staleness. Worker 0 decides: it validates when all
-    batches of the epoch are in the weights, saves, and ends training. The others train meanwhile, and validate, save
-    and stop nothing.
+    Within an epoch a worker waits for another only at the bound of staleness. Worker 0 validates when all batches of
+    the epoch are in the weights, saves, and ends training. The other workers only train.
 
     Args:
-        connections: to the servers.
-        served: the optimizers; filled by the strategy.
-        signals: on which this worker acts between two batches.
-        leave_groups: called when training begins: with a process group Lightning and torchmetrics would have workers
-            meet in every batch.
-        can_be_lost: called when training begins, on workers without which it goes on.
+        connections: the connections to the servers.
+        served: the optimizers; set by the strategy.
+        signals: the signals that this worker handles between two batches.
+        leave_groups: called when training begins: with a process group Lightning and torchmetrics would run collectives
+            in every batch.
+        can_be_lost: called when training begins, on workers whose loss does not end training.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class OwnPace(Callback):
         return self._resumed_version + max((served.version for served in self.served), default=0)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Takes its place before the other callbacks, and those away that are worker 0's."""
+        """Adds itself as the first callback; removes callbacks that only worker 0 needs."""
         if not self._is_first:
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             self._kept = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Checkpoint | EarlyStopping)]
@@ -90,7 +89,7 @@ class OwnPace(Callback):
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Puts back what :meth:`begin` has changed."""
+        """Undoes :meth:`begin`."""
         loop: Any = trainer.fit_loop.epoch_loop
         vars(loop).pop("update_lr_schedulers", None)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -105,7 +104,7 @@ class OwnPace(Callback):
     # Batches
 
     def deal(self, loader: Any, trainer: pl.Trainer) -> Any:
-        """The loader of this worker: in training it takes the batches that are dealt to it, else all batches."""
+        """This worker's loader: in training it has the batches that the servers assign to the worker, else all."""
         kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if not trainer.training:
             return distribute_batches(loader, **kwargs, even=True)[0]
@@ -126,7 +125,7 @@ class OwnPace(Callback):
         return dealt if self._batches is None else _LateLoader(dealt)
 
     def _take(self, trainer: pl.Trainer) -> range:
-        """The batches of the next update: as many as gradients are accumulated for, fewer at the end of the epoch."""
+        """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
         size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
         is_resumed = trainer.current_epoch == self._resumed_epoch
         update = self._coordination.next_batch(
@@ -146,16 +145,16 @@ class OwnPace(Callback):
             progress: Any = trainer.fit_loop.epoch_progress
             progress.current.processed = self._connections.joined_in
         if isinstance(trainer.val_check_interval, float):
-            # Lightning counts this worker's batches of an epoch, of which it knows the number only at its end.
+            # Lightning counts this worker's batches of an epoch; their number is known only at its end.
             share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
             trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
         if self._batches is not None:
             self._resume_epoch(trainer)
             self._take_schedules(trainer)
-        if self._is_first:  # a checkpoint, or a callback that tries learning rates, has put other weights in place
+        if self._is_first:  # a checkpoint, or a callback that tries learning rates, has changed weights
             for served in self.served:
                 served.send_changed_weights()
-            self._pull()  # when the weights have come, all servers have the new ones
+            self._pull()  # once they have come back, all servers have them
         self._coordination.start()
         if not self._is_first:
             self._pull()
@@ -234,7 +233,7 @@ class OwnPace(Callback):
         return int(min(len(self._batches), trainer.num_training_batches))
 
     def after_step(self, trainer: pl.Trainer) -> None:
-        """Looks as late as it can for another batch: what this worker has taken, nobody else trains on."""
+        """Asks as late as possible for another batch: no other worker can train on a taken batch."""
         self._has_stepped = True
         if trainer.lightning_module.automatic_optimization:
             self._look_ahead(trainer)
@@ -250,7 +249,7 @@ class OwnPace(Callback):
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._number is not None and self._completes_update(trainer):
             self._untold.append(self._number // trainer.accumulate_grad_batches)
-        if self._has_stepped or is_last:  # until then what it has accumulated would be lost with this worker
+        if self._has_stepped or is_last:  # until then accumulated gradients would be lost with this worker
             for update in self._untold:
                 self._coordination.trained(trainer.current_epoch, update)
             self._untold.clear()
@@ -311,7 +310,7 @@ class OwnPace(Callback):
             trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:
-        """Has all workers end with worker 0's weights and buffers, and with what its callbacks and metrics say."""
+        """Gives all workers worker 0's weights and buffers, and the states of its callbacks and metrics."""
         self._coordination.pause()
         word: dict[str, Any] = {}
         beside = _beside_servers(trainer)
@@ -322,8 +321,8 @@ class OwnPace(Callback):
             word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
             word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
             for served in self.served:
-                if served.send_changed_weights():  # a callback has put averages in place
-                    served.pull()  # when the weights have come, all servers have the new ones
+                if served.send_changed_weights():  # a callback has averaged weights
+                    served.pull()  # once they have come back, all servers have them
             self._report()
         word = self._coordination.end(word)
         if not self._is_first:
@@ -357,12 +356,12 @@ class OwnPace(Callback):
     # Checkpoints
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint, with where in the epoch the workers are, and how many updates the weights have."""
+        """The checkpoint, with the workers' position in the epoch and the number of updates."""
         following = 0 if self._number is None else self._number + 1
         return {**checkpoint, SAVED_AS: {"version": self.version, "first_batch": following}}
 
     def loaded(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on from a checkpoint, which may be another strategy's."""
+        """Continues from a checkpoint, which may be another strategy's."""
         saved = checkpoint.get(SAVED_AS, {})
         progress = checkpoint.get("global_step", 0)
         self._resumed_version = int(saved.get("version", progress))
@@ -370,7 +369,7 @@ class OwnPace(Callback):
 
 
 class _LateLoader(LoaderWrapper):
-    """Takes the first batch when it is asked for it: Lightning makes iterators before a checkpoint is loaded."""
+    """Takes no batch before the first ``next()``: Lightning makes iterators before it loads a checkpoint."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -383,7 +382,7 @@ class _LateLoader(LoaderWrapper):
 
 
 def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """The module's buffers, and its parameters that no optimizer has, by name."""
+    """Name -> the module's buffers, and its parameters that no optimizer has."""
     module = trainer.lightning_module
     trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     values = {name: value for name, value in module.named_parameters() if value not in trained}
@@ -397,5 +396,5 @@ def _add(counts: Any, number: int) -> None:
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:
-    """The configurations of schedulers that go on with each step."""
+    """The configurations of schedulers that step with each optimizer step."""
     return [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]

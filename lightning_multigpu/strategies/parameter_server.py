@@ -1,4 +1,4 @@
-"""Strategies whose optimizers are stepped by servers: on the host, or in processes of their own."""
+"""Strategies in which servers step the optimizers: on the host, or in separate processes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ Served = HostOptimizer | RemoteOptimizer
 
 
 class OptimizerServerStrategy(MultiGPUStrategy):
-    """Base of the strategies whose optimizers are stepped by servers, and not by the ranks that compute gradients.
+    """Base of the strategies in which servers, not the ranks that compute gradients, step the optimizers.
 
-    Subclasses say what serves an optimizer (:meth:`_serve`), and start and end it (:meth:`_connect`,
-    :meth:`_disconnect`).
+    Subclasses start and end the servers (:meth:`_connect`, :meth:`_disconnect`), and give them an optimizer
+    (:meth:`_serve`).
 
     Args:
         optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
@@ -62,7 +62,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     _is_asynchronous = False
     _state_is_elsewhere = False
-    """True if the state of optimizers is in other processes even with one rank."""
+    """True if other processes have the optimizers' states even with one rank."""
 
     def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -81,15 +81,15 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @abstractmethod
     def _connect(self) -> None:
-        """Makes what serves optimizers; a collective."""
+        """Starts or connects to the servers; a collective."""
 
     @abstractmethod
     def _serve(self, optimizer: Optimizer) -> Served:
-        """Has the optimizer stepped by the servers; a collective."""
+        """Makes the servers step the optimizer; a collective."""
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Ends what :meth:`_connect` has made, also after a failure."""
+        """Undoes :meth:`_connect`, also after a failure."""
 
     # Starting and ending
 
@@ -122,7 +122,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         if self._is_asynchronous:  # a worker's gradients are its own, and complete
             self._set_pushes_early(not is_changed and not trainer.gradient_clip_val)
         elif is_changed:
-            # The hooks of the step see averages on every device, at the cost of sending them there.
+            # The hooks of the step need averages on every device, which costs a transfer.
             self._replace("post_backward", self._averaged_before(self.precision_plugin.post_backward))
         else:
             self._replace("clip_grad_by_norm", self._clip_by_norm)
@@ -151,7 +151,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are only accumulated."""
+        """Within the block gradients are accumulated, and not pushed."""
         self._accumulating = True
         pushes_early = any(served.pushes_early for served in self._served.values())
         self._set_pushes_early(False)
@@ -176,7 +176,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         self._average_buffers()
 
     def _average_buffers(self) -> None:
-        """Averages BatchNorm's statistics, and other buffers of floating-point numbers; the rest is rank 0's."""
+        """Averages BatchNorm's statistics and other floating-point buffers; the other buffers become rank 0's."""
         assert self.lightning_module is not None
         if self._data is None or self._data.size == 1 or self.failure_watch.failed:
             return
@@ -227,10 +227,10 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 class CPUParameterServerStrategy(OptimizerServerStrategy):
     """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
 
-    Gradients go to memory that the ranks of the host share; no socket carries them. Each rank's process averages and
-    updates one part of the model on the CPU, so that all cores take part, and every device then gets all new weights.
-    A device holds the weights and the gradients, and no state of the optimizer. Weights are those of one device at the
-    same global batch.
+    Gradients go to memory that the ranks of the host share, and not through sockets. Each rank's process averages and
+    updates one part of the model on the CPU, so that all cores take part. Every device then gets all new weights. A
+    device holds the weights and the gradients, but no optimizer state. Weights equal one device's at the same global
+    batch.
 
     Args:
         options: options of :class:`OptimizerServerStrategy` and
@@ -277,7 +277,7 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
             self._memory = None
 
     def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor that all ranks reach; where memory cannot be shared, it is copied in pieces instead."""
+        """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""
         assert self._memory is not None
         flat = torch.zeros(numel, dtype=dtype)
         if not numel:
@@ -293,7 +293,7 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
         return flat
 
     def _pin(self, flat: Tensor) -> None:
-        """Locks the pages of a tensor in memory, so that a GPU copies from and to them beside its work."""
+        """Pins the pages of a tensor in memory, so that GPU copies overlap with computing."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
             self._pinned.append(flat)
@@ -307,40 +307,40 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
 class ParameterServerStrategy(OptimizerServerStrategy):
     """Data parallel training with parameter servers, which average gradients, update the weights and send them.
 
-    Ranks are workers: they push gradients to the servers, while backward still runs, and pull new weights. The servers
-    are further processes, which the strategy starts on the hosts of the run, and hold the weights and the optimizer's
+    Ranks are workers: they push gradients to the servers while backward still runs, and pull new weights. The servers
+    are further processes that the strategy starts on the hosts of the run. They hold the weights and the optimizer's
     state in shards.
 
-    With ``mode="sync"`` an update takes the average of all workers' gradients, and weights are those of one device at
-    the same global batch. With ``mode="async"`` each worker's gradients are an update of their own as soon as they
-    come, and no worker waits for another: a batch goes to the worker that asks for it first, an epoch has each batch
-    once, and rank 0 validates, saves and decides when training ends. An epoch then has as many updates as one device
-    makes at the batch size of a rank, and schedulers go on with all updates.
+    With ``mode="sync"`` an update uses the average of all workers' gradients, and weights equal one device's at the
+    same global batch. With ``mode="async"`` the gradients of each worker make an update as soon as they arrive, and no
+    worker waits for another. A batch goes to the worker that asks for it first, and an epoch has each batch once. Rank
+    0 validates, saves, and decides when training ends. An epoch has as many updates as one device makes at the batch
+    size of a rank, and schedulers step with all updates.
 
     Args:
         mode: "sync" or "async".
-        max_staleness: with "async", how many steps a worker may be ahead of the slowest one before it waits: 0 for the
-            arithmetic of "sync", None for no bound.
+        max_staleness: with "async", the most steps that a worker may be ahead of the slowest one: 0 for the same
+            updates as "sync", None for no bound.
         scale_lr_by_staleness: with "async", divide the learning rate of an update by its staleness: the number of
             updates by others since the worker got its weights (Zhang et al., IJCAI 2016).
-        delay_compensation: with "async", lambda in ``g + lambda * g * g * (w - w_pulled)``, which stands for gradients
-            at the newest weights w (Zheng et al., ICML 2017); 0 for none. A server then keeps the weights that each
-            worker has.
+        delay_compensation: with "async", lambda in ``g + lambda * g * g * (w - w_pulled)``, which approximates
+            gradients at the newest weights w (Zheng et al., ICML 2017); 0 for none. A server then keeps each worker's
+            weights.
         num_servers: the number of servers that the strategy starts, spread over the hosts; "nodes" for one on each
-            host, and 2 at least.
+            host, but at least 2.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
-        colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal: each
-            server has the share with which all links are busy for the same time (Jiang et al., OSDI 2020; see
+        colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal, so that
+            all links are busy for the same time (Jiang et al., OSDI 2020; see
             :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
-        replicas: 1 for a second server with the same shard beside each one, on another host where the run has several:
-            when a server ends, its replica takes over, and no update is lost. Ranks push to both, 2 x S instead of S.
-            With addresses in ``servers``, the second half of them are the replicas, in the order of the first half.
-        joins: with "async" and addresses in ``servers``, train as a further worker of a job that is there. It begins
-            with the weights of now, and takes the job's ``max_staleness`` and so on.
+        replicas: 1 for a second server with the same shard for each one, on another host if the run has several. When a
+            server ends, its replica takes over, and no update is lost. Ranks push to both: 2 x S instead of S. With
+            addresses in ``servers``, the second half of them are the replicas, in the order of the first half.
+        joins: with "async" and addresses in ``servers``, train as a further worker of a running job. It starts with the
+            job's current weights, and uses the job's ``max_staleness`` and the like.
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
-            under ring_ddp; weights come back as they are.
-        bucket_cap_mb: size of a bucket of gradients, in MiB: what is pushed, updated and pulled at once.
+            under ring_ddp; pulled weights are not compressed.
+        bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once.
         options: options of :class:`OptimizerServerStrategy` and
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -526,7 +526,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
-        """Starts this host's share of the servers on its first rank; returns the addresses of all; a collective."""
+        """Starts this host's servers on its first rank; returns the addresses of all servers; a collective."""
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         if self._is_colocated:
             number = self.num_nodes
@@ -544,7 +544,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         return [everywhere[k] for k in range(len(nodes))]
 
     def _check_reachable(self, host: str) -> None:
-        """Refuses an address of a server that leads every host to itself; a collective."""
+        """Refuses a loopback address for servers of several hosts; a collective."""
         told = self.gather_objects((own_host(), host))
         at_home = [(name, address) for name, address in told if ip_address(address).is_loopback]
         if at_home and len({name for name, _ in told}) > 1:
@@ -587,14 +587,14 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         return None if self._connections is None or self.global_rank else self._connections.statistics()
 
     def _tell_of_ended(self, connections: ServerConnections) -> None:
-        """Warns of servers and replicas that have ended, and without which training goes on."""
+        """Warns of ended servers and replicas; training goes on without them."""
         untold = connections.ended[self._num_told :]
         self._num_told += len(untold)
         for place, text in untold:
             own = dict(zip(self._places, self._processes, strict=True)).get(place)
             rank_zero_warn(text if own is None else f"{text} ({own.state()})")
 
-    # Workers at a pace of their own
+    # Workers at their own pace
 
     @override
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
@@ -616,11 +616,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
-        if name == "run-stage" and self._pace is not None:  # the last one before rank 0 validates alone
+        if name == "run-stage" and self._pace is not None:  # the last barrier before rank 0 validates alone
             self._leave_world()
 
     def _leave_world(self) -> None:
-        """Leaves the process groups of the run; from then on collectives return what this rank has."""
+        """Leaves the process groups of the run; from then on collectives return this rank's own values."""
         if self.groups is not None:
             assert self._connections is not None
             self._leave_groups()
@@ -689,7 +689,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
 
 def _addresses(servers: Any) -> list[tuple[str, int]]:
-    """Hosts and ports out of texts like "10.0.0.5:7000" or "[::1]:7000"."""
+    """Hosts and ports from texts like "10.0.0.5:7000" or "[::1]:7000"."""
     if not isinstance(servers, list | tuple) or not servers:
         raise ValueError(f"servers={servers!r}: give 'auto', or a list of addresses such as ['10.0.0.5:7000']")
     found = []

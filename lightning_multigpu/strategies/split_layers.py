@@ -1,4 +1,4 @@
-"""The layers of a module that are split over a tensor group: found on the first batch, and whole again at the end."""
+"""The split layers of a module: chosen on the first batch, and whole again at the end of the fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
-    """Checks that each pattern of the option ``plan`` says how a layer of the module is split."""
+    """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
     if not isinstance(plan, Mapping):
         return
     names = [name for name, _ in module.named_modules()]
@@ -89,7 +89,7 @@ def check_uncompiled(module: LightningModule) -> None:
 
 
 def _nearest_layers(pattern: str, module: Module) -> list[str]:
-    """Names of layers that could be split, with * for numbers, whose last words are most like the pattern's."""
+    """Names, with * for numbers, of layers that could be split and whose ends are most like the pattern's."""
     known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
     end = pattern.lstrip("*.")
     num_words = 1 + end.count(".")
@@ -107,7 +107,7 @@ def check_sequence_split(value: SequenceSplit) -> None:
 
 
 def plan_text(plan: Plan) -> Any:
-    """The option ``plan``, as reports show it."""
+    """The option ``plan`` as text for reports."""
     return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
 
 
@@ -116,10 +116,10 @@ class SplitLayers:
 
     Args:
         module: the whole module.
-        group: the ranks among which layers are split.
-        plan, sequence_split: as of :class:`.TensorSplitStrategy`.
-        gathers: whether the logits of a head, by its name, are gathered where they are computed.
-        keeps_whole: as of :class:`.Trials`.
+        group: the ranks that split layers.
+        plan, sequence_split: as for :class:`.TensorSplitStrategy`.
+        gathers: returns whether the head with this name gathers its logits at once.
+        keeps_whole: as for :class:`.Trials`.
 
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
@@ -149,9 +149,9 @@ class SplitLayers:
         self._summed: dict[str, RemovableHandle] = {}
 
     def close(self) -> list[str]:
-        """Removes the hooks of the split, which sum gradients over the ranks; returns the names of the parameters.
+        """Removes the split's hooks, which sum gradients over the ranks; returns the names of the hooks' parameters.
 
-        They are whole, within blocks, so that each rank computes a part of their gradients.
+        These are whole parameters within split blocks: each rank computes a part of their gradients.
         """
         for hook in self._summed.values():
             hook.remove()
@@ -174,8 +174,8 @@ class SplitLayers:
 
         Args:
             step: runs the training step and returns its loss.
-            optimizers: of the module; the states that they have are split as well.
-            traceless, gather, precisions: as of :class:`.Trials`.
+            optimizers: the module's optimizers; their states are split too.
+            traceless, gather, precisions: as for :class:`.Trials`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
@@ -276,7 +276,7 @@ class SplitLayers:
         return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
 
     def begin_step(self) -> None:
-        """A step begins, with whole activations."""
+        """Begins a step, with whole activations."""
         for region in self._regions:
             region.begin_step()
 
@@ -291,7 +291,7 @@ class SplitLayers:
         return [(name, roles[name]) for name in self._called if name in roles]
 
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Gives every rank the whole of the layers whose values it has; a collective of the tensor group."""
+        """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
         own = dict(self._module.named_parameters())
         for copy, hook in self._copies:
@@ -320,7 +320,7 @@ class SplitLayers:
         """``module.state_dict()`` with whole parameters; a collective of the tensor group.
 
         Args:
-            state: with this rank's parts.
+            state: the ``state_dict()`` with this rank's parts.
         """
         whole = dict(state)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
@@ -341,15 +341,15 @@ class SplitLayers:
         """An optimizer's ``state_dict()`` with whole states; a collective of the tensor group.
 
         Args:
-            optimizer: of the module.
-            found: with this rank's parts.
+            optimizer: an optimizer of the module.
+            found: its ``state_dict()`` with this rank's parts.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
         return {**found, "state": states}
 
     def cut_state(self, optimizer: Optimizer) -> None:
-        """Makes whole state that an optimizer has this rank's part of it."""
+        """Replaces whole states of an optimizer by this rank's parts."""
         for parameter, state in _plain(optimizer).state.items():
             split = split_of(parameter)
             if split is None:
@@ -361,11 +361,11 @@ class SplitLayers:
                     state[name] = split.part(value, self._group.rank)
 
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
-        """Makes a whole copy of the module this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
+        """Cuts a copy of the module to this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
 
         Args:
-            copy: with the module's parameters, by their names.
-            gathers: whether ``state_dict()`` is asked for on all ranks of the group, which then gather it.
+            copy: has parameters of the same names as the module.
+            gathers: returns whether all ranks of the group call ``state_dict()`` now, so that they can gather it.
         """
         own = dict(self._module.named_parameters(remove_duplicate=False))
 
@@ -388,7 +388,7 @@ class SplitLayers:
         }
 
     def _whole(self, parameter: Tensor, part: Tensor, name: str) -> Tensor:
-        """The whole of this rank's part of a tensor that is split as the parameter is; on the part's device."""
+        """The whole tensor from each rank's ``part``, split like the parameter; on the part's device."""
         split = split_of(parameter)
         if split is None:
             return part
@@ -396,7 +396,7 @@ class SplitLayers:
 
 
 def _plain(optimizer: Optimizer) -> Any:
-    """The optimizer itself, where Lightning has wrapped it."""
+    """The optimizer without Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 
@@ -410,7 +410,7 @@ def _rows(
 
 
 def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
-    """Where others of the kind are split, those that are whole have their full names."""
+    """Whole blocks by kind; by full names if other blocks of the kind are split."""
     kinds = {block.kind for block, _ in split}
     return [
         WholeBlocks(

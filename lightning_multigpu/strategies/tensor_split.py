@@ -1,4 +1,4 @@
-"""The strategy of tensor parallel training: layers whose weights and work are split over ranks."""
+"""The strategy of tensor parallel training: ranks split the weights and the work of layers."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ class TensorSplitStrategy(RingDDPStrategy):
     """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
 
     The layers are split on the first training batch. The strategy runs ``training_step`` on the whole module and with
-    split layers, and keeps what gives the same loss and gradients; see :class:`.Trials`. Your module stays as it is: at
-    the end of the fit its layers are whole again, and checkpoints always are.
+    split layers, and keeps splits that give the same loss and gradients; see :class:`.Trials`. At the end of the fit
+    your module's layers are whole again; checkpoints always are.
 
-    With fewer tensor ranks than ranks, several groups train side by side, each on its part of every global batch; the
-    same rank of each group averages its gradients as under ``ring_ddp``, whose options are options here too.
+    With fewer tensor ranks than ranks, several tensor groups train on their parts of every global batch. The ranks at
+    the same place of each group average their gradients as under ``ring_ddp``, and have its options.
 
     Args:
-        tensor_parallel_size: ranks among which each layer is split; by default all ranks.
-        data_parallel_size: groups of them side by side: the same setting the other way round.
-        plan: which layers are split. "auto" finds pairs of linear layers, attention, and embeddings with their heads.
-            A mapping says it: from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs
-            are), "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits); a function gets a
-            name and a module and returns one of these, or None. A plan that computes something else raises an error.
+        tensor_parallel_size: ranks that split each layer; by default all ranks.
+        data_parallel_size: number of tensor groups; may be given instead of ``tensor_parallel_size``.
+        plan: the layers to split. "auto" finds pairs of linear layers, attention, and embeddings with their heads. Or a
+            mapping from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs are split),
+            "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). Or a function that gets
+            a name and a module and returns one of these, or None. A plan that changes results raises an error.
         sequence_split: split activations between blocks along the sequence, in lists of layers. True keeps gathered
             inputs of blocks for backward, with the bytes of False; "gather_again" keeps a rank's part, and each column
-            layer gathers once more in backward. Where a list then computes something else, its activations stay whole.
+            layer gathers once more in backward. If that changes a list's results, its activations stay whole.
         options: options of :class:`RingDDPStrategy` and of
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -124,7 +124,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
-        """Ranks among which each layer is split."""
+        """Ranks that split each layer."""
         tensor, data = self._asked_sizes
         return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
 
@@ -221,7 +221,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         return () if self._tensor is None else (self._tensor.random.kept, self._tensor.sequence_random.kept)
 
     def _share_random_states(self) -> None:
-        """Gives every rank of a tensor group the random states of its first one."""
+        """Gives every rank of a tensor group the random states of its first rank."""
         assert self._peers is not None
         device = self.root_device
         on_gpu = device.type == "cuda"
@@ -309,7 +309,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch to the device; where ranks of a tensor group differ, all get what the first one has."""
+        """Moves the batch to the device; if it differs in a tensor group, all ranks get the first one's."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._agree_on(lambda: checksum_of(batch)):
             return batch
@@ -360,9 +360,9 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every tensor group's batch (or of ``group``), stacked: shape (data ranks, *tensor.shape).
+        """One tensor of every tensor group (or of ``group``), stacked: shape (data ranks, *tensor.shape).
 
-        The world means the data axis too: ``LightningModule.all_gather`` passes it where it was given no group.
+        The world also means the data axis: ``LightningModule.all_gather`` passes it by default.
         """
         return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
 
@@ -422,4 +422,4 @@ def _checksum_of_random_states(device: torch.device) -> int:
 
 
 def _write_nothing(*args: Any) -> None:
-    """Stands in for the methods of a prediction writer on ranks whose predictions the first of the group writes."""
+    """Replaces the methods of a prediction writer on all ranks but the first of a tensor group."""

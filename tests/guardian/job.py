@@ -16,7 +16,7 @@ from lightning_multigpu.guardian.proc import read_stat
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("rank_script.py")
 
-# What a rank does until it is told of a failure; without one it says goodbye. Nobody waits longer than this.
+# What a rank does until it receives a failure; without one it leaves. Nobody waits longer than this.
 WORK = "told.wait(60) and sys.exit(1)"
 DEADLINE_S = 60.0
 

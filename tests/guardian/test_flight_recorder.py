@@ -117,7 +117,7 @@ def test_more_groups_than_rows_and_names_that_are_too_long() -> None:
     assert memory[PAGE_BYTES:] == bytearray(PAGE_BYTES)
 
 
-def test_nothing_is_written_after_the_goodbye() -> None:
+def test_nothing_is_written_after_leaving() -> None:
     memory = bytearray(PAGE_BYTES)
     flight_recorder = FlightRecorder(memory, 0)
     note = began(flight_recorder)

@@ -82,7 +82,7 @@ def test_a_zombie_has_ended_although_nobody_collects_it(capfd: pytest.CaptureFix
     assert "ended with exit status 3" in message(capfd)
 
 
-def test_after_goodbye_an_exit_status_means_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_after_leaving_an_exit_status_means_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(1); client.leave()", "client.leave(); os._exit(3)") as job:
         codes, printed = job.outcome()
         assert codes == [0, 3]
@@ -200,7 +200,7 @@ INTERRUPTED_EXIT = (
 
 @pytest.mark.parametrize("leave", ["sys.exit(1)", FORKED_EXIT, INTERRUPTED_EXIT, "client.leave(); sys.exit(1)"])
 def test_a_stopped_guardian_that_no_thread_has_killed_yet_does_not_stay(leave: str) -> None:
-    """A callback's on_exception raised, so no teardown said goodbye, and both ranks ended within a second."""
+    """A callback's on_exception raised, so no teardown left the guardian, and both ranks ended within a second."""
     slow_to_cut = "client._on_failure = lambda failure: (told.set(), time.sleep(60))"
     with Job(f"{slow_to_cut}; told.wait(60); {leave}", failure_timeout_s=1.0) as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)

@@ -112,7 +112,7 @@ class Alone:
 
     is_first = True
 
-    def say(self, kind: str, **fields: Any) -> list[Any]:
+    def send(self, kind: str, **fields: Any) -> list[Any]:
         return []
 
 

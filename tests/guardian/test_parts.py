@@ -361,7 +361,7 @@ def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: R
     rank = ranks.get(0)
     assert rank is not None
     rank.reported_exit_code = 0
-    assert ranks.observe(1.5) is None, "its goodbye may be on its way"
+    assert ranks.observe(1.5) is None, "its last message may be on its way"
     rank.finished = True
     _set(ranks, 1, ENDED, None)
     assert ranks.observe(2.0) is None

@@ -195,7 +195,7 @@ def test_a_process_that_would_be_ended_by_the_signal_is_not_asked() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "1\n"
         for answer in (ask(watched, how), ask(watched, None)):
-            assert answer.place.startswith("it has not said how to ask for its stacks")
+            assert answer.place.startswith("it has registered no signal for its stacks")
         time.sleep(0.2)
         assert is_alive(process.pid)
 

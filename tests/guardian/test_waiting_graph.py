@@ -141,7 +141,7 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
             [view(0, WAITS), view(1, WAITS)],
             [
                 "Ranks 0 and 1 wait in all_reduce #118 of group data for 63 s; "
-                "all ranks of the group have come, so that what they send is slow or lost"
+                "all ranks of the group have come: their messages are slow or lost"
             ],
             id="all have come",
         ),
@@ -185,7 +185,7 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
             [
                 "Rank 0 waits in all_reduce #5 of group data for 63 s; nothing is known of rank 2",
                 "Ranks 1 and 3 wait in all_reduce #5 of group data for 63 s; "
-                "all ranks of the group have come, so that what they send is slow or lost",
+                "all ranks of the group have come: their messages are slow or lost",
             ],
             id="groups of one name, with members of their own",
         ),

@@ -1,4 +1,4 @@
-"""Compression of the gradients that travel between hosts."""
+"""Compression of the gradients that are sent between hosts."""
 
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
 from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics

@@ -1,4 +1,4 @@
-"""The all-reduce of gradients that are compressed before they leave a rank."""
+"""The all-reduce of gradients that ranks compress before sending."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from lightning_multigpu.communication.ring import RingAllReduce
 
 
 class CompressedAllReduce:
-    """Sums or averages CPU tensors of gradients over the ranks of a group; all ranks end with the same bits.
+    """Sums or averages CPU tensors of gradients over the ranks of a group; all ranks get the same bits.
 
-    All ranks of the group must make the same calls in the same order; which thread calls does not matter, but only one
-    at a time. Sums are made in float32 whatever the tensors are.
+    All ranks of the group must make the same calls in the same order, one at a time; which thread calls does not
+    matter. Sums are made in float32 whatever the tensors' dtype is.
 
-    With error feedback, the part of a step's tensors that was not sent is added to them in the next step;
-    :meth:`end_step` ends a step. If a sum was not finite on any rank, the state stays as it was before the step on all
-    ranks: a loss scaler drops such a step.
+    With error feedback, the part of a step's gradients that was not sent is added to the next step's. :meth:`end_step`
+    ends a step. If a sum was not finite on any rank, all ranks keep the state from before the step, which a loss scaler
+    skips.
 
     Args:
         group: a process group whose back end sends CPU tensors point to point (gloo, mpi); nothing else may use it
             for messages while a call is under way.
-        compressor: encodes what travels in place of the tensors.
-        segment_elements: elements that are encoded, sent and decoded at a time.
+        compressor: encodes the tensors.
+        segment_elements: elements that are encoded, sent and decoded at once.
 
     Attributes:
-        ring: reduces tensors that are no gradients, without loss.
+        ring: reduces tensors other than gradients, without loss.
         step_is_finite: whether all sums of the step under way have been finite so far.
 
     Raises:
@@ -81,16 +81,16 @@ class CompressedAllReduce:
             average: divide the sums by the number of ranks.
 
         Raises:
-            ValueError: the tensor is not on the CPU, not contiguous or not floating-point, or ``pieces`` are not it.
-            RuntimeError: another rank is gone, or the group's timeout has passed.
+            ValueError: the tensor is not on the CPU, not contiguous or not floating-point, or ``pieces`` do not fit.
+            RuntimeError: another rank has ended, or the group's timeout has passed.
         """
         return self.begin(tensor, pieces, average=average).finish()
 
     def begin(self, tensor: Tensor, pieces: Sequence[Piece], *, average: bool = False) -> PendingAllReduce:
-        """As a call, but returns when this rank's parts are on their way; ``finish()`` of the result does the rest.
+        """As a call, but returns when this rank's parts are being sent; ``finish()`` of the result does the rest.
 
-        While one tensor is under way, the next may begin: the wire then need not wait for decoding and encoding.
-        They must be finished in the order in which they began, and before :meth:`end_step`.
+        While one tensor is under way, the next may begin, so that the network does not wait for decoding and encoding.
+        Tensors must be finished in the order in which they began, and before :meth:`end_step`.
         """
         pieces = tuple(pieces)
         _check(tensor, pieces)
@@ -105,7 +105,7 @@ class CompressedAllReduce:
         return PendingAllReduce(self, tensor, values, exchange, average)
 
     def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece]) -> int:
-        """Payload in bytes that this rank sends when ``tensor`` is reduced in the step under way."""
+        """Bytes that this rank sends when ``tensor`` is reduced in this step."""
         if self._is_warming_up():
             return self.ring.sent_bytes(tensor)
         if isinstance(self.compressor, PowerSGD):
@@ -113,10 +113,10 @@ class CompressedAllReduce:
         return sent_bytes(self._segments_of(tensor.numel()), self.rank)
 
     def end_step(self, loss_scale: float = 1.0) -> None:
-        """Ends a step: its errors are kept if all of its sums were finite, else the state stays as it was before it.
+        """Ends a step: keeps its errors if all of its sums were finite, else the state from before the step.
 
         Args:
-            loss_scale: of the next step; errors are kept in the unit of the next step's gradients.
+            loss_scale: the next step's loss scale; errors are scaled like the next step's gradients.
         """
         if not self._is_warming_up():
             self.statistics.end_step()
@@ -138,15 +138,15 @@ class CompressedAllReduce:
         )
 
     def share_errors(self, pieces: Sequence[Piece], own: Sequence[Piece], host: dist.ProcessGroup) -> None:
-        """Moves errors to the ranks of a host that use them next, where each rank reduces a part of a tensor.
+        """Moves errors to the ranks of a host that use them next, if each rank reduces a part of a tensor.
 
-        A collective of the host, between steps, for each tensor that is composed anew: the first time, after a
-        checkpoint was loaded (by one rank of each host, the others load ``{}``), and in other buckets.
+        A collective of the host, between steps, for each new tensor: at first, after a checkpoint was loaded (one rank
+        of each host loads it, the others load ``{}``), and when the buckets have changed.
 
         Args:
-            pieces: of the whole tensor.
-            own: of the part that this rank reduces, as :func:`~.pieces.cut` gives them.
-            host: the ranks that have a part each; any back end that sums CPU tensors.
+            pieces: the pieces of the whole tensor.
+            own: the pieces of this rank's part, from :func:`~.pieces.cut`.
+            host: the ranks of the host, with any back end that sums CPU tensors.
         """
         if self._errors is None:
             return
@@ -154,15 +154,15 @@ class CompressedAllReduce:
         dist.all_reduce(total, group=host)
         self._errors.give(tuple(pieces), total)
         kept = self._errors.take(tuple(own))
-        self._errors.take(tuple(pieces))  # the others keep these
+        self._errors.take(tuple(pieces))  # the other ranks keep these
         self._errors.give(tuple(own), kept)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, the same on all ranks; a collective, between steps.
 
-        ``errors`` are averaged over the ranks: the average of the gradients still lacks that average. Each rank of a
-        later run, however many there are, starts with it, so that the average is the same. Ranks of one host that
-        each reduce a part of every tensor have errors of their parts; the host's errors are their sum.
+        ``errors`` are averaged over the ranks, since the averaged gradients lack the average error. Every rank of a
+        later run, however many there are, starts with that average. Ranks of one host that each reduce a part of every
+        tensor have the errors of their parts; the host's errors are their sum.
         """
         state: dict[str, Any] = {"step": self.step, "loss_scale": self._loss_scale}
         if self._errors is not None:
@@ -175,7 +175,7 @@ class CompressedAllReduce:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, whatever the world size and the compressor were; missing errors are zero."""
+        """Continues from ``state``, also of another world size or compressor; missing errors are zero."""
         self.step = int(state.get("step", 0))
         self._loss_scale = state.get("loss_scale")
         self.step_is_finite = True
@@ -232,7 +232,7 @@ class PendingAllReduce:
         self._rest = (values, exchange, average)
 
     def finish(self) -> Tensor:
-        """Waits for the others; returns the tensor, which is then the sum or the average. To be called once."""
+        """Waits for the other ranks; returns the tensor, now the sum or the average. Call it once."""
         self._engine._finish(self._tensor, *self._rest)
         return self._tensor
 

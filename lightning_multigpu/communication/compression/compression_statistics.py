@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 _LOSSES_COUNTED_EVERY = 16
-"""Steps; squaring everything in each would take about a tenth of the time of compressing it."""
+"""Steps; squaring all values in every step would take a tenth of the time of compressing them."""
 
 
 @dataclass
 class CompressionStatistics:
-    """Sums over everything that this rank has sent; the error is summed in every 16th step, from the first on."""
+    """Sums over all tensors that this rank has sent; the error is summed in every 16th step, from the first on."""
 
     uncompressed_bytes: int = 0
-    """Payload that a ring would have sent of the uncompressed tensors."""
+    """Bytes that a ring would have sent of the uncompressed tensors."""
     sent_bytes: int = 0
-    """Payload that was sent instead."""
+    """Bytes that were sent instead."""
     had_square: float = 0.0
     lost_square: float = 0.0
     steps: int = 0
@@ -31,9 +31,9 @@ class CompressionStatistics:
 
     @property
     def relative_error(self) -> float:
-        """The L2 norm of the error over that of the given values; NaN before anything was sent.
+        """The L2 norm of the error over the norm of the given values; NaN before the first compressed step.
 
-        The given values are gradients plus the errors that were fed back. Steps that were not finite do not count.
+        The given values are gradients plus the errors of the step before. Steps that were not finite do not count.
         """
         return math.sqrt(self.lost_square / self.had_square) if self.had_square else math.nan
 
@@ -42,10 +42,10 @@ class CompressionStatistics:
         return _square(values) if self.steps % _LOSSES_COUNTED_EVERY == 0 else None
 
     def add_loss(self, had_square: float | None, lost: Tensor) -> None:
-        """Counts one encoded run of elements.
+        """Adds the error of one encoded run of elements.
 
         Args:
-            had_square: of the given values, from :meth:`square`.
+            had_square: the result of :meth:`square` for the given values.
             lost: the given values minus the sent ones, flat.
         """
         if had_square is None:

@@ -17,7 +17,7 @@ _TOPK_SAMPLES = 4096
 
 
 class Compressor(ABC):
-    """A setting of how gradients are written on the wire; objects have no state and may be shared."""
+    """How gradients are encoded. Objects have no state and may be shared."""
 
     name: ClassVar[str]
     """The name in a user's setting."""
@@ -26,10 +26,10 @@ class Compressor(ABC):
 
 
 class ElementwiseCompressor(Compressor):
-    """A compressor that encodes any run of elements by itself; the number of elements alone decides the bytes.
+    """A compressor that encodes each run of elements by itself; its size depends on the number of elements only.
 
-    In the methods, ``values`` are flat and float32, and ``wire`` are flat ``uint8`` of :meth:`encoded_bytes`, at an
-    address that is a multiple of 8.
+    In the methods, ``values`` is flat and float32. ``wire`` is flat ``uint8`` with :meth:`encoded_bytes` elements, at
+    an address that is a multiple of 8.
     """
 
     @abstractmethod
@@ -38,9 +38,9 @@ class ElementwiseCompressor(Compressor):
 
     @abstractmethod
     def encode(self, values: Tensor, wire: Tensor) -> None:
-        """Writes ``values`` to ``wire`` and leaves the error in ``values``: the given minus the written values.
+        """Writes ``values`` to ``wire``, and then the error (given minus decoded values) to ``values``.
 
-        NaN and infinity must stay not finite when :meth:`decode` reads ``wire``.
+        NaN and infinity must not become finite values in :meth:`decode`.
         """
 
     @abstractmethod
@@ -72,7 +72,7 @@ class _Cast(ElementwiseCompressor):
         values.copy_(wire.view(self.dtype))
 
     def add_decoded(self, wire: Tensor, values: Tensor) -> None:
-        values.add_(wire.view(self.dtype).float())  # an addition of mixed types is fifty times as slow
+        values.add_(wire.view(self.dtype).float())  # adding mixed types takes fifty times as long
 
     def is_finite(self, wire: Tensor, numel: int) -> bool:
         return bool(wire.view(self.dtype).isfinite().all())
@@ -102,7 +102,7 @@ class Int8(ElementwiseCompressor):
 
         | scale of chunk 0 | scale of chunk 1 | ... (float32) | element 0 | element 1 | ... (int8) |
 
-    NaN or infinity makes the scale of its chunk not finite, and so the whole chunk.
+    With NaN or infinity in a chunk, its scale and so all of its elements are not finite.
 
     Args:
         chunk_size: elements that share a scale.
@@ -148,7 +148,7 @@ class Int8(ElementwiseCompressor):
         return 4 * -(-numel // self.chunk_size)
 
     def _rows(self, values: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Values, scales and integers with a row a chunk: first the full chunks, then a shorter last one."""
+        """Values, scales and integers, one row for each chunk: first the full chunks, then a shorter last one."""
         numel = values.numel()
         full = numel - numel % self.chunk_size
         scales = wire[: self._scales_bytes(numel)].view(torch.float32).unsqueeze(1)
@@ -162,17 +162,17 @@ class Int8(ElementwiseCompressor):
 
 @dataclass(frozen=True)
 class TopK(ElementwiseCompressor):
-    """The entries of largest magnitude of each segment that is exchanged; the others wait in the error feedback.
+    """The entries of largest magnitude of each segment; the other entries become the error.
 
     On the wire::
 
         | index 0 | index 1 | ... (int32, within the segment) | value 0 | value 1 | ... (float32) |
 
-    NaN and infinity count as the largest of all. The owner of a segment sends the largest entries of the sum, as many
-    as each rank has sent to it.
+    NaN and infinity count as the largest. The owner of a segment sends as many entries of the sum as each rank has sent
+    to it, again the largest.
 
     Args:
-        ratio: the share of entries that is sent, at least one of each segment.
+        ratio: the share of entries that are sent, at least one of each segment.
 
     Raises:
         ValueError: ``ratio`` is no number in (0, 1].
@@ -224,8 +224,8 @@ def _fields(wire: Tensor) -> tuple[Tensor, Tensor]:
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest; NaN is larger than infinity.
 
-    A threshold guessed from a sample of the elements leaves few candidates to be sorted; where it leaves too few, all
-    elements are sorted.
+    A threshold guessed from a sample of the elements leaves few candidates to sort. If it leaves too few, all elements
+    are sorted.
     """
     stride = magnitudes.numel() // _TOPK_SAMPLES
     if stride < 2:
@@ -243,6 +243,6 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def require_int(name: str, value: object, *, at_least: int, why: str) -> None:
-    """Raises ValueError where ``value`` is no integer, or below the limit."""
+    """Raises ValueError if ``value`` is no integer, or below the limit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{name}={value!r}: {why}; use an integer of {at_least} or more")

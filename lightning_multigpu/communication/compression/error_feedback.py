@@ -1,12 +1,12 @@
 """Error feedback: the error of a step's compression is added to the gradients of the next step.
 
-Without it, a gradient that is always too small to be sent would be lost for ever; with it, the sum of the sent values
-follows the sum of the given ones.
+Without it, a gradient that is always too small to be sent would be lost; with it, the sum of the sent values follows
+the sum of the given values.
 
 Sources: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient
 compression schemes", ICML 2019, algorithm 2; H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel
-stochastic gradient descent with double-pass error-compensated compression", ICML 2019, where the owner of a sum keeps
-its error too.
+stochastic gradient descent with double-pass error-compensated compression", ICML 2019: there the owner of a sum keeps
+the sum's error too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_multigpu.communication.compression.pieces import Pieces, offsets
 
 
 class _Errors:
-    """The errors of one flat tensor: those of the last good step, and those of the step under way."""
+    """The errors of one flat tensor, of the last accepted step and of the step under way."""
 
     def __init__(self, before: Tensor) -> None:
         self.before = before
@@ -37,20 +37,20 @@ class _Errors:
 class ErrorFeedback:
     """The errors of one rank, float32, by parameter name.
 
-    They lie in memory as flat tensors like those of the gradients, so that a step touches them as a whole. When tensors
-    are composed anew (other buckets), the errors follow their parameters.
+    They are stored in flat tensors like the gradients', so that a step adds them at once. When the buckets change, each
+    parameter's errors move to its new tensor.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[Pieces, _Errors] = {}
-        # Flattened parameters whose errors belong to no known tensor: those of a checkpoint, and of former buckets.
+        # Name -> flat errors that belong to no known tensor: from a checkpoint, or from earlier buckets.
         self._others: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def begin(self, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """The errors to add to the flat tensor of these pieces, and the memory for the errors of this step.
 
-        A tensor that comes twice within a step accepts the errors of its first time.
+        If a tensor comes twice within a step, the second time adds the errors of the first.
         """
         errors = self._tensors.get(pieces)
         if errors is None:
@@ -67,12 +67,12 @@ class ErrorFeedback:
             errors.written = False
 
     def scale(self, factor: float) -> None:
-        """Multiplies all errors, after the unit of the gradients has changed (the scale of the loss, for example)."""
+        """Multiplies all errors after a change of the gradients' scale (a loss scaler's, for example)."""
         for tensor in [*self._others.values(), *(errors.before for errors in self._tensors.values())]:
             tensor.mul_(factor)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the errors before the step under way, by name, in the parameters' shapes; in order of the names."""
+        """Name -> a copy of the errors before the step under way, in the parameter's shape; in order of the names."""
         found = {name: tensor.clone() for name, tensor in self._others.items()}
         for pieces, errors in self._tensors.items():
             _add(found, pieces, errors.before)
@@ -86,12 +86,12 @@ class ErrorFeedback:
                         for name, tensor in state.items()}  # fmt: skip
 
     def give(self, pieces: Pieces, errors: Tensor) -> None:
-        """Adds ``errors`` (flat) to those of these pieces, between steps."""
+        """Adds ``errors`` (flat) to the errors of these pieces, between steps."""
         _add(self._others, pieces, errors)
         self._shapes.update({piece.name: piece.shape for piece in pieces})
 
     def take(self, pieces: Pieces) -> Tensor:
-        """The errors of these pieces, flat, between steps; they are moved out from wherever they were."""
+        """The errors of these pieces, flat, between steps; they are removed from their former tensor."""
         for known in [known for known in self._tensors if _share_elements(known, pieces)]:
             _add(self._others, known, self._tensors.pop(known).before)
         collected = torch.zeros(offsets(pieces)[-1])

@@ -1,4 +1,4 @@
-"""Compressors by the names that users write."""
+"""Makes compressors from a user's setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_multigpu.communication.compression.compressors import Bf16, Compr
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 
 COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, Bf16, Int8, PowerSGD, TopK)}
-"""Every compressor by its name."""
+"""Name -> compressor."""
 
 
 def make_compressor(
@@ -21,12 +21,12 @@ def make_compressor(
 
     Args:
         compression: a name, or a mapping with ``name`` and options; a compressor is returned as it is.
-        also_known: names that mean something to the caller, for messages.
+        also_known: further names that the caller accepts, for messages.
         options: further options of the named compressor.
 
     Raises:
         ValueError: the name or an option is unknown, ``name`` is missing, or an option's value is out of range.
-        TypeError: it is none of these kinds.
+        TypeError: ``compression`` has another type.
     """
     names = (*COMPRESSORS, *also_known)
     if isinstance(compression, Compressor):

@@ -1,6 +1,6 @@
 """Messages between ranks that each own a part of a sum.
 
-Every rank sends its values of a part to the part's owner; the owner sums, and sends the sum to all. With N = 3::
+Every rank sends its values of a part to the part's owner; the owner sums them, and sends the sum to all. With N = 3::
 
                 rank 0 owns a     rank 1 owns b     rank 2 owns c
     start       a0 b0 c0          a1 b1 c1          a2 b2 c2
@@ -8,7 +8,7 @@ Every rank sends its values of a part to the part's owner; the owner sums, and s
     holds       A                 B                 C
     FROM_OWNER  A -> 1, 2         B -> 0, 2         C -> 0, 1
 
-A rank sends as much as in a ring, 2(N-1)/N of the whole, but the values are encoded only twice, whatever N is.
+A rank sends as much as in a ring, 2(N-1)/N of the tensor, but values are encoded only twice, whatever N is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-# Messages of one tag between two ranks arrive in the order in which they were sent. The ring uses higher ones.
+# Messages with one tag between two ranks arrive in the order of sending. The ring uses higher tags.
 TO_OWNER = 1
 FROM_OWNER = 2
 SECOND_TO_OWNER = 3
@@ -50,13 +50,13 @@ class Messages:
         return work
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Starts to receive; the tensor holds the message when the work is done."""
+        """Starts to receive; the message is in the tensor when the work is done."""
         work = dist.irecv(tensor, self._ranks[peer], group=self.group, tag=tag)
         assert work is not None
         return work
 
 
 def wait_all(works: Iterable[dist.Work]) -> None:
-    """Waits for all of them."""
+    """Waits for all works."""
     for work in works:
         work.wait()

@@ -1,14 +1,15 @@
 """The all-reduce of compressors that encode each run of elements by itself.
 
-The tensor is cut into a shard a rank, and a shard into segments. A rank encodes its part of each segment for the owner
-of the segment; the owner decodes and sums in float32 and encodes the sum once. Every rank, the owner included, decodes
-this sum, so that all hold the same bits. While a segment is encoded or decoded in the cache, others are on their way::
+The tensor is cut into one shard for each rank, and a shard into segments. A rank encodes its part of each segment for
+the owner of the segment; the owner decodes and sums in float32 and encodes the sum once. Every rank, the owner
+included, decodes this sum, so that all get the same bits. While a segment is encoded or decoded in the cache, others
+are being sent::
 
     encode  s0 s1 s2                   sum, encode  t0 t1 t2      decode  u0 u1 u2
     wire     [- s0 -][- s1 -][- s2 -]                [- t0 -][- t1 -][- t2 -]
 
-With error feedback each rank keeps the error of encoding its parts and the sums that it owns. Both are added to the
-next step's gradients, so that in the sum over ranks nothing is lost.
+With error feedback each rank keeps the errors of encoding its parts and its sums. Both are added to the next step's
+gradients, so that the sum over ranks loses nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from lightning_multigpu.communication.compression.owner_messages import FROM_OWN
 from lightning_multigpu.communication.ring import chunk_bounds
 
 DEFAULT_SEGMENT_ELEMENTS = 1 << 18
-"""One MiB of float32: a segment stays in a core's cache, and a message costs little against what it holds."""
+"""One MiB of float32: a segment fits into a core's cache, and the overhead of a message is small."""
 
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements ``start`` to ``stop`` of the tensor, and where they lie, encoded, among those of the same owner."""
+    """Elements ``start`` to ``stop`` of the tensor, and the place of their encoding in the owner's wire."""
 
     start: int
     stop: int
@@ -62,13 +63,13 @@ def segments_by_owner(
 
 
 def sent_bytes(segments: list[list[Segment]], rank: int) -> int:
-    """Bytes that ``rank`` sends: every other shard once, its own to every other rank."""
+    """Bytes that ``rank`` sends: every other shard once, its own shard to every other rank."""
     totals = [sum(segment.num_bytes for segment in shard) for shard in segments]
     return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
 
 
 class Buffers:
-    """Encoded shards that leave (own parts, own sums) and that arrive (others' parts, others' sums)."""
+    """Encoded shards: this rank's parts and sums, which it sends, and the other ranks', which it receives."""
 
     def __init__(self, segments: list[list[Segment]], rank: int) -> None:
         ends = [-(-(s[-1].offset_bytes + s[-1].num_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if s else 0
@@ -82,7 +83,7 @@ class Buffers:
 
 @dataclass
 class OwnerSummed:
-    """One all-reduce under way: :meth:`send_parts` has started it, :meth:`finish` ends it.
+    """One all-reduce: :meth:`send_parts` starts it, :meth:`finish` ends it.
 
     Attributes:
         values: flat float32; becomes the sum or the average.
@@ -102,7 +103,7 @@ class OwnerSummed:
     _sums: dict[int, list[dist.Work]] = field(default_factory=dict)
 
     def send_parts(self) -> None:
-        """Encodes what other ranks own and starts to send it."""
+        """Encodes the shards that other ranks own, and starts to send them."""
         messages, buffers = self.messages, self.buffers
         for peer in messages.peers:
             self._parts[peer] = [
@@ -122,7 +123,7 @@ class OwnerSummed:
                     self._sends.append(messages.send(part, peer, TO_OWNER))
 
     def finish(self) -> bool:
-        """Sums what this rank owns, sends the sums, and decodes all sums; returns whether all of them are finite."""
+        """Makes and sends the sums of this rank's shard, and decodes all sums; returns whether all are finite."""
         all_finite = True
         for index, segment in enumerate(self.segments[self.messages.rank]):
             self._sum_and_send(index, segment)
@@ -137,7 +138,7 @@ class OwnerSummed:
     def _sum_and_send(self, index: int, segment: Segment) -> None:
         messages, buffers = self.messages, self.buffers
         total = self._with_error(segment)
-        for peer in sorted(self._parts):  # always in the same order, so that runs repeat
+        for peer in sorted(self._parts):  # always in the same order, so that runs are reproducible
             self._parts[peer][index].wait()
             self.compressor.add_decoded(segment.encoded(buffers.parts_in[peer]), total)
         if self.average:
@@ -146,7 +147,7 @@ class OwnerSummed:
         self._encode(total, encoded)
         self._sends += [messages.send(encoded, peer, FROM_OWNER) for peer in messages.peers]
         if self.average and self.errors is not None:
-            total.mul_(messages.world_size)  # the error of an average, which this rank's next gradient makes good alone
+            total.mul_(messages.world_size)  # the next step divides this rank's error of the average again
 
     def _with_error(self, segment: Segment) -> Tensor:
         """This rank's values of a segment plus the error, in memory that may be overwritten."""
@@ -164,5 +165,5 @@ class OwnerSummed:
     def _decode(self, segment: Segment, wire: Tensor) -> bool:
         encoded = segment.encoded(wire)
         self.compressor.decode(encoded, self.values[segment.start : segment.stop])
-        # Without error feedback nobody asks.
+        # Without error feedback the result is not used.
         return self.errors is None or self.compressor.is_finite(encoded, segment.stop - segment.start)

@@ -1,4 +1,4 @@
-"""Pieces of a flat tensor of gradients: the parameters that it is made of."""
+"""Pieces of a flat tensor of gradients: the parameters in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Piece:
 
     Args:
         name: the parameter's name; the same on every rank, whatever the buckets are.
-        shape: of the whole parameter.
-        start: first element of the flattened parameter that the piece holds.
-        stop: one past its last element; by default the parameter's end.
+        shape: the whole parameter's shape.
+        start: the piece's first element in the flattened parameter.
+        stop: one past the piece's last element; by default the parameter's end.
 
     Raises:
         ValueError: ``start`` and ``stop`` are no range within the parameter.
@@ -53,7 +53,7 @@ class Piece:
 
 
 Pieces = tuple[Piece, ...]
-"""The parts of a flat tensor, one behind the other."""
+"""The pieces of a flat tensor, in order."""
 
 
 def offsets(pieces: Iterable[Piece]) -> list[int]:
@@ -62,7 +62,7 @@ def offsets(pieces: Iterable[Piece]) -> list[int]:
 
 
 def cut(pieces: Sequence[Piece], start: int, stop: int) -> Pieces:
-    """The pieces of ``tensor[start:stop]``, where ``pieces`` are those of the flat ``tensor``."""
+    """The pieces of ``tensor[start:stop]``, if ``pieces`` are the pieces of the flat ``tensor``."""
     found = []
     for piece, (a, b) in zip(pieces, pairwise(offsets(pieces)), strict=True):
         first, last = max(a, start), min(b, stop)
@@ -74,8 +74,8 @@ def cut(pieces: Sequence[Piece], start: int, stop: int) -> Pieces:
 def whole_bounds(pieces: Sequence[Piece], num_shards: int) -> list[tuple[int, int]]:
     """Cuts the flat tensor between pieces only: first and one-past-last element of each of ``num_shards`` shards.
 
-    The shards are as even as that allows: each border is the one between two pieces that lies nearest to where an even
-    cut would be. Some shards are empty where there are few pieces.
+    The shards are nearly even: each cut is at the border between two pieces that is nearest to the even cut. With few
+    pieces some shards are empty.
     """
     borders = offsets(pieces)
     cuts = [min(borders, key=lambda border: abs(border * num_shards - borders[-1] * i)) for i in range(num_shards)]

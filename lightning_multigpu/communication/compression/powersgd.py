@@ -1,13 +1,13 @@
-"""PowerSGD: a matrix of gradients travels as the product of two thin ones, from one power iteration a training step.
+"""PowerSGD: a matrix of gradients is sent as two thin factors, from one power iteration in each training step.
 
 Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-optimization", NeurIPS 2019, algorithm 1. With M the gradients of a rank and Q the result of the step before::
+optimization", NeurIPS 2019, algorithm 1. With M the gradients of a rank and Q the result of the previous step::
 
     P = M Q              summed over the ranks, then orthonormalised
     Q = transpose(M) P   averaged over the ranks
     the average of M is taken to be P transpose(Q); a rank keeps the error M - P transpose(its own Q)
 
-Every matrix has an owner, a rank that sums the matrix's factors and sends the sums to all; Q is stored as (rank,
+Every matrix has an owner: a rank that sums the matrix's factors and sends the sums to all. Q is stored as (rank,
 columns)::
 
     every rank    P = M Q            to the owner of the matrix
@@ -16,9 +16,8 @@ columns)::
     owner         sum of Q                             to all
     every rank    the sum of M is P Q, the error M - P (own Q)
 
-Parameters that are no matrix travel with P, as they are. Owners have whole parameters, since a part of a matrix would
-have another rank. All ranks use the factors that the owner sent, so that all hold the same bits, and the sums are made
-in one order.
+Other parameters are sent uncompressed, with P. Owners have whole parameters, since a part of a matrix has other
+factors. All ranks use the owner's factors, and sums are made in one order, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from lightning_multigpu.communication.compression.owner_messages import (
 )
 from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
 
-_RANKS_BY_OUTER_PRODUCTS = 4  # up to here a sum of outer products is faster than a product of matrices
+_RANKS_BY_OUTER_PRODUCTS = 4  # up to this rank a sum of outer products is faster than a matrix product
 
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Matrices travel as two factors of a low rank; biases and small matrices travel as they are.
+    """Sends matrices as two factors of low rank; biases and small matrices are not compressed.
 
-    Tensors of more than two dimensions are matrices of their first dimension by the others.
+    In a tensor of more than two dimensions, the first one gives the rows and the others the columns.
 
     Args:
-        rank: of the factors: an (m, n) matrix becomes ``rank * (m + n)`` numbers.
-        start_step: so many steps are not compressed: early gradients change fast.
+        rank: the factors' rank: an (m, n) matrix becomes ``rank * (m + n)`` numbers.
+        start_step: the first compressed step: early gradients change fast.
 
     Raises:
         ValueError: ``rank`` is no integer of 1 or more, or ``start_step`` none of 0 or more.
@@ -72,7 +71,7 @@ class PowerSGD(Compressor):
         require_int("start_step", self.start_step, at_least=0, why="it is the first step that is compressed")
 
     def factors(self, piece: Piece) -> tuple[int, int] | None:
-        """Rows and columns of the piece as a matrix, or None where factors would not be smaller, or it is a part."""
+        """Rows and columns of the piece as a matrix; None if factors would not be smaller, or the piece is a part."""
         if len(piece.shape) < 2 or not piece.is_whole or not piece.numel:
             return None
         rows, columns = piece.shape[0], math.prod(piece.shape[1:])
@@ -81,7 +80,7 @@ class PowerSGD(Compressor):
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter in the flat tensor, its owner, and where its numbers lie in the owner's first and second message."""
+    """A parameter in the flat tensor, its owner, and its slices of the owner's first and second message."""
 
     name: str
     start: int
@@ -90,7 +89,7 @@ class Part:
     first: slice
     second: slice
     size: tuple[int, int] | None
-    """Rows and columns, or None where it travels as it is."""
+    """Rows and columns; None if it is not compressed."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,15 @@ class Plan:
     second_numel: tuple[int, ...]
 
     def sent_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` sends: every other owner's part once, its own part to every other rank."""
+        """Bytes that ``rank`` sends: every other owner's parts once, its own parts to every other rank."""
         totals = [4 * (first + second) for first, second in zip(self.first_numel, self.second_numel, strict=True)]
         return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
 
 
 class Owners:
-    """Assigns parameters to ranks, each to the rank with the least to send so far; deterministic.
+    """Assigns each parameter to the rank with the least to send so far.
 
-    A tensor keeps its plan; the ranks agree because all see the same tensors in the same order.
+    A tensor keeps its plan. All ranks make the same plans, because they see the same tensors in the same order.
     """
 
     def __init__(self, compressor: PowerSGD, world_size: int) -> None:
@@ -119,7 +118,7 @@ class Owners:
         self._plans: dict[Pieces, Plan] = {}
 
     def plan(self, pieces: Pieces) -> Plan:
-        """The plan of the flat tensor of these pieces."""
+        """The plan for the flat tensor of these pieces."""
         found = self._plans.get(pieces)
         if found is None:
             found = self._plans[pieces] = self._new_plan(pieces)
@@ -142,10 +141,10 @@ class Owners:
 
 
 class WarmStarts:
-    """The factor Q of each matrix, with which its next power iteration starts: the same on every rank.
+    """The factor Q of each matrix, the start of its next power iteration; the same on every rank.
 
     Args:
-        rank: of the factors.
+        rank: the factors' rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -154,26 +153,26 @@ class WarmStarts:
         self._of_this_step: dict[str, Tensor] = {}
 
     def get(self, name: str, columns: int) -> Tensor:
-        """(rank, columns). One of another size, because the rank was another in the checkpoint, is made anew."""
+        """The factor, (rank, columns); a new one if the factor of a checkpoint has another rank."""
         factor = self._factors.get(name)
         if factor is None or factor.shape != (self._rank, columns):
             factor = self._factors[name] = first_factor(name, self._rank, columns)
         return factor
 
     def put(self, name: str, factor: Tensor) -> None:
-        """Sets the factor of the next step, normalised, since its length would grow; used if this step is accepted."""
+        """Sets the factor for the next step, if this step is accepted; normalised, since its length would grow."""
         norm = torch.linalg.vector_norm(factor)
         if norm > 0:
             self._of_this_step[name] = factor / norm
 
     def end_step(self, *, accept: bool) -> None:
-        """Keeps or forgets the factors of the step."""
+        """Keeps or drops the factors of the step."""
         if accept:
             self._factors.update(self._of_this_step)
         self._of_this_step = {}
 
     def state(self) -> dict[str, Tensor]:
-        """A copy, by name."""
+        """Name -> a copy of the factor."""
         return {name: self._factors[name].clone() for name in sorted(self._factors)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -184,7 +183,7 @@ class WarmStarts:
 
 @dataclass
 class LowRank:
-    """One all-reduce under way: :meth:`send_parts` has started it, :meth:`finish` ends it.
+    """One all-reduce: :meth:`send_parts` starts it, :meth:`finish` ends it.
 
     Attributes:
         values: flat float32; becomes the sum or the average.
@@ -227,19 +226,19 @@ class LowRank:
                 total[part.first].div_(self.messages.world_size)
         self._first.exchange_sums()
         for part in self.plan.parts:
-            self._take_away(part)
+            self._subtract_product(part)
         self._second.send_parts()
         total = self._second.sum_parts()
         if self.average:
             total.div_(self.messages.world_size)
         self._second.exchange_sums()
         for part in self.plan.parts:
-            self._put_together(part)
+            self._write_sum(part)
         self._first.wait_for_sends()
         self._second.wait_for_sends()
         return self._first.is_finite() and self._second.is_finite()
 
-    def _take_away(self, part: Part) -> None:
+    def _subtract_product(self, part: Part) -> None:
         """Makes this rank's Q, and subtracts the product of the factors from the gradients."""
         given = self._given[part.start : part.stop]
         if part.size is None:
@@ -252,7 +251,7 @@ class LowRank:
         add_product(given.view(part.size), p, q, factor=-1.0)
         self.statistics.add_loss(had_square, given)
 
-    def _put_together(self, part: Part) -> None:
+    def _write_sum(self, part: Part) -> None:
         values = self.values[part.start : part.stop]
         first = self._first.numbers[part.owner][part.first]
         if part.size is None:
@@ -265,7 +264,7 @@ class LowRank:
 
 
 class _Round:
-    """Numbers for each owner, which it sums and sends back; nothing is sent about owners of nothing."""
+    """Numbers for each owner, which sums them and sends the sums back; owners without parts get no message."""
 
     def __init__(self, messages: Messages, numels: tuple[int, ...], to_owner: int, from_owner: int) -> None:
         self.numbers = [torch.empty(numel) for numel in numels]
@@ -282,7 +281,7 @@ class _Round:
                 self._sends.append(self._messages.send(self.numbers[peer], peer, self._to_owner))
 
     def sum_parts(self) -> Tensor:
-        """The sums that this rank owns; they may be changed until :meth:`exchange_sums`."""
+        """The sums that this rank owns; the caller may change them until :meth:`exchange_sums`."""
         own = self.numbers[self._messages.rank]
         for peer in sorted(self._parts):
             self._arrivals[peer].wait()
@@ -290,9 +289,9 @@ class _Round:
         return own
 
     def exchange_sums(self) -> None:
-        """Every rank's numbers become the sums."""
+        """Sends this rank's sums, and replaces the numbers of the other owners by their sums."""
         messages = self._messages
-        wait_all(self._sends)  # what has been sent is about to be overwritten
+        wait_all(self._sends)  # the sent memory is overwritten next
         self._sends = [messages.send(self.numbers[messages.rank], peer, self._from_owner) for peer in self._parts]
         wait_all(
             [
@@ -318,7 +317,7 @@ def first_factor(name: str, rank: int, columns: int) -> Tensor:
 
 
 def orthonormalise(factor: Tensor) -> None:
-    """Makes the columns of ``factor`` (rows, rank) orthonormal, in place; all NaN where it is not finite."""
+    """Makes the columns of ``factor`` (rows, rank) orthonormal, in place; all NaN if it is not finite."""
     if factor.isfinite().all():
         factor.copy_(torch.linalg.qr(factor).Q)
     else:

@@ -12,14 +12,14 @@ import torch
 
 
 class Clock(Protocol):
-    """A source of marks; a mark is opaque, and on a GPU its time is known only when the device has reached it."""
+    """A source of opaque marks; on a GPU a mark's time is known only when the device has reached it."""
 
     def mark(self) -> Any:
         """The present moment."""
         ...
 
     def passed(self, mark: Any) -> bool:
-        """Whether the time of the mark is known by now."""
+        """Whether the time of the mark is known."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -27,11 +27,11 @@ class Clock(Protocol):
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to another, both passed."""
+        """Seconds between two passed marks."""
         ...
 
     def origin(self) -> tuple[Any, float]:
-        """A mark and its time on the host's clock, by which other marks are placed there; waits for the device."""
+        """A mark and its time on the host's clock, from which the times of other marks follow; waits for the device."""
         ...
 
 
@@ -93,7 +93,7 @@ class StreamClock:
 
 
 def recorded_event() -> torch.cuda.Event:
-    """An event that the current CUDA stream has been given to pass, with its time."""
+    """A new event with timing, recorded on the current CUDA stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -105,15 +105,15 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def synchronise(device: torch.device) -> None:
-    """Returns when the device has completed all work that it was given."""
+    """Returns when the device has completed all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class CoreWait:
-    """The time for which the thread that made it was ready to run while other threads had the cores.
+    """The time for which this thread was ready to run while other threads had the cores.
 
-    It reads a file of Linux that stays open within the block; elsewhere it tells 0.
+    It reads a Linux file that stays open within the block; on other systems it is 0.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class CoreWait:
             self._descriptor = None
 
     def seconds(self) -> float:
-        """So far, since the thread began."""
+        """Seconds since the thread began."""
         if self._descriptor is None:
             return 0.0
         return int(os.pread(self._descriptor, 100, 0).split()[1]) * 1e-9

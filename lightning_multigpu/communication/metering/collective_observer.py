@@ -20,7 +20,7 @@ class Note(Protocol):
 
 
 class CollectiveObserver(Protocol):
-    """An observer that is told of each collective as it begins; the guardian's ``FlightRecorder`` is one."""
+    """An observer of each collective that begins; the guardian's ``FlightRecorder`` is one."""
 
     def began(
         self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True

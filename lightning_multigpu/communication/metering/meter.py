@@ -27,20 +27,20 @@ from lightning_multigpu.communication.metering.traffic import (
 
 _EPOCH_S = 60.0
 _LATE_S = 0.2
-"""Gloo's threads report the end of a transfer a moment after whoever waits for it goes on."""
+"""Gloo's threads report the end of a transfer a moment after a thread that waits for it continues."""
 
 
 class Meter:
     """Records every transfer of this rank and sums them up per optimizer step.
 
-    Blocking transfers are exposed as a whole. Of the others, the exposed part is what overlaps the intervals in which
-    the main thread was reported to wait (:meth:`waited`). Any thread may record; steps are ended by the main thread.
+    A blocking transfer is exposed as a whole. Another transfer is exposed while the main thread waits, which is
+    reported by :meth:`waited`. Any thread may record; the main thread ends steps.
 
-    On GPUs transfers are timed by CUDA events on their own stream, and the device is waited for once a minute only: a
-    step appears in :attr:`steps` once its events have passed, usually one step later.
+    On GPUs CUDA events on the transfers' own stream time them, and the meter waits for the device only once a minute:
+    a step appears in :attr:`steps` once its events have passed, usually one step later.
 
     Args:
-        history: how many steps :attr:`steps` keeps.
+        history: the most steps in :attr:`steps`.
         clock: seconds, monotonic.
     """
 
@@ -65,13 +65,13 @@ class Meter:
         self._open_step()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty_meter, (self.steps.maxlen,)  # what a spawned rank starts from
+        return _empty_meter, (self.steps.maxlen,)  # a spawned rank starts with an empty meter
 
     @property
     def notes(self) -> CollectiveObserver | None:
-        """Told of each transfer as it begins and ends, so that other processes can see what this rank waits for.
+        """Observes the begin and end of each transfer, so that other processes can see what this rank waits for.
 
-        None for no observer. A thread tells it how far the device has come with transfers on CUDA streams.
+        None for no observer. For transfers on CUDA streams a thread reports the device's progress to it.
         """
         return self._notes
 
@@ -106,15 +106,15 @@ class Meter:
             operation: the collective's name as in ``torch.distributed``, ``"all_reduce"`` for example.
             group: the mesh axis or the purpose of the process group: ``"data"``, ``"world"``, ``"control"``...
             group_size: ranks in the group.
-            size_bytes: S, the size of the tensor that the collective is about (the total over ranks for gathers).
+            size_bytes: S, the size of the collective's tensor (the total over ranks for gathers).
             sent_bytes: payload that this rank sends; by default :func:`sent_share` x S.
-            memory_bytes: how much of that goes through memory shared with ranks of this host, and not over a network.
-            blocking: the main thread waits for all of it.
+            memory_bytes: the part of ``sent_bytes`` that goes through memory shared with ranks of this host.
+            blocking: the main thread waits during the whole transfer.
             ranks: the members of the group, as ``collective_observer.ranks_text`` writes them.
-            awaited: some thread waits for it from the beginning; where not, call ``awaited()`` of the result later.
-            noted: :attr:`notes` is told; not needed for a message that is handed over and not waited for.
-            on_stream: time it by events on the CUDA streams current at its start and end. It counts as awaited from
-                the moment at which the device has come to it.
+            awaited: a thread waits for it from the beginning; else call ``awaited()`` of the result later.
+            noted: :attr:`notes` observes it; not needed for a sent message that no thread waits for.
+            on_stream: time it by events on the CUDA streams current at its start and end. It counts as awaited once
+                the device has reached it.
         """
         note = None
         if noted and self._notes is not None:
@@ -157,7 +157,7 @@ class Meter:
             self._add_wait(Wait(clock=self._host_clock, origin=self._host_clock.origin(), start=start_s, end=end_s))
 
     def waited_on_stream(self, start: torch.cuda.Event) -> None:
-        """The current CUDA stream had nothing but transfers to wait for from the event ``start`` to this moment."""
+        """The current CUDA stream did nothing but wait for transfers from the event ``start`` to this moment."""
         clock = self._stream_clock
         self._add_wait(Wait(clock=clock, origin=self._origin(), start=start, end=clock.mark()))
 
@@ -192,7 +192,7 @@ class Meter:
     def flush(self) -> None:
         """Waits for the events of all ended steps, so that :attr:`steps` is complete.
 
-        A transfer that no thread waits for any more, because training has ended, is left out.
+        A transfer that no thread waits for, because training has ended, is left out.
         """
         if self._stream_origin is not None:
             torch.cuda.synchronize()
@@ -216,7 +216,7 @@ class Meter:
     def _origin(self) -> tuple[torch.cuda.Event, float]:
         """The origin of the CUDA clock, renewed once a minute: CUDA gives the time between events as a float32 in ms.
 
-        It is renewed between two steps: within a step, a rank that waits for its device may hold up those that its
+        It is renewed between two steps: within a step, a rank that waits for its device may delay the ranks that its
         device waits for.
         """
         if self._stream_origin is None:

@@ -15,10 +15,10 @@ class Wait:
     """A time in which the main thread, or the compute stream, does nothing but wait for transfers.
 
     Attributes:
-        clock: that made the marks.
+        clock: the clock of the marks.
         origin: a mark of the clock and its time on the host's clock.
-        start: a mark.
-        end: a mark; None while it lasts.
+        start: the mark of its start.
+        end: the mark of its end; None before the end.
     """
 
     clock: Clock = field(repr=False)
@@ -39,7 +39,7 @@ class Wait:
 class Transfer(Wait):
     """One transfer under way; the thread that sees its end calls :meth:`finish`, or :meth:`broke` at an error.
 
-    On a CUDA stream the host does not wait for the end of a transfer: :meth:`tell` looks for it.
+    On a CUDA stream the host does not wait for the end of a transfer: :meth:`report` checks for it.
     """
 
     operation: str
@@ -57,8 +57,8 @@ class Transfer(Wait):
         if self.note is not None and self.clock.passed(self.end):
             self.note.ended()
 
-    def tell(self) -> bool:
-        """Tells the observer how far the device has come with the transfer; returns whether it has ended."""
+    def report(self) -> bool:
+        """Reports that the device has reached, or ended, the transfer; returns whether it has ended."""
         if self.done():
             if self.note is not None:
                 self.note.ended()
@@ -69,12 +69,12 @@ class Transfer(Wait):
         return False
 
     def awaited(self) -> None:
-        """From now on the calling thread does nothing but wait for the transfer."""
+        """Reports that the calling thread waits for the transfer from now on."""
         if self.note is not None:
             self.note.awaited()
 
     def broke(self) -> None:
-        """The transfer has raised an error, and will not be finished."""
+        """Ends the transfer after an error."""
         self.end = self.clock.mark()
         if self.note is not None:
             self.note.broke()

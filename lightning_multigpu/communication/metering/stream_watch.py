@@ -1,4 +1,4 @@
-"""Watch of transfers on CUDA streams: tells an observer how far the device has come with them."""
+"""Reports to an observer which transfers on CUDA streams the device has reached or ended."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _LOOK_S = 0.5
 
 
 class StreamWatch:
-    """Looks at the events of transfers that the host has put on a stream and does not wait for.
+    """Checks the events of transfers that the host has put on a stream and does not wait for.
 
-    The host goes on, or spins in a function of CUDA that waits for the device, such as ``.item()``; only the events
-    show what the device waits for. A thread looks at them twice a second, from the first transfer on until
-    :meth:`stop`.
+    The host continues, or waits for the device in a CUDA function such as ``.item()``; only the events show what the
+    device waits for. A thread checks them twice a second, from the first transfer until :meth:`stop`.
     """
 
     def __init__(self) -> None:
@@ -26,7 +25,7 @@ class StreamWatch:
         self._stopping = threading.Event()
 
     def add(self, transfer: Transfer) -> None:
-        """Takes a transfer that was noted as begun."""
+        """Adds a transfer whose begin was noted."""
         with self._lock:
             self._under_way.append(transfer)
             if self._thread is None:
@@ -35,10 +34,10 @@ class StreamWatch:
                 self._thread.start()
 
     def look(self) -> None:
-        """Tells the observer of transfers which the device has come to, or ended."""
+        """Reports the transfers that the device has reached or ended."""
         with self._lock:
             transfers = list(self._under_way)
-        ended = {id(transfer) for transfer in transfers if transfer.tell()}
+        ended = {id(transfer) for transfer in transfers if transfer.report()}
         with self._lock:
             self._under_way = [transfer for transfer in self._under_way if id(transfer) not in ended]
 
@@ -51,9 +50,9 @@ class StreamWatch:
 
     def _run(self, device: int) -> None:
         stopping = self._stopping
-        torch.cuda.set_device(device)  # a thread begins with the first one, which is another rank's
+        torch.cuda.set_device(device)  # a new thread uses device 0, which is another rank's
         while not stopping.wait(_LOOK_S):
             try:
                 self.look()
-            except RuntimeError:  # the device has failed, and so will whoever waits for it
+            except RuntimeError:  # the device has failed; every thread that waits for it gets the error too
                 return

@@ -1,7 +1,7 @@
-"""A barrier between processes, of POSIX semaphores in shared memory.
+"""A barrier between processes, made of POSIX semaphores in shared memory.
 
-Each rank owns one semaphore for every other rank. To arrive is to post the semaphore that each of the others has for
-this rank; to wait is to wait for one's own, one after the other::
+Each rank owns one semaphore for every other rank. A rank arrives by posting its semaphore at every other rank, and
+waits for its own semaphores, one after the other::
 
     rank 0          rank 1          rank 2
     arrive --post-> [0]             [0]
@@ -10,7 +10,7 @@ this rank; to wait is to wait for one's own, one after the other::
     wait [1] [2]    wait [0] [2]    wait [0] [1]
 
 A waiting rank sleeps in the kernel, so that ranks may share a core, and other threads of its process run on. It wakes
-up several times a second to look for a rank that is gone and for :meth:`Barrier.abort`, and to run signal handlers.
+up several times a second to check for an ended rank and for :meth:`Barrier.abort`, and to run signal handlers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPECTED_ERRORS = (errno.EINTR, errno.ETIMEDOUT)
 
 
 class ConnectionLostError(RuntimeError):
-    """Another rank is gone, the job was aborted, or the time is up."""
+    """Another rank has ended, the job was aborted, or the time is up."""
 
 
 class _Timespec(ctypes.Structure):
@@ -37,15 +37,15 @@ class _Timespec(ctypes.Structure):
 
 
 class Barrier:
-    """A barrier of ``world_size`` ranks; each makes an object of its own over the same memory.
+    """A barrier of ``world_size`` ranks; each rank makes its own object over the same memory.
 
     Args:
         memory: zeros at first, writable, at least :meth:`size_bytes`; shared by all ranks.
-        rank: this one, of 0 to ``world_size - 1``.
+        rank: this rank, from 0 to ``world_size - 1``.
         world_size: number of ranks.
-        names: what each rank is called in messages.
-        is_gone: tells whether the process of a rank has ended or has left.
-        timeout_s: how long :meth:`wait` waits.
+        names: the number of each rank in messages.
+        is_gone: returns whether a rank's process has ended or has closed the memory.
+        timeout_s: limit of :meth:`wait`.
 
     Raises:
         OSError: the system has no semaphores with a monotonic clock (glibc has them from 2.30 on).
@@ -68,7 +68,7 @@ class Barrier:
         try:
             blocking, short = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
             self._wait = blocking.sem_clockwait
-            # These never block: holding the interpreter lock meanwhile is cheaper than giving it away.
+            # These never block: keeping the interpreter lock is cheaper than releasing it.
             self._post, self._try, self._initialise = short.sem_post, short.sem_trywait, short.sem_init
         except AttributeError as error:
             raise OSError(errno.ENOSYS, f"semaphores: {error}") from error
@@ -85,17 +85,17 @@ class Barrier:
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
-        """Memory that the barrier of ``world_size`` ranks needs."""
+        """Bytes of memory for ``world_size`` ranks."""
         return _CELL_BYTES * (1 + world_size * world_size)
 
     def initialise(self) -> None:
-        """Makes the semaphores; called by one rank, before any other uses them."""
+        """Makes the semaphores; one rank calls it before any other rank uses them."""
         for cells in self._cells:
             for cell in cells:
                 self._initialise(cell, 1, 0)
 
     def arrive(self) -> None:
-        """Announces this rank; after their wait the others see everything that it has written before."""
+        """Arrives; after their wait the other ranks see everything that this rank has written before."""
         for cell in self._theirs:
             self._post(cell)
 
@@ -103,7 +103,7 @@ class Barrier:
         """Waits until all others have arrived; each wait belongs to one arrival of this rank.
 
         Raises:
-            ConnectionLostError: a rank is gone, the barrier was aborted, or the time is up. It says which.
+            ConnectionLostError: a rank has ended, the barrier was aborted, or the time is up; the message says which.
         """
         for peer, cell in self._own:
             if self._try(cell) != 0:
@@ -112,7 +112,7 @@ class Barrier:
             raise self._lost()
 
     def abort(self) -> None:
-        """Makes all ranks raise that wait or will wait; those that sleep do so within 0.25 s."""
+        """Makes all ranks that wait, or wait later, raise within 0.25 s."""
         self._flag.value = self._flag.value or _ABORTED
 
     def _wait_for(self, peer: int, cell: ctypes.c_void_p) -> None:
@@ -127,7 +127,7 @@ class Barrier:
                 raise OSError(number, f"sem_clockwait: {os.strerror(number)}")
             if self._flag.value != 0:
                 raise self._lost()
-            # A rank that is gone may have arrived before it left.
+            # An ended rank may have arrived before its end.
             if self._is_gone(peer) and self._try(cell) != 0:
                 self._flag.value = self._flag.value or 1 + peer
                 raise self._lost()

@@ -1,16 +1,17 @@
 """The all-reduce between ranks of one host through shared memory, without sockets.
 
-A tensor is worked off in chunks that stay in cache, several at once (:mod:`.shared_buffers`). Each chunk of an
-all-reduce goes through three stages::
+A tensor is cut into chunks that fit into the cache; several are under way at once (:mod:`.shared_buffers`). Each chunk
+of an all-reduce goes through three stages::
 
     write           every rank copies its chunk into its slot
     sum own part    every rank sums its part of the chunk over all slots
     read the sums   every rank copies the sums into its tensor
 
-Two ranks, or short messages, take two stages: after ``write`` every rank sums all by itself. Tensors that were moved
-into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are (:mod:`.in_place_shared`).
+With two ranks, or for small tensors, there are two stages: after ``write`` every rank makes all sums itself. Tensors
+that were moved into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are
+(:mod:`.in_place_shared`).
 
-Sums are made in the order of ranks, so they are the same bits on every rank and in every run.
+Sums are made in the order of ranks, so all ranks and all runs get the same bits.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
 class SharedMemoryAllReduce:
-    """Sums or averages CPU tensors over the ranks of one host; also in two halves, reduce-scatter and all-gather.
+    """Sums or averages CPU tensors over the ranks of one host; also has reduce-scatter and all-gather.
 
     All ranks of the group must call the same collectives in the same order, one at a time; which thread calls does not
     matter. Tensors are dense, contiguous, on the CPU, and of the same shape and dtype on every rank. float16 and
     bfloat16 are summed in float32 and rounded once.
 
-    Making one is a collective of the group.
+    The constructor is a collective of the group.
 
     Args:
-        group: ranks of one host, over gloo; used only to hand over the memory.
-        chunk_bytes: how much of a tensor is worked off between two barriers.
-        direct_bytes: up to this size each of more than two ranks sums everything itself, which saves a barrier.
-        timeout_s: how long a rank waits for the others.
+        group: ranks of one host, over gloo; used only to share the memory.
+        chunk_bytes: size of a tensor's chunks.
+        direct_bytes: up to this size every rank makes all sums itself, which saves a barrier; for three or more ranks.
+        timeout_s: seconds that a rank waits for the others.
 
     Raises:
         ValueError: an option is out of its range.
@@ -78,11 +79,11 @@ class SharedMemoryAllReduce:
         A collective; no other thread may work on the tensor meanwhile.
 
         Args:
-            tensor: one-dimensional and with a storage of its own, equally long on every rank; its views move along.
-            key: a number for it. An earlier tensor of the same number is forgotten.
+            tensor: one-dimensional, alone in its storage, equally long on every rank; its views are moved too.
+            key: a number for it; replaces an earlier tensor with this number.
 
         Raises:
-            SharedMemoryUnavailableError: on all ranks alike; the tensor is as usable as before.
+            SharedMemoryUnavailableError: on all ranks; the tensor stays usable.
         """
         self._in_place.move(_flat(tensor, False), key)
 
@@ -91,7 +92,7 @@ class SharedMemoryAllReduce:
         return self._in_place.rows(tensor) is not None
 
     def sent_bytes(self, tensor: Tensor) -> int:
-        """Payload in bytes that this rank writes for the others: their shards, and the sums of its own."""
+        """Bytes that this rank writes for the others: their shards, and the sums of its own shard."""
         return tensor.nbytes if self.world_size > 1 else 0
 
     def __call__(self, tensor: Tensor, *, average: bool = False) -> Tensor:
@@ -103,7 +104,7 @@ class SharedMemoryAllReduce:
 
         Raises:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
-            ConnectionLostError: another rank is gone, :meth:`abort` was called, or the time is up.
+            ConnectionLostError: another rank has ended, :meth:`abort` was called, or the time is up.
         """
         flat = _flat(tensor, average)
         moved = self._in_place.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None
@@ -137,14 +138,14 @@ class SharedMemoryAllReduce:
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, *, average: bool = False, bounds: Bounds | None = None) -> Tensor:
-        """Puts the sums over all ranks into this rank's shard of ``tensor``; the rest stays as it is, except where the
-        tensor was moved: there a faster rank may be gathering its shard already.
+        """Writes the sums over all ranks into this rank's shard of ``tensor``.
 
-        Arguments and errors are those of an all-reduce; and:
+        The other shards do not change, except in a moved tensor: a faster rank may already gather its shard. Arguments
+        and errors as for an all-reduce, and:
 
         Args:
-            bounds: first and one-past-last element of each rank's shard, which follow one another and may be empty; by
-                default as even as can be (:meth:`shard`).
+            bounds: first and one-past-last element of each rank's shard; the shards are consecutive and may be empty.
+                By default they are as even as possible.
 
         Returns:
             The shard, a flat view of ``tensor``.
@@ -174,13 +175,13 @@ class SharedMemoryAllReduce:
     def all_gather(self, tensor: Tensor, *, bounds: Bounds | None = None) -> Tensor:
         """Fills ``tensor`` in place with the shard of every rank, and returns it.
 
-        Errors are those of an all-reduce; ``bounds`` are those of :meth:`reduce_scatter`.
+        Errors as for an all-reduce; ``bounds`` as for :meth:`reduce_scatter`.
         """
         flat = _flat(tensor)
         shards = self._shards(flat, bounds)
         moved = self._in_place.rows(flat)
         if moved is not None:
-            # Nobody else reads or writes these parts, from the sums of a reduce-scatter on.
+            # After a reduce-scatter no other rank reads or writes these parts.
             others = [self._shards(row, bounds)[self.rank] for rank, row in enumerate(moved) if rank != self.rank]
             self._buffers.run(1, lambda _: [other.copy_(shards[self.rank]) for other in others], _nothing)
             return tensor
@@ -201,11 +202,11 @@ class SharedMemoryAllReduce:
         return tensor
 
     def forget_moved(self) -> None:
-        """Gives the memory of all moved tensors back; this rank's own stay usable, as tensors that were not moved."""
+        """Releases the memory of all moved tensors; this rank's own stay usable, as if they were not moved."""
         self._in_place.close()
 
     def abort(self) -> None:
-        """Makes every rank raise that is in a collective or calls one later; any thread may call this."""
+        """Makes every rank that is in a collective, or calls one later, raise; any thread may call this."""
         self._buffers.abort()
 
     def close(self) -> None:
@@ -214,7 +215,7 @@ class SharedMemoryAllReduce:
         self._buffers.close()
 
     def _exchange(self, text: str) -> list[str]:
-        """The texts of all ranks, or their beginnings."""
+        """The texts of all ranks, cut to 512 bytes each."""
         encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         texts = torch.zeros(self.world_size, _TEXT_BYTES, dtype=torch.uint8)
         texts[self.rank] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -226,9 +227,9 @@ class SharedMemoryAllReduce:
         self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average, to_all=True), _nothing)
 
     def _sum_chunks(self, parts: Sequence[Tensor], average: bool, *, to_all: bool = False) -> None:
-        """Sums this rank's part, or every part, chunk by chunk while the chunks are in cache."""
+        """Sums ``parts`` into this rank's part, or into every part, chunk by chunk while a chunk is in cache."""
         size = _IN_PLACE_BYTES // parts[0].element_size()
-        # The first two are read before anything is written; a later one would be lost before its turn.
+        # The first two sources are read before any result is written; a later one would be overwritten too early.
         scratch = None if self.rank < 2 else parts[0].new_empty(min(size, parts[0].numel()))
         for start in range(0, parts[0].numel(), size):
             sources = tuple(part[start : start + size] for part in parts)
@@ -240,7 +241,7 @@ class SharedMemoryAllReduce:
                     part.copy_(out)
 
     def _sum(self, sources: tuple[Tensor, ...], out: Tensor, average: bool) -> None:
-        """Sets ``out`` to the sum of ``sources``, in their order; all have the same length."""
+        """Writes the sum of ``sources``, made in their order, to ``out``; all have the same length."""
         first, second, *others = sources
         if out.dtype in _SUMMED_IN_FLOAT32:
             total = first.float()
@@ -258,7 +259,7 @@ class SharedMemoryAllReduce:
         return [flat[a:b] for a, b in bounds or chunk_bounds(flat.numel(), self.world_size)]
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """One-dimensional tensors; of an empty tensor none."""
+        """One-dimensional tensors; none for an empty tensor."""
         size = self._chunk_elements(flat)
         if flat.numel() <= size:
             return (flat,) if flat.numel() else ()

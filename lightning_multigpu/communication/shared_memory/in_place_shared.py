@@ -25,13 +25,13 @@ from lightning_multigpu.communication.shared_memory.segment import SharedMemoryU
 class InPlaceTensors:
     """Tensors that each rank of a host has moved into shared memory, so that all ranks reach them.
 
-    The memory is a nameless file (torch makes it in ``/dev/shm`` and removes its name at once), which the kernel frees
-    when the last process that has it is gone.
+    The memory is a nameless file: torch makes it in ``/dev/shm`` and removes its name at once. The kernel frees it when
+    the last process that uses it has ended.
 
     Args:
-        rank: of this process among the ranks of the host, which share a :class:`~.segment.SharedSegment` already and so
-            see each other's processes.
-        exchange: gathers a short text of every rank, in the order of ranks; a collective.
+        rank: this process's rank on the host. The host's ranks already share a :class:`~.segment.SharedSegment`, so
+            they can open each other's files.
+        exchange: an all-gather of a short text, in the order of ranks.
     """
 
     def __init__(self, rank: int, exchange: Callable[[str], list[str]]) -> None:
@@ -41,15 +41,15 @@ class InPlaceTensors:
         self._by_address: dict[int, tuple[Tensor, ...]] = {}
 
     def rows(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        """This tensor of every rank, in the order of ranks and as long as ``flat``; None if it was not moved."""
+        """Every rank's tensor that belongs to ``flat``, in the order of ranks; None if it was not moved."""
         return self._by_address.get(flat.data_ptr())
 
     def move(self, flat: Tensor, key: int) -> None:
-        """Moves the memory of ``flat`` and of all its views, with what they hold; a collective.
+        """Moves ``flat`` and all of its views, with their values; a collective.
 
         Args:
-            flat: contiguous, on the CPU, with a storage of its own; equally long on every rank.
-            key: a number for it. An earlier tensor of the same number is forgotten.
+            flat: contiguous, on the CPU, alone in its storage; equally long on every rank.
+            key: a number for it; replaces an earlier tensor with this number.
 
         Raises:
             SharedMemoryUnavailableError: a rank cannot reach the memory; all ranks raise. The tensor stays usable.
@@ -74,7 +74,7 @@ class InPlaceTensors:
         self._by_key[key] = self._by_address[flat.data_ptr()] = tuple(rows)
 
     def close(self) -> None:
-        """Gives the other ranks' memory back."""
+        """Releases the other ranks' memory."""
         self._by_key.clear()
         self._by_address.clear()
 
@@ -85,12 +85,12 @@ class InPlaceTensors:
 
 
 def _offered(flat: Tensor) -> str:
-    """Moves the tensor's storage into shared memory in place, so that its views move along; a path to it."""
+    """Moves the tensor's storage, and so its views, into shared memory; returns a path to the memory."""
     storage = flat.untyped_storage()
     if flat.storage_offset() != 0 or storage.nbytes() != flat.nbytes or not flat.numel():
         raise RuntimeError("only a tensor with a storage of its own can be moved into shared memory")
-    # torch has no public way to the descriptor behind share_memory_(); tests/communication/test_in_place_shared.py says
-    # if this one moves.
+    # torch has no public access to the descriptor of share_memory_(); tests/communication/test_in_place_shared.py fails
+    # if this private one changes.
     try:
         descriptor, _ = storage._share_fd_cpu_()
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def _offered(flat: Tensor) -> str:
 
 
 def _remove(path: str) -> None:
-    """Removes a file for which torch found no room, and the descriptor by which torch has left it open."""
+    """Removes a file that did not fit into memory, and closes the descriptor that torch has left open."""
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == path:

@@ -1,11 +1,12 @@
-"""Nameless segments of memory that processes of one host share; the kernel frees them however they end.
+"""Nameless segments of memory that processes of one host share; the kernel frees them after any kind of end.
 
-The first process makes a file in memory (``memfd_create``) and the others open it through ``/proc``. It is no file in
-``/dev/shm`` and is not bound by its size, but counts towards the memory of the processes' control group. Processes
-of other users cannot open it, and nobody can shorten it. The kernel frees it when the last process that has it is gone.
+The first process makes a file in memory (``memfd_create``), and the others open it through ``/proc``. The file is not
+in ``/dev/shm``, whose size does not limit it, but counts towards the memory of the processes' control group. Processes
+of other users cannot open it, and no process can shorten it. The kernel frees it when the last process that uses it has
+ended.
 
 Every rank of a :class:`SharedSegment` locks one byte of it. The kernel drops the lock when the process ends, even if it
-is killed, so that a free byte tells of a rank that is gone.
+is killed. So a free byte means that its rank has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 _NAME = "lightning_multigpu"
 _TOKEN_BYTES = 16
 _HEADER_BYTES = 64
-Offer = tuple[int, int, bytes]  # process, descriptor, and the token by which others know the file
+Offer = tuple[int, int, bytes]  # process, descriptor, and a token that identifies the file
 
 
 class SharedMemoryUnavailableError(RuntimeError):
@@ -31,11 +32,11 @@ class SharedMemoryUnavailableError(RuntimeError):
 
 
 class SharedSegment:
-    """Memory shared by the ranks of a group; making one is a collective of the group.
+    """Memory shared by the ranks of a group; the constructor is a collective of the group.
 
     Args:
-        group: ranks of one host, over a back end that moves CPU tensors (gloo). Only used in here.
-        size_bytes: of :attr:`memory`; the same on every rank. It is reserved at once.
+        group: ranks of one host, over a back end for CPU tensors (gloo); used only by the constructor.
+        size_bytes: size of :attr:`memory`, the same on every rank; reserved at once.
 
     Raises:
         SharedMemoryUnavailableError: a rank cannot reach the memory; all ranks raise.
@@ -68,7 +69,7 @@ class SharedSegment:
 
     @property
     def memory(self) -> memoryview:
-        """The shared bytes, zeros at first. The mapping lives as long as anything that was made from them.
+        """The shared bytes, zeros at first. The mapping lives as long as any object made from them.
 
         Raises:
             RuntimeError: the segment is closed.
@@ -104,17 +105,17 @@ class SharedSegment:
 
 
 class OfferedSegment:
-    """Memory that this process makes, and processes of the same user and host map by its :attr:`offer`.
+    """Memory of this process, which processes of the same user and host can map with its :attr:`offer`.
 
     Args:
-        size_bytes: of :attr:`memory`. It is reserved at once.
+        size_bytes: size of :attr:`memory`; reserved at once.
 
     Attributes:
         memory: zeros at first, shape (size_bytes,), uint8. The mapping lives as long as the tensor or a view of it.
-        offer: for :func:`mapped`, as JSON can express it; good while this object lives.
+        offer: the argument of :func:`mapped`, as JSON values; valid while this object lives.
 
     Raises:
-        OSError: there is no such memory.
+        OSError: there is not enough memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -139,10 +140,10 @@ def mapped(offer: Sequence[Any]) -> torch.Tensor:
 
 
 def created_file(total_bytes: int) -> tuple[int, Offer]:
-    """Makes a nameless file that nobody can shorten; returns its descriptor, and what others need to open it.
+    """Makes a nameless file that no process can shorten; returns its descriptor, and the offer for other processes.
 
     Raises:
-        OSError: there is not so much memory, or no descriptor is left.
+        OSError: there is not enough memory, or no descriptor is left.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
@@ -165,8 +166,8 @@ def opened_file(offer: Offer) -> int:
         OSError: the process is of another user, or in another container or on another host.
     """
     pid, descriptor, token = offer
-    # On another host, or in another container, there may be another process of that id. To open just any file of it
-    # could have consequences.
+    # On another host, or in another container, another process may have that id. Opening any file of it could have
+    # side effects.
     elsewhere = OSError(f"process {pid} is another one: the processes that share memory are in different containers")
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
@@ -179,7 +180,7 @@ def opened_file(offer: Offer) -> int:
 
 
 def _tensor(descriptor: int) -> torch.Tensor:
-    """The bytes behind the header, without a descriptor of their own."""
+    """The bytes after the header; the tensor keeps no descriptor."""
     size_bytes = os.fstat(descriptor).st_size
     whole = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
     return whole[_HEADER_BYTES:]

@@ -1,16 +1,16 @@
-"""Buffers that ranks of one host share, and the stages that pass the chunks of a tensor through them.
+"""Buffers that ranks of one host share, and the stages that move the chunks of a tensor through them.
 
-The time between two barriers is an interval; what is written in one interval is read by the others in the next one.
-Ranks are in different stages of several chunks at once. With three stages (chunks a, b, c)::
+The time between two barriers is an interval; ranks read in one interval what others wrote in the interval before. In
+each interval a rank works on several chunks, each in a different stage. With three stages (chunks a, b, c)::
 
     interval      0         1         2         3         4
     stage 0       a         b         c
     stage 1                 a         b         c
     stage 2                           a         b         c
 
-The last stage writes nothing that others wait for, so a rank arrives at the barrier before it and waits after it.
-Therefore a fast rank may write for interval ``t + 2`` while a slow one still reads what was written in ``t``: there are
-three buffers, used in turn. No barrier is needed between two pipelines.
+No other rank reads the last stage's result, so a rank arrives at the barrier before that stage and waits after it.
+Therefore a fast rank may write for interval ``t + 2`` while a slow one still reads from ``t``: there are three buffers,
+used in turn. No barrier is needed between two tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lightning_multigpu.communication.shared_memory.segment import SharedMemoryU
 
 _BUFFERS = 3
 _ALIGNMENT_BYTES = 64
-_VIEWS_KEPT = 512  # slicing costs more than moving a small tensor does
+_VIEWS_KEPT = 512  # slicing takes longer than copying a small tensor
 
 Stage = Callable[[int], object]
-"""The work of a rank on the chunk of a number."""
+"""A rank's work on the chunk with the given number."""
 
 
 class SharedBuffers:
-    """Making them is a collective of ``group``; the memory is taken at once.
+    """Buffers shared by the ranks of ``group``. The constructor is a collective, and reserves the memory.
 
     Args:
-        group: ranks of one host, over gloo; used only to hand over the memory.
+        group: ranks of one host, over gloo; used only to share the memory.
         chunk_bytes: upper limit of a slot's size; a buffer has one slot for each rank, and one for sums.
-        timeout_s: how long a rank waits for the others.
+        timeout_s: seconds that a rank waits for the others.
 
     Raises:
         ValueError: an option is out of its range.
@@ -67,7 +67,7 @@ class SharedBuffers:
                 is_gone=self._segment.is_gone,
                 timeout_s=timeout_s,
             )
-        except OSError as error:  # for lack of something in the system's library, which all ranks of a host share
+        except OSError as error:  # a function is missing in the system's library, which all ranks of a host share
             self._segment.close()
             raise SharedMemoryUnavailableError(str(error)) from error
         if self.rank == 0:
@@ -78,12 +78,12 @@ class SharedBuffers:
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, ...]] = {}
 
     def run(self, num_chunks: int, *stages: Stage) -> None:
-        """Takes every chunk through all stages, one stage an interval.
+        """Moves every chunk through all stages, one stage in each interval.
 
-        A rank that leaves with an exception, whichever, leaves for all: the others would wait for it.
+        Any exception of a rank aborts the barrier: the other ranks would wait for that rank.
 
         Raises:
-            ConnectionLostError: another rank is gone, :meth:`abort` was called, or the time is up.
+            ConnectionLostError: another rank has ended, :meth:`abort` was called, or the time is up.
             RuntimeError: the buffers are closed.
         """
         if self.world_size == 1 or num_chunks == 0:
@@ -111,12 +111,12 @@ class SharedBuffers:
             raise
 
     def rows(self, age: int, start: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Elements ``start`` and following of each rank's slot, and last of the slot for sums.
+        """Elements from ``start`` on of each rank's slot, and of the slot for sums, which comes last.
 
         Args:
-            age: 0 for the buffer that is written in this interval, 1 for that of the interval before.
-            start: counted in elements of ``like``.
-            like: of as many elements, and of that dtype.
+            age: 0 for the buffer of this interval, 1 for the buffer of the interval before.
+            start: in elements of ``like``.
+            like: its number of elements and dtype are the result's.
         """
         key = ((self._interval - age) % _BUFFERS, start, like.numel(), like.dtype)
         rows = self._views.get(key)
@@ -130,7 +130,7 @@ class SharedBuffers:
         return rows
 
     def abort(self) -> None:
-        """Makes every rank raise that is in :meth:`run` or calls it later; any thread may call this at any time."""
+        """Makes every rank that is in :meth:`run`, or calls it later, raise; any thread may call this at any time."""
         barrier = self._barrier
         if barrier is not None:
             barrier.abort()

@@ -1,13 +1,14 @@
 """The flight recorder: a rank's steps and collectives in memory that the guardian reads without asking.
 
-Every rank of a host has one page of memory that it shares with the guardian: how many steps it has completed, and one
-row for each of its process groups, in which stands the oldest collective of that group that has not ended::
+Every rank of a host shares one page of memory with the guardian. It contains the number of completed steps, and one row
+for each of the rank's process groups, with the group's oldest collective that has not ended::
 
     page of a rank   | steps | row of group "data" | row of group "world" | ... | free rows |
     row of a group   | edition | state, begun, number, bytes, since, thread, operation | edition | group, ranks, place |
 
-A collective is known by its group and its number in it: ranks count from 1, and each begins those of a group in the
-same order. The rank writes with plain stores; a reader that finds two different editions has come in the middle.
+A collective is identified by its group and its number in the group: ranks count from 1, and all begin a group's
+collectives in the same order. The rank writes with plain stores; if a reader finds two different editions, the row has
+changed while it was read.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ class Entry(NamedTuple):
 
     Attributes:
         group: the name of the process group: "data".
-        ranks: its members, as :func:`parse_ranks` reads them; empty where they are not known.
-        group_size: how many members it has.
-        state: :data:`ENDED`, nothing is under way; :data:`UNDER_WAY`, nobody waits for it so far; :data:`AWAITED`, a
+        ranks: its members, for :func:`parse_ranks`; empty if unknown.
+        group_size: the number of its members.
+        state: :data:`ENDED`, nothing is under way; :data:`UNDER_WAY`, no thread waits for it so far; :data:`AWAITED`, a
             thread waits for it; :data:`BROKEN`, it has raised an error.
-        begun: number of the collective that was begun last.
-        number: of the one that is described here, the oldest that has not ended.
+        begun: the number of the collective that was begun last.
+        number: the number of the collective in this row, the oldest that has not ended.
         operation: its name in ``torch.distributed``.
-        size_bytes: of the tensor that it is about.
-        since_s: when its thread began to wait, on CLOCK_BOOTTIME.
-        thread: which is that, as ``threading.get_ident()`` has it; :data:`DEVICE` where the rank's device waits.
-        place: of a broken one, the line at which the main thread was.
+        size_bytes: the size of its tensor.
+        since_s: the time at which its thread began to wait, on CLOCK_BOOTTIME.
+        thread: the ``threading.get_ident()`` of that thread; :data:`DEVICE` if the rank's device waits.
+        place: for a broken one, the line of the main thread.
     """
 
     group: str
@@ -88,16 +89,16 @@ class Note:
         self.thread = threading.get_ident()
 
     def awaited(self, *, by_device: bool = False) -> None:
-        """The calling thread, or the rank's device, begins to wait for it."""
+        """Notes that the calling thread, or the rank's device, begins to wait for it."""
         self.state, self.since_s, self.thread = AWAITED, clock_s(), DEVICE if by_device else threading.get_ident()
         self._recorder._changed(self._row)
 
     def ended(self) -> None:
-        """It has come to its end."""
+        """Notes that it has ended."""
         self._recorder._remove(self._row, self, ENDED)
 
     def broke(self) -> None:
-        """It has raised an error: it stays readable until the group's next one, with the main thread's line."""
+        """Notes an error: the collective stays readable until the group's next one, with the main thread's line."""
         self._recorder._remove(self._row, self, BROKEN)
 
 
@@ -111,11 +112,11 @@ class _Row:
 
 
 class FlightRecorder:
-    """The rank's end: writes its own page. Any thread may write.
+    """The writer of a rank's page. Any thread may write.
 
     Args:
-        memory: of the host, writable.
-        slot: which page is this rank's.
+        memory: the pages of the host, writable.
+        slot: the index of this rank's page.
     """
 
     def __init__(self, memory: Any, slot: int) -> None:
@@ -132,14 +133,14 @@ class FlightRecorder:
     def began(
         self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True
     ) -> Note | None:
-        """Notes that this rank begins a collective; None where the page has no row left for the group.
+        """Notes that this rank begins a collective; None if the page has no row left for the group.
 
         Args:
             operation: as in ``torch.distributed``.
             group: the name of the process group.
-            ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then it is known by its name alone.
-            group_size: how many members it has.
-            size_bytes: of the tensor that the operation is about.
+            ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then only its name identifies it.
+            group_size: the number of its members.
+            size_bytes: the size of the operation's tensor.
             awaited: the calling thread waits for it from now on.
         """
         row = self._row(group, ranks, group_size)
@@ -157,8 +158,8 @@ class FlightRecorder:
         return note
 
     def detach(self) -> None:
-        """Lets go of the shared memory: nobody reads later notes."""
-        # The old memory goes with its last user: a thread may be writing to it at this moment.
+        """Releases the shared memory: nobody reads later notes."""
+        # The old memory is freed with its last user: a thread may be writing to it now.
         self._memory = bytearray(self._at + PAGE_BYTES)
 
     def _row(self, group: str, ranks: str, group_size: int) -> _Row | None:
@@ -211,9 +212,9 @@ def read_steps(memory: Any, slot: int) -> int:
 
 
 def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
-    """The rows of a page, in the order in which the rank has first used its groups.
+    """The rows of a page, in the order of the rank's first use of its groups.
 
-    A row that changes faster than it can be read is left out: nothing waits there.
+    A row that changes faster than it can be read is left out: nothing waits in it.
     """
     entries = []
     for index in range(NUM_ROWS):
@@ -250,7 +251,7 @@ def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The members of a group: "0-3" are four, "0-6:2" every second of seven, "0,3,4" just these; empty: unknown.
 
-    A text that a rank has spoilt, or that has more than 16,384 members, is unknown as well.
+    An invalid text, or one with more than 16,384 members, gives no members either.
     """
     ranks: list[int] = []
     try:

@@ -3,10 +3,10 @@
 ::
 
     another host                       node 0
-      waiting  (ranks, since)  ---->     takes it down; with the first wait a report begins
+      waiting  (ranks, since)  ---->     notes it; with the first wait a report begins
                                <----   look
       view     (of one rank)   ---->
-                               <----   next                 one view at a time, so that no socket runs full
+                               <----   next                 one view at a time, so that no socket is full
       seen                     ---->   the report: verdict, table, stacks
 """
 
@@ -35,13 +35,13 @@ _OWN = "this host"
 
 
 class HangReports:
-    """This host's part in the reports; on node 0, and where there is one host, the reports themselves.
+    """This host's part in the reports; on node 0, and with a single host, the reports themselves.
 
     Args:
         limit_s: ``hang_report_s``, or None for no reports.
-        watch: of this host's ranks.
-        hosts: the way to the other hosts.
-        directory: where the file belongs at the moment, or None for no file.
+        watch: the watch of this host's ranks.
+        hosts: the connections to the other hosts.
+        directory: returns the present directory of the file, or None for no file.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class HangReports:
         self._waits: dict[Hashable, Waits] = {}
         self._reported: Waits = {}
         self._again_s = 0.0
-        # On node 0 while a report is being collected: until when, from whom, and what has come.
+        # On node 0 while a report is being collected: the deadline, the hosts that have yet to answer, and the views.
         self._until_s: float | None = None
-        self._awaited: dict[Hashable, int] = {}  # and how many views each may send
+        self._awaited: dict[Hashable, int] = {}  # the views that each may still send
         self._views: list[View] = []
-        # On the other hosts: what node 0 has been told, and what it has not fetched yet.
+        # On the other hosts: the waits that node 0 knows, and the views that it has not fetched yet.
         self._sent: set[str] = set()
         self._unsent: list[View] = []
 
     def observe(self, now_s: float) -> None:
-        """Looks at this host's ranks, and goes on with what is under way."""
+        """Looks at this host's ranks, and continues a report under way."""
         self._now_s = now_s
         waits = self._watch.observe(now_s)
         if not self._hosts.is_first:
@@ -88,7 +88,7 @@ class HangReports:
         """Handles a message of another host's guardian, of one of :data:`KINDS`.
 
         Raises:
-            TypeError, ValueError: it has not the form that it should.
+            TypeError, ValueError: its form is wrong.
         """
         kind = message["kind"]
         if kind == "waiting":
@@ -130,7 +130,7 @@ class HangReports:
     def _report(self, current: Waits) -> None:
         self._until_s = None
         if not current or self._limit_s is None:
-            return  # it has gone on meanwhile
+            return  # the run has gone on meanwhile
         since_s = min(current.values())
         self._reported = current
         self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
@@ -160,7 +160,7 @@ def _append(path: str, entry: str) -> None:
 
 
 def show(text: str) -> None:
-    """Prints on standard error, but does not wait for a full pipe."""
+    """Prints on standard error; does not wait for a full pipe."""
     done_within(_WRITE_S, lambda: _print(text))
 
 
@@ -176,13 +176,13 @@ _SHOWN_FRAMES = 8
 
 
 def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file: str | None) -> str:
-    """The text of a report: the verdict, then a table of all ranks, then where each of them is.
+    """The text of a report: the verdict, then a table of all ranks, then the place of each rank.
 
     Args:
-        views: all ranks, as far as they are known.
-        waited_s: how long the longest wait has lasted.
+        views: all known ranks.
+        waited_s: the length of the longest wait.
         limit_s: ``hang_report_s``.
-        file: where all stacks are written, or None.
+        file: the path of the file with all stacks, or None.
     """
     views = sorted(views, key=_most_telling_first)
     lines = [

@@ -1,8 +1,8 @@
-"""The Python stacks of a rank, taken without its cooperation, and the line of a stack that tells most.
+"""The Python stacks of a rank, taken without its cooperation, and the most useful line of a stack.
 
-Each rank lets the interpreter's fault handler answer a real-time signal by writing the stacks of all threads to a file
-in memory that the guardian holds too. The handler is C code and needs no interpreter lock, so that it answers from
-within a collective and from within a C function that holds the lock; a stopped process answers when it goes on.
+In each rank the interpreter's fault handler answers a real-time signal: it writes the stacks of all threads to a file
+in memory that the guardian holds too. The handler is C code and needs no interpreter lock, so that it also answers
+within a collective, and within a C function that holds the lock; a stopped process answers when it is resumed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
     @property
     def text(self) -> str:
-        """ "my_module.py:42 in training_step", with as much of the path as tells where that is."""
+        """ "my_module.py:42 in training_step", with a part of the path."""
         return f"{_short(self.file)}:{self.line} in {self.function}"
 
     @property
@@ -56,7 +56,7 @@ class Frame(NamedTuple):
 
     @property
     def library(self) -> str:
-        """The library that the file belongs to, PYTHON for Python's own, empty for the user's and other packages."""
+        """The library of the file, PYTHON for Python's own, empty for the user's code and other packages."""
         if _TORCH.search(self.file):
             return "torch"
         if _LIGHTNING.search(self.file):
@@ -74,10 +74,10 @@ class CollectiveCall(NamedTuple):
 
 
 def place(frames: Iterable[Frame]) -> str:
-    """The line of a stack (most recent call first) that tells most.
+    """The most useful line of a stack (most recent call first).
 
-    The user's innermost line within the training; where there is none, the innermost of Lightning, torchmetrics or this
-    pack; in a thread without either, the innermost of all.
+    That is the user's innermost line within the training; without one, the innermost line of Lightning, torchmetrics or
+    this pack; in a thread without either, the innermost line.
     """
     frames = list(frames)
     if not frames:
@@ -91,10 +91,9 @@ def place(frames: Iterable[Frame]) -> str:
 
 
 def collective_call(frames: Iterable[Frame]) -> CollectiveCall | None:
-    """The collective in which a stack (most recent call first) ends, or None if it ends in something else.
+    """The collective in which a stack (most recent call first) ends, or None if it ends elsewhere.
 
-    Its name is that of torch's function which was called from elsewhere: ``broadcast_object_list`` rather than the
-    ``broadcast`` within.
+    Its name is the outermost function of torch: ``broadcast_object_list`` rather than the ``broadcast`` within it.
     """
     frames = list(frames)
     if not frames or not frames[0].file.endswith((*_WAITS_IN_C, *_WRAPPERS)):
@@ -133,8 +132,8 @@ def _short(path: str) -> str:
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-# The handler writes the main thread last, whose outermost frame is a module or, under `python -m`, runpy's function. In
-# other programs the end is told by silence, which on a busy machine comes in the middle too.
+# The handler writes the main thread last; its outermost frame is a module or, under `python -m`, runpy's function. In
+# other programs a pause marks the end, although on a busy machine pauses come in the middle too.
 _LAST_LINES = (b" in <module>\n", b" in _run_module_as_main\n")
 _LAST_BYTES = max(map(len, _LAST_LINES))
 _SETTLED_S = 0.25
@@ -145,8 +144,8 @@ class Stacks(NamedTuple):
     """The answer of one rank.
 
     Attributes:
-        text: as the fault handler has written it, or a sentence that says why there is nothing.
-        main: the main thread's frames, most recent call first; empty where they are not known.
+        text: the fault handler's text, or the reason why there is none.
+        main: the main thread's frames, most recent call first; empty if unknown.
     """
 
     text: str
@@ -154,7 +153,7 @@ class Stacks(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The line that tells most of where the main thread is."""
+        """The most useful line of the main thread's stack."""
         return place(self.main) if self.main else self.text
 
     @property
@@ -176,7 +175,7 @@ def parse(text: str, main_thread: int) -> Stacks:
 
 
 class StackSignal(NamedTuple):
-    """The signal by which a rank is asked, and the file that it writes to."""
+    """The signal that asks a rank for its stacks, and the file that it writes to."""
 
     number: int
     descriptor: int
@@ -188,21 +187,21 @@ _own_process = 0
 
 
 def answer_stack_signal() -> StackSignal | None:
-    """Lets this process answer a signal with its stacks, until its end; the same one each time that it is called.
+    """Makes this process answer a signal with its stacks until its end; each call returns the same signal.
 
-    None where no real-time signal is free. The handler stays: without it the signal would end the process.
+    None if no real-time signal is free. The handler stays: without it the signal would end the process.
     """
     global _own, _own_process
     if _own is not None and _own_process == os.getpid():
-        if not _is_used(_own.number):  # Lightning's Trainer gives back the handlers that Python knows, and not this one
-            faulthandler.unregister(_own.number)  # it believes that it is still there
+        if not _is_used(_own.number):  # Lightning's Trainer restores handlers that Python knows, and removes this one
+            faulthandler.unregister(_own.number)  # it still counts as registered
             faulthandler.register(_own.number, file=_own.descriptor, all_threads=True)
         return _own
     number = next((n for n in range(signal.SIGRTMAX - 3, signal.SIGRTMIN, -1) if not _is_used(n)), None)
     if number is None or threading.main_thread().ident is None:
         return None
     descriptor = os.memfd_create("rank-stacks")
-    # The guardian empties the file before it asks: each answer then begins at its end.
+    # The guardian empties the file before it asks: each answer is appended.
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(number, file=descriptor, all_threads=True)
     _own, _own_process = StackSignal(number, descriptor, threading.main_thread().ident or 0), os.getpid()
@@ -230,12 +229,12 @@ def _caught(pid: int, *fields: str) -> int:
 class Question:
     """Asks one rank for its stacks.
 
-    The signal is sent only to a process that handles it at this moment, as the kernel says: one that has replaced its
-    program since it registered would be ended by it.
+    The signal is sent only if, according to the kernel, the process handles it now: it would end a process that has
+    replaced its program since it registered.
 
     Args:
-        process: of the rank.
-        how: what the rank has said of the signal, or None if it has said nothing.
+        process: the rank's process.
+        how: the rank's signal, or None if it has registered none.
     """
 
     def __init__(self, process: WatchedProcess, how: StackSignal | None) -> None:
@@ -245,7 +244,7 @@ class Question:
         if process.state() == STOPPED:
             self._refusal = "it is stopped by a signal, and shows no stacks"
         elif how is None or not _caught(process.pid, "SigCgt") >> (how.number - 1) & 1:
-            self._refusal = "it has not said how to ask for its stacks"
+            self._refusal = "it has registered no signal for its stacks"
         else:
             try:
                 os.ftruncate(how.descriptor, 0)
@@ -256,7 +255,7 @@ class Question:
                 self._refusal = f"its stacks cannot be asked for: {error}"
 
     def is_answered(self) -> bool:
-        """True if there is nothing more to wait for."""
+        """True if the answer is complete, or there will be none."""
         if self._refusal:
             return True
         assert self._how is not None
@@ -268,7 +267,7 @@ class Question:
         return size > 0 and time.monotonic() - self._since_s >= _SETTLED_S and bool(self.answer().main)
 
     def answer(self) -> Stacks:
-        """The answer so far; without one, the kernel's account of the process."""
+        """The answer so far; without one, the kernel's view of the process."""
         text = ""
         if not self._refusal:
             assert self._how is not None
@@ -279,7 +278,7 @@ class Question:
 
 
 def _kernel_text(pid: int) -> str:
-    """The kernel's account of where a process waits, as far as this user may read it."""
+    """The kernel's view of where a process waits, if this user may read it."""
     found = []
     for name in ("wchan", "syscall", "stack"):
         try:

@@ -1,6 +1,6 @@
 """The waiting graph of a hang: ranks and the ranks that they wait for, found by comparing all ranks' collectives.
 
-A pure function of what was read of each rank, so that tests can give every case as a table.
+A pure function of the views of the ranks, so that tests can give every case as a table.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class View(NamedTuple):
 
     Attributes:
         step: optimizer steps completed.
-        entries: of its page; ``since_s`` is here how many seconds ago it was, since the clocks of hosts differ.
-        stacks: of its threads.
-        main_thread: the identity of the main one; 0 where it is not known.
-        gone: why it takes part in nothing any more ("it has finished"), or empty.
+        entries: the rows of its page; here ``since_s`` counts seconds back from now, since the clocks of hosts differ.
+        stacks: the stacks of its threads.
+        main_thread: the identity of the main thread; 0 if unknown.
+        gone: why it takes part in no collective any more ("it has finished"), or empty.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class View(NamedTuple):
     gone: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """JSON values, cut to what fits into one message."""
+        """JSON values, cut to fit into one message."""
         frames = [
             frame._replace(
                 file=end_within(frame.file, _MAX_FILE_BYTES), function=start_within(frame.function, _MAX_FUNCTION_BYTES)
@@ -77,7 +77,7 @@ def _checked(row: _Row) -> _Row:
 
 
 class Call(NamedTuple):
-    """A collective in which a rank waits. ``number`` is 0 where it was not noted, but found in the stack only."""
+    """A collective in which a rank waits. ``number`` is 0 if only the stack shows it, and no note."""
 
     rank: int
     operation: str
@@ -96,9 +96,9 @@ class Call(NamedTuple):
 
 
 def calls(view: View) -> list[Call]:
-    """The collectives in which a rank waits: those that it has noted, and the main thread's if that has noted none.
+    """The collectives in which a rank waits: the noted ones, and the main thread's if that has noted none.
 
-    Where the device waits, the place is that of the main thread, which waits for the device or has gone on.
+    If the device waits, the place is the main thread's, which waits for the device or has gone on.
     """
     if view.gone:
         return []
@@ -126,7 +126,7 @@ def _is_main(entry: Entry, view: View) -> bool:
 
 
 def verdict(views: Iterable[View]) -> list[str]:
-    """The findings about ranks that wait in collectives, one a line."""
+    """The findings about ranks that wait in collectives, one in each line."""
     by_rank = {view.rank: view for view in sorted(views)}
     waiting: dict[tuple[str, str], list[Call]] = {}
     for view in by_rank.values():
@@ -145,7 +145,7 @@ def verdict(views: Iterable[View]) -> list[str]:
 
 
 def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
-    """One number of one group: who waits in it, and what the other members do."""
+    """One collective of one group: the ranks that wait in it, and what the other members do."""
     operations: dict[str, list[int]] = {}
     for call in found:
         operations.setdefault(call.operation, []).append(call.rank)
@@ -170,7 +170,7 @@ def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> s
     if absent[_MAX_OTHERS:]:
         others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
     if not others and len(operations) == 1:
-        others = ["all ranks of the group have come, so that what they send is slow or lost"]
+        others = ["all ranks of the group have come: their messages are slow or lost"]
     return "; ".join([head, *others])
 
 
@@ -209,7 +209,7 @@ def _doing(view: View) -> str:
 
 
 def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
-    """Calls past the strategy, a user's own for example: known by their lines only."""
+    """Calls outside of the strategy, a user's own for example, which only stacks show."""
     by_call: dict[tuple[str, str], list[int]] = {}
     for call in found:
         by_call.setdefault((call.operation, call.place), []).append(call.rank)

@@ -1,8 +1,8 @@
-"""The collectives that ranks of this host wait in: noticed when they take too long, and asked for at a failure.
+"""The collectives in which ranks of this host wait: found when they take too long, and at a failure.
 
-Two kinds of long waits are noticed: one that a rank has noted in its page, and, where a page has not changed for that
-time while the main thread uses no processor, a main thread whose stack ends in the same collective twice. The user's
-code or a library has called such a collective past the strategy.
+Two kinds of long waits are found. One is a wait that a rank has noted in its page. The other is a main thread whose
+stack ends in the same collective twice, while the page does not change and the thread uses no processor: the user's
+code or a library has called that collective outside of the strategy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_multigpu.guardian.hang.waiting_graph import View
 from lightning_multigpu.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 
-# Between two looks at the same stack. Processor time below so many ticks a second is that of a thread that waits.
+# Between two looks at the same stack. A thread that uses less processor time than these ticks waits.
 _SECOND_LOOK_S = 2.0
 _IDLE_TICKS = 10
 _ANSWER_S = 3.0
 
-Waits = dict[str, float]  # what is waited for, and since when
+Waits = dict[str, float]  # the name of each wait, and its beginning
 
 
 class _Silence:
-    """A time in which a rank's page has not changed, and the collective that its stack has shown meanwhile."""
+    """A time without a change of a rank's page, and the collective that its stack has shown meanwhile."""
 
     def __init__(self, signature: object, since_s: float) -> None:
         self.signature = signature
@@ -41,7 +41,7 @@ class _Silence:
 
 
 class _Round:
-    """Questions that were put to ranks together."""
+    """Requests for stacks that were sent to ranks together."""
 
     def __init__(self, ranks: list[WatchedRank], signals: dict[int, StackSignal]) -> None:
         self.ranks = ranks
@@ -53,11 +53,11 @@ class _Round:
 
 
 class HangWatch:
-    """The ranks of this host, looked at for waits.
+    """Finds waits of this host's ranks.
 
     Args:
-        limit_s: how long a rank may wait; None: waits are not looked for, but :meth:`look` works.
-        ranks: of this host.
+        limit_s: how long a rank may wait; None finds no waits, but :meth:`look` works.
+        ranks: the ranks of this host.
         memory: their pages.
     """
 
@@ -73,13 +73,13 @@ class HangWatch:
         self._now_s = self._restarted_s = 0.0
 
     def registered(self, rank: int, how: StackSignal) -> None:
-        """The rank has said how to ask it for its stacks."""
+        """Notes the signal that asks the rank for its stacks."""
         if rank in self._signals:
             os.close(self._signals[rank].descriptor)
         self._signals[rank] = how
 
     def restart_timers(self, now_s: float) -> None:
-        """Counts waits from now on, but for those that were too long: this process, or all ranks, were paused."""
+        """Restarts the waits, except those that were too long already: this process, or all ranks, were paused."""
         self._restarted_s = now_s
         self._silences = {rank: silence for rank, silence in self._silences.items() if silence.confirmed}
 
@@ -107,10 +107,9 @@ class HangWatch:
         return waits
 
     def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
-        """Takes the views of all ranks but the lost ones (or of some), and hands them over when they have answered or
-        cannot.
+        """Takes the views of ``ranks``, by default of all but the lost ones, and then calls ``seen``.
 
-        Whoever asks again meanwhile gets them once.
+        A second call with the same ``seen`` before that does nothing.
         """
         if any(seen == waiting for _, waiting in self._wanted):
             return
@@ -127,7 +126,7 @@ class HangWatch:
     # Stacks
 
     def _advance(self) -> None:
-        """Puts the next questions, or hands the answers over."""
+        """Sends the next requests, or passes the answers on."""
         if self._round is None and self._wanted:
             self._round = _Round(self._wanted[0][0], self._signals)
         if self._round is not None and self._round.is_over():
@@ -162,7 +161,7 @@ class HangWatch:
         silence.ticks = ticks
         silence.look_at_s = self._now_s + _SECOND_LOOK_S
         if before < 0 or ticks - before > _IDLE_TICKS:
-            # Not known yet, or at work; who has waited and now works has got on.
+            # Unknown so far, or at work: a rank that has waited and now works has got on.
             silence.confirmed, silence.seen = False, None
         elif not silence.confirmed and not any(entry.state == AWAITED for entry in entries):
             silence.look_at_s = self._now_s + _ANSWER_S + _SECOND_LOOK_S
@@ -170,7 +169,7 @@ class HangWatch:
         return silence
 
     def _compare(self, silence: _Silence, views: list[View]) -> None:
-        """Two looks that show the same collective make a wait; after another sight the next look is far away."""
+        """Two looks that show the same collective make a wait; otherwise the next look is later."""
         seen = views[0].stacks.collective if views else None
         silence.confirmed = seen is not None and seen == silence.seen
         silence.seen = seen
@@ -186,8 +185,8 @@ def _gone(rank: WatchedRank) -> str:
 MAX_LINES = 8
 _MAX_MESSAGE_LINES = 128
 _MAX_LINE_BYTES = 300
-# Looks for answers at a failure, and pauses between them. They are counted, and no clock is asked: where the machine is
-# busy, a rank is late, and so is the guardian after each pause.
+# Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
+# ranks and the guardian are late.
 _LOOKS = 40
 _PAUSE_S = 0.01
 
@@ -195,15 +194,15 @@ _PAUSE_S = 0.01
 def last_waits(
     ranks: Ranks, memory: Any, signals: Mapping[int, StackSignal], *, failed: int | None, now_s: float
 ) -> list[str]:
-    """The collectives that the ranks of a host wait in or, once the failure has reached them, were waiting in.
+    """The collectives in which the ranks of a host wait or, once the failure has reached them, have waited.
 
-    It is to be called before the ranks are told of the failure, and takes up to 0.4 s, on a busy machine more.
+    Call it before the ranks are informed of the failure; it takes up to 0.4 s, on a busy machine more.
 
     Args:
-        ranks: of the host.
+        ranks: the ranks of the host.
         memory: their pages.
-        signals: how they are asked for their stacks.
-        failed: the rank that has failed: it waits for nobody.
+        signals: the signals that ask them for their stacks.
+        failed: the rank that has failed: it waits for no other.
         now_s: time on CLOCK_BOOTTIME.
     """
     found: dict[int, Entry] = {}
@@ -224,7 +223,7 @@ def last_waits(
     lines = []
     for number, entry in sorted(found.items()):
         answer = questions[number].answer() if number in questions else None
-        # A rank that the failure has reached meanwhile has answered from another place, and noted the one before.
+        # A rank that the failure has reached meanwhile answers from another place, and has noted the one before.
         now = [e for e in read_entries(memory, slots[number]) if (e.group, e.number) == (entry.group, entry.number)]
         noted = next((e.place for e in now if e.state == BROKEN), entry.place)
         place = noted or (answer.place if answer is not None and answer.main else "")
@@ -234,17 +233,17 @@ def last_waits(
 
 
 def in_message(lines: Iterable[object]) -> list[str]:
-    """As many of the lines, and as much of each, as fits into a message beside a failure."""
+    """The lines, cut to fit into a message beside a failure."""
     return [start_within(str(line), _MAX_LINE_BYTES) for line in itertools.islice(lines, _MAX_MESSAGE_LINES)]
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """The first lines, and how many more there are."""
+    """The first lines, and the number of further ones."""
     more = len(lines) - MAX_LINES
     return lines if more <= 0 else [*lines[:MAX_LINES], f"{more} more ranks waited too"]
 
 
 def in_one_line(lines: list[str]) -> str:
-    """The first line, as the end of a sentence about the failure, and how many more there are; empty without any."""
+    """The first line, as the end of a sentence about the failure, and the number of further ones; empty without any."""
     more = f", and {len(lines) - 1} more ranks waited too" if len(lines) > 1 else ""
     return f"; meanwhile {lines[0]}{more}" if lines else ""

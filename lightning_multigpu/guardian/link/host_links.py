@@ -11,13 +11,13 @@
       node 2 ---- node 3
 
 Silence, a closed connection and a reported failure are failures of the job on all hosts. The guardian that finds one
-ends its own ranks and passes the failure on. So a host that is cut off reports the failure by itself, and all hosts
-learn of a cut between two others.
+ends its own ranks and passes the failure on. So a host that is cut off reports the failure itself, and all hosts learn
+of a cut between two others.
 
-The job's secret keeps out other jobs, port scanners, and whoever can send packets to the port or alter those that pass:
-each message is sealed with it. Rank 0 makes the secret, and it comes to the other hosts through the process group or
-the store of the job, which encrypt nothing: whoever reads them has the secret too. Only a network of the job's own
-protects the secret, and likewise the gradients and the exceptions that travel there.
+Each message carries a keyed digest with the job's secret. This keeps out other jobs, port scanners, and everybody who
+can send or alter packets. Rank 0 makes the secret; the other hosts get it through the process group or the store of the
+job, which encrypt nothing: a reader of their traffic has the secret too. Only a private network protects the secret, as
+it protects gradients and exceptions.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Peer:
 
     Args:
         connection: the connection to it.
-        secret: the secret of the job, which the other guardian has to prove to know before it is trusted; see
+        secret: the secret of the job; the other guardian has to prove that it knows it before it is trusted, see
             :mod:`~lightning_multigpu.guardian.link.protocol`.
         now_s: time on this guardian's clock.
-        node_rank: its host's, if this guardian has connected to it; None for a stranger that has connected to this one.
+        node_rank: its host's node rank, if this guardian has connected to it; None for a stranger that has connected.
 
     Attributes:
         host: the name of its host.
-        where: address and port at which further guardians reach it.
+        where: its address and port for further guardians.
         came_from: the address of a stranger.
         trusted: True once it has proved that it knows the secret.
         received_s: time of its last message.
         paused: True while all ranks of its host are stopped.
-        at_end: True once its ranks have come to the end of their run.
+        at_end: True once its ranks have reached the end of their run.
         done: True once its ranks have finished, and it may leave.
     """
 
@@ -85,7 +85,7 @@ class Peer:
         return node_name(self.node_rank, self.host)
 
     def challenge(self) -> None:
-        """Asked: lets the stranger prove that it knows the secret."""
+        """Asked: sends the stranger a challenge to prove that it knows the secret."""
         self.connection.send("challenge", nonce=self._nonce)
 
     def introduce(self, message: Message, *, node_rank: int, port: int) -> None:
@@ -93,8 +93,8 @@ class Peer:
 
         Args:
             message: the challenge.
-            node_rank: of this host.
-            port: where this guardian listens for further ones.
+            node_rank: this host's node rank.
+            port: this guardian's port for further guardians.
         """
         if self._seals is not None:
             raise ValueError("it has sent a second challenge")
@@ -104,7 +104,7 @@ class Peer:
         self.connection.send("hello", proof=own, nonce=self._nonce, node_rank=node_rank, host=host_name(), port=port)
 
     def why_not(self, message: Message) -> str:
-        """Asked: what is wrong with the stranger's answer; empty if it can be trusted, and then says who it is."""
+        """Asked: what is wrong with the stranger's answer; empty, with node rank and host set, if it can be trusted."""
         node_rank, port = message.get("node_rank"), message.get("port")
         if not proves(message, self._secret, f"{ASKING} {node_rank}", self._nonce):
             return "its secret is not this job's"
@@ -115,7 +115,7 @@ class Peer:
         return ""
 
     def welcome(self, message: Message, *, num_nodes: int, others: list[tuple[int, str, str, int]]) -> None:
-        """Asked: trusts the stranger, and seals what is said from here on.
+        """Asked: trusts the stranger, and seals all later messages.
 
         Args:
             message: its answer.
@@ -128,7 +128,7 @@ class Peer:
         self._trust(ASKED, ASKING, (self._nonce, theirs))
 
     def is_welcomed_by(self, message: Message) -> bool:
-        """Asking: whether the other end knows the secret too; what is said from here on is then sealed."""
+        """Asking: whether the other end knows the secret too; all later messages are then sealed."""
         if self._seals is None or not proves(message, self._secret, ASKED, self._nonce):
             return False
         self.host = str(message.get("host"))[:_MAX_NAME]
@@ -142,7 +142,7 @@ class Peer:
 
 
 def node_name(node_rank: int | None, host: str) -> str:
-    """A host as messages call it: "node 1 (host gpu7)"."""
+    """The name of a host in messages: "node 1 (host gpu7)"."""
     return f"node {node_rank} (host {host})" if host else f"node {node_rank}"
 
 
@@ -158,13 +158,13 @@ class Hosts:
 
     Args:
         silence_s: seconds that another host may be silent.
-        join_timeout_s: seconds after :meth:`listen` in which the last host has to come.
+        join_timeout_s: seconds after :meth:`listen` in which the last host has to connect.
         watch: makes the guardian's loop call a function when a socket becomes readable.
         forget: the opposite of ``watch``.
         on_message: called with another host and its message, if the message is not about the connection itself.
 
     Attributes:
-        end_now: True once another host has told that the job has to end at once.
+        end_now: True once another host has sent that the job has to end at once.
     """
 
     def __init__(
@@ -189,24 +189,24 @@ class Hosts:
         self.end_now = False
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
-        self._listener: socket.socket | None = None  # while hosts are still to come
-        self._awaited: set[int] = set()  # node ranks that are still to come, as far as this guardian knows
+        self._listener: socket.socket | None = None  # while hosts have yet to connect
+        self._awaited: set[int] = set()  # known node ranks that have yet to connect
         self._since_s = self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
 
     @property
     def others_wait(self) -> bool:
-        """True if another host's ranks may wait for this one's: they are there, and at work."""
+        """True if another host's ranks may wait for this one's: the host is connected, and its ranks are at work."""
         return any(not (peer.paused or peer.done) for peer in self._known())
 
     @property
     def is_first(self) -> bool:
-        """True on node 0, which speaks for the job, and on a host that is alone."""
+        """True on node 0, which reports for the job, and on a single host."""
         return self._own_rank == 0
 
     @property
     def all_done(self) -> bool:
-        """True if this guardian may leave: node 0's stays until the others' ranks have finished."""
+        """True if this guardian may end: node 0's waits until the other hosts' ranks have finished."""
         if not self.is_first:
             return all(peer.trusted for peer in self._peers)
         return not self._awaited and all(peer.done for peer in self._peers)
@@ -221,23 +221,23 @@ class Hosts:
     def join(
         self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
     ) -> None:
-        """On the other nodes: ``sock`` is connected to node 0's guardian, which asks for the proof first."""
+        """On the other nodes: joins through ``sock``, which is connected to node 0's guardian."""
         self._begin(secret, now_s)
         self._own_rank, self._on_met = node_rank, on_met
-        with contextlib.suppress(OSError):  # else nobody can come, and says so
+        with contextlib.suppress(OSError):  # other hosts report that they cannot connect
             self._open(socket.create_server((sock.getsockname()[0], 0), family=sock.family))
         self._ask(Connection(sock), 0, "")
 
     def restart_timers(self, now_s: float) -> None:
-        """Begins to wait anew: this guardian has been paused and may have missed messages of the others."""
+        """Restarts the time of each silence: this guardian was paused, and may have missed messages."""
         for peer in self._peers:
             peer.received_s = now_s
 
     def observe(self, now_s: float, *, paused: bool) -> Found | None:
-        """Says that this host is alive; returns the failure of another one, if there is any.
+        """Sends that this host is alive; returns the failure of another host, if any.
 
         Args:
-            now_s: on this guardian's clock.
+            now_s: time on this guardian's clock.
             paused: whether all ranks of this host are stopped.
         """
         self._now_s = now_s
@@ -254,7 +254,7 @@ class Hosts:
                 self._drop(peer)
                 self._lost(peer)
         if silent := [peer for peer in waited_for if now_s - peer.received_s > self._silence_s]:
-            # Those who went silent together are named together: then it is this host that is cut off, or a switch.
+            # Hosts that went silent together are named together: this host, or a switch, may be cut off.
             self._silent(
                 [peer for peer in waited_for if now_s - peer.received_s > self._silence_s - self._beat_every_s]
             )
@@ -267,27 +267,27 @@ class Hosts:
         return found
 
     def send_failure(self, failure: Failure, since_s: float) -> None:
-        """Passes a failure on to all hosts that this one knows; how long ago it was, because clocks differ."""
+        """Sends a failure, with its age since clocks differ, to all hosts that this one knows."""
         age_s = max(0.0, self._now_s - since_s)
         for peer in self._known():
             peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
 
     def send(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
-        """Sends a message to one host; without ``to``, node 0 to all others, and they to node 0. Returns to whom."""
+        """Sends to ``to``; by default node 0 sends to all others, and they to node 0. Returns the receivers."""
         peers = [p for p in self._known() if p is to or (to is None and (self.is_first or p.node_rank == 0))]
         for peer in peers:
             peer.connection.send(kind, **fields)
         return list(peers)
 
     def send_end_now(self) -> None:
-        """Passes on that the job has to end at once."""
+        """Sends to all known hosts that the job has to end at once."""
         for peer in self._known():
             peer.connection.send("end now")
 
     def come_to_end(self) -> bool:
-        """All ranks of this host have come to the end of their run; True once those of all hosts have.
+        """Called when all ranks of this host have reached the end of their run; True once the ranks of all hosts have.
 
-        Called again until then. The others tell node 0, which tells them when all have come.
+        It is called again until then. The other hosts report to node 0, which informs them when all have.
         """
         if self.is_first and (self._awaited or not all(peer.at_end or peer.done for peer in self._peers)):
             return False
@@ -297,14 +297,14 @@ class Hosts:
         return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
-        """This host's ranks have finished: its end is no failure from here on, unless it is node 0, which stays."""
+        """This host's ranks have finished: its end is no failure from now on; node 0 stays until all hosts have."""
         if not self.is_first and not self._finished:
             for peer in self._known():
                 self._finished = True
                 peer.connection.send("done")
 
     def close(self) -> None:
-        """Closes everything; what has been sent before still arrives, unless that takes long."""
+        """Closes all connections; sent messages still arrive, unless that takes long."""
         until_s = clock_s() + _ARRIVAL_S
         for peer in self._known():
             peer.connection.await_arrival(until_s)
@@ -318,7 +318,7 @@ class Hosts:
     # Failures
 
     def _find(self, what: str, since_s: float | None = None) -> None:
-        """The first failure counts."""
+        """Notes a failure, if it is the first."""
         if self._found is None:
             self._found = Found(Failure(what), self._now_s if since_s is None else since_s)
 
@@ -373,7 +373,7 @@ class Hosts:
     def _accept(self, listener: socket.socket) -> None:
         for connection in accepted(listener):
             peer = Peer(connection, secret=self._secret, now_s=self._now_s)
-            with contextlib.suppress(OSError):  # it may have left again
+            with contextlib.suppress(OSError):  # it may have disconnected
                 peer.came_from = connection.socket.getpeername()[0]
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(self._stranger_to_drop())
@@ -382,12 +382,12 @@ class Hosts:
             peer.challenge()
 
     def _stranger_to_drop(self) -> Peer:
-        """The stranger to drop for a new one: of the address with the most strangers."""
+        """The oldest stranger of the address with the most strangers."""
         crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
         return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
 
     def _expect(self, num_nodes: int) -> None:
-        """Node 0 has said how many hosts there are."""
+        """Sets the number of hosts, which node 0 knows."""
         if not 1 <= num_nodes <= _MAX_NODES:
             raise ValueError(f"the job has {num_nodes} hosts; it must be 1 to {_MAX_NODES}")
         self._num_nodes = num_nodes
@@ -396,7 +396,7 @@ class Hosts:
         self._awaited = everybody - {self._own_rank} - {peer.node_rank for peer in self._peers if peer.trusted}
 
     def _came(self, peer: Peer) -> None:
-        """Trusts a guardian from now on; after the last one no other is accepted."""
+        """Notes a trusted guardian; after the last one no other is accepted."""
         if peer.node_rank is not None:
             self._awaited.discard(peer.node_rank)
         if not self._awaited and self._num_nodes > 1:
@@ -423,7 +423,7 @@ class Hosts:
                 peer.received_s = self._now_s
             try:
                 self._handle(peer, message)
-            except Exception as error:  # whatever another host says, this guardian goes on
+            except Exception as error:  # no message of another host may end this guardian
                 peer.connection.closed, peer.connection.why = True, f"{error!s:.1000}"
         if peer.connection.closed:
             self._forget(peer.connection.socket)
@@ -452,7 +452,7 @@ class Hosts:
             self._on_message(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
-        """Asking: one step of the handshake; the welcome names the others that this guardian has to know."""
+        """Asking: one step of the handshake; the welcome names the other guardians that this one connects to."""
         kind = message["kind"]
         if kind == "challenge":
             port = 0 if self._listener is None else int(self._listener.getsockname()[1])
@@ -467,12 +467,12 @@ class Hosts:
             self._came(peer)
             for node_rank, host, address, port in message.get("others") or ():
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                socket.inet_pton(family, address.partition("%")[0])  # raises for a name: to look it up may take long
+                socket.inet_pton(family, address.partition("%")[0])  # raises for a name: a lookup may take long
                 if not isinstance(port, int) or not 0 <= port < 1 << 16:
                     raise ValueError(f"node {node_rank} has the port {port!r:.80}; it must be below 65536")
                 sock = socket.socket(family)
                 sock.setblocking(False)
-                sock.connect_ex((address, port))  # what becomes of it is seen when it is read from
+                sock.connect_ex((address, port))  # a later read shows the result
                 self._ask(Connection(sock), node_rank, host, (address, port))
             if all(other.trusted for other in self._peers):
                 self._on_met()
@@ -480,7 +480,7 @@ class Hosts:
             raise ValueError(f"it says {kind!r:.80} and does not know the secret: it is another program")
 
     def _welcome(self, peer: Peer, message: Message) -> None:
-        """Asked: the stranger's answer."""
+        """Asked: handles the stranger's answer."""
         if message["kind"] != "hello":
             raise ValueError(f"a stranger says {message['kind']!r:.80} before hello")
         why = peer.why_not(message)
@@ -500,7 +500,7 @@ class Hosts:
         self._came(peer)
 
     def _others_for(self, newcomer: Peer) -> list[tuple[int, str, str, int]]:
-        """Node 0: those that have come before, and that the newcomer has to connect to."""
+        """On node 0: the connected guardians that the new one has to connect to."""
         assert newcomer.node_rank is not None
         neighbours = {(newcomer.node_rank + step) % self._num_nodes for step in (-1, 1)}
         return [

@@ -9,12 +9,12 @@ job's secret.
       welcome    proof(B), ...             ------>
       or: refused  why                     ------>
 
-A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof serves twice. The
-one exception: a rank that could inherit no secret may ask for it before it says hello (``ask``, ``secret``), over the
-UNIX socket, where the kernel says to both ends who the other is: see :func:`foreign`.
+A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof is valid twice. The
+one exception: a rank that could inherit no secret may ask for it before its ``hello`` (``ask``, ``secret``), over the
+UNIX socket, where both ends ask the kernel for the other's process: see :func:`foreign`.
 
-A process that has not proved that yet is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes of a stranger are read,
-and no file descriptor is taken.
+A process without that proof is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are read from a stranger, and no
+file descriptor is accepted.
 
 Between hosts, every line after that is sealed: see :class:`Seal`.
 """
@@ -41,7 +41,7 @@ from lightning_multigpu.guardian.proc import clock_s
 MAX_LINE_BYTES = 128 * 1024
 MAX_STRANGER_BYTES = 4 * 1024
 _CHUNK_BYTES = 64 * 1024
-_MAX_CHUNKS = 4  # of one connection until others have their turn
+_MAX_CHUNKS = 4  # of one connection before the others are read
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
 _NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -88,7 +88,7 @@ def nonce() -> str:
 
 
 def proof(secret: bytes, role: str, challenge: str) -> str:
-    """The answer to ``challenge`` that takes the secret to compute; each role has answers of its own."""
+    """The answer to ``challenge``, which takes the secret to compute; each role has a different answer."""
     return hmac.new(secret, f"{role}:{challenge}".encode(), "sha256").hexdigest()
 
 
@@ -99,7 +99,7 @@ def proves(message: Message, secret: bytes, role: str, challenge: str) -> bool:
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a UNIX socket, as the kernel saw them when it was connected."""
+    """Process and user at the other end of a UNIX socket when it was connected, from the kernel."""
     layout = "3i"
     pid, user, _ = struct.unpack(
         layout, sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(layout))
@@ -114,7 +114,7 @@ def foreign(sock: socket.socket, *, may_have_ended: bool = True) -> str:
 
     Args:
         sock: the socket.
-        may_have_ended: the process need not be there any more: a guardian outlives the one that has made its socket.
+        may_have_ended: the process may have ended: a guardian outlives the process that has made its socket.
     """
     pid, user = peer_of(sock)
     if user != os.getuid():
@@ -137,15 +137,15 @@ def _namespaces(pid: int) -> int | None:
 
 
 class Seal:
-    """Seals the lines that travel one way over a connection, or checks their seals at the other end.
+    """Seals the lines of one direction of a connection, or checks their seals at the other end.
 
     A seal is an HMAC over the line's number and the line. A line that is forged, altered, repeated, left out or sent
-    back to where it came from does not have the right one. Nothing is encrypted.
+    back to its sender has a wrong seal. Nothing is encrypted.
 
     Args:
-        secret: of the job.
-        sender: the role of the end that sends.
-        nonces: of both ends, the asked one's first, so that lines of another connection do not fit.
+        secret: the secret of the job.
+        sender: the role of the sending end.
+        nonces: the nonces of both ends, the asked one's first, so that lines of another connection do not fit.
     """
 
     def __init__(self, secret: bytes, sender: str, nonces: tuple[str, str]) -> None:
@@ -164,7 +164,9 @@ class Seal:
         """
         seal, _, rest = line.partition(b" ")
         if not hmac.compare_digest(seal, self._next(rest)):
-            raise ProtocolError("a message came that the other guardian has not sent, or not now; who is on the line?")
+            raise ProtocolError(
+                "a message came that the other guardian has not sent, or not now; does another program send it?"
+            )
         return rest
 
     def _next(self, line: bytes) -> bytes:
@@ -174,15 +176,15 @@ class Seal:
 
 
 class Connection:
-    """Messages over a stream socket that never blocks. File descriptors may come along over a UNIX socket.
+    """Messages over a non-blocking stream socket. A UNIX socket may also carry file descriptors.
 
     Args:
         sock: the socket.
         is_stranger: the other end has to introduce itself before :meth:`trust` is called: until then little is read.
 
     Attributes:
-        closed: the other end is gone, or has sent something other than a message.
-        why: what the system, or the check of a message, says of that; empty if the other end has just closed it.
+        closed: the other end has ended, or has sent something other than a message.
+        why: the system's reason, or the message check's; empty if the other end has just closed it.
     """
 
     def __init__(self, sock: socket.socket, *, is_stranger: bool = False) -> None:
@@ -201,17 +203,17 @@ class Connection:
         return self.socket.fileno()
 
     def trust(self) -> None:
-        """The other end has introduced itself: all that it sends is read from here on."""
+        """Trusts the other end: all that it sends is read from now on."""
         self._left_bytes = None
 
     def seal(self, *, outgoing: Seal, incoming: Seal) -> None:
-        """From here on, what is sent is sealed, and so must be what arrives."""
+        """From now on sent messages are sealed, and received ones must be."""
         self._outgoing, self._incoming = outgoing, incoming
 
     def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
-        """Sends, or closes the connection if the other end has not read for so long that no more messages fit in.
+        """Sends; closes the connection if its buffer is full, because the other end does not read.
 
-        An error does not close the connection: earlier messages of the other end, and its end, are still to be read.
+        An error does not close the connection: earlier messages of the other end, and its end, can still be read.
         """
         if self.closed:
             return
@@ -235,7 +237,7 @@ class Connection:
         return list(self.arriving())
 
     def arriving(self) -> Iterator[Message]:
-        """As :meth:`receive`, but a message is looked at when its turn comes: the one before it may have sealed."""
+        """As :meth:`receive`, but decodes each message only when it is asked for: the one before may have sealed."""
         chunks = 0
         while not self.closed:
             if not self._lines:
@@ -251,10 +253,10 @@ class Connection:
             yield message
 
     def take_descriptor(self, is_type: Callable[[int], bool]) -> int | None:
-        """The oldest file descriptor that has come along and has not been taken; the caller closes it.
+        """The oldest received file descriptor that was not taken; the caller closes it.
 
         Args:
-            is_type: checks the mode of its file: ``stat.S_ISREG`` or another of these.
+            is_type: checks the mode of its file: ``stat.S_ISREG``, for example.
 
         Raises:
             ProtocolError: it is of another type.
@@ -266,15 +268,15 @@ class Connection:
         return self._descriptors.pop(0)
 
     def await_arrival(self, until_s: float) -> None:
-        """Waits until the other end's system has all that was sent over TCP, or until ``until_s`` on CLOCK_BOOTTIME.
+        """Waits until the other end's system has all data sent over TCP, or until ``until_s`` on CLOCK_BOOTTIME.
 
-        A socket that is closed while something is unread drops what is still on its way.
+        A socket that is closed with unread data drops its data under way.
         """
         while not self.closed and _unacknowledged_bytes(self.socket) and clock_s() < until_s:
             time.sleep(_ARRIVAL_LOOK_S)
 
     def close(self) -> None:
-        """Closes the socket and what came along unasked."""
+        """Closes the socket and the received file descriptors."""
         self.closed = True
         self.socket.close()
         while self._descriptors:
@@ -285,7 +287,7 @@ class Connection:
         self._lines.clear()
 
     def _read_lines(self) -> bool:
-        """Takes what has arrived until there is a whole line; False if there is none."""
+        """Reads until there is a whole line; False if none has arrived."""
         while not self.closed and not self._lines:
             try:
                 data = self._read()
@@ -316,7 +318,7 @@ class Connection:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
-        while len(self._descriptors) > _MAX_DESCRIPTORS:  # nobody has asked for so many
+        while len(self._descriptors) > _MAX_DESCRIPTORS:  # more than the protocol needs
             os.close(self._descriptors.pop())
         return data
 
@@ -326,18 +328,18 @@ def _unacknowledged_bytes(sock: socket.socket) -> int:
 
 
 def accepted(listener: socket.socket) -> Iterator[Connection]:
-    """The strangers who have connected meanwhile, 64 at most: then it is time to look at others again.
+    """The strangers that have connected, at most 64 at a time, so that the loop goes on.
 
     Args:
-        listener: one that does not block.
+        listener: a non-blocking listening socket.
     """
     for _ in range(_MAX_ACCEPTED):
         try:
             sock, _ = listener.accept()
-        except ConnectionError:  # who has left again
+        except ConnectionError:  # it has disconnected
             continue
         except OSError as error:
-            if error.errno in _NOTHING_LEFT:  # the listener stays readable: the caller's loop is not to spin
+            if error.errno in _NOTHING_LEFT:  # the listener stays readable: the caller's loop must not spin
                 time.sleep(_NOTHING_LEFT_S)
             return
         yield Connection(sock, is_stranger=True)
