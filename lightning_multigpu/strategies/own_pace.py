@@ -1,4 +1,4 @@
-"""Training in which each worker has its own pace: what Lightning's loops do at the moments when ranks would meet."""
+"""Asynchronous training: what Lightning's loops do where synchronous ranks would wait for each other."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SAVED_AS = "parameter_server"
 class OwnPace(Callback):
     """One worker of an asynchronous fit.
 
-    Within an epoch no worker waits for another, but for the bound of staleness. Worker 0 decides: it validates when all
-    batches of the epoch are in the weights, saves, and ends training. The others train meanwhile, and validate, save
-    and stop nothing.
+    Within an epoch no worker waits for another one, except for ``max_staleness``. Worker 0 validates when all batches
+    of the epoch are in the weights, saves, and ends training. Other workers train meanwhile; they do not validate, save
+    or stop.
 
     Args:
         connections: to the servers.
         served: the optimizers; filled by the strategy.
         signals: on which this worker acts between two batches.
-        leave_groups: called when training begins: with a process group Lightning and torchmetrics would have workers
-            meet in every batch.
-        can_be_lost: called when training begins, on workers without which it goes on.
+        leave_groups: called when training begins: with a process group, Lightning and torchmetrics would have workers
+            wait for each other in every batch.
+        can_be_lost: called when training begins, on workers that may be lost.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OwnPace(Callback):
         return self._resumed_version + max((served.version for served in self.served), default=0)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Takes its place before the other callbacks, and those away that are worker 0's."""
+        """Goes before the other callbacks, and removes those that act on worker 0 alone."""
         if not self._is_first:
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             self._kept = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Checkpoint | EarlyStopping)]
@@ -104,7 +104,7 @@ class OwnPace(Callback):
     # Batches
 
     def deal(self, loader: Any, trainer: pl.Trainer) -> Any:
-        """The loader of this worker: in training it takes the batches that are dealt to it, else all batches."""
+        """The loader of this worker: batches on demand in training, and all batches otherwise."""
         kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if not trainer.training:
             return distribute_batches(loader, **kwargs, even=True)[0]
@@ -113,14 +113,15 @@ class OwnPace(Callback):
         before, self._dealt_at = self._dealt_at, (trainer.current_epoch, trainer.global_step)
         if before == self._dealt_at:
             raise ValueError(
-                "there are several training loaders, and mode='async' deals out the batches of one: put their datasets "
-                "into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
+                "there are several training loaders, and mode='async' distributes the batches of one: put their "
+                "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
             )
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
         if self._batches is None and isinstance(dealt, DataLoader) and not isinstance(dealt.dataset, IterableDataset):
             rank_zero_warn(
-                "each worker trains on all batches of its loader: batches are dealt out to workers where Lightning can "
-                "put its own sampler into the DataLoader (use_distributed_sampler=True and no batch_sampler of yours)"
+                "each worker trains on all batches of its loader: batches are distributed to workers where Lightning "
+                "can put its own sampler into the DataLoader (use_distributed_sampler=True, and no batch_sampler of "
+                "yours)"
             )
         return dealt if self._batches is None else _LateLoader(dealt)
 
@@ -145,7 +146,7 @@ class OwnPace(Callback):
             progress: Any = trainer.fit_loop.epoch_progress
             progress.current.processed = self._connections.joined_in
         if isinstance(trainer.val_check_interval, float):
-            # Lightning counts this worker's batches of an epoch, of which it knows the number only at its end.
+            # Lightning counts this worker's batches of an epoch; their number is known at its end.
             share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
             trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
         if self._batches is not None:
@@ -154,7 +155,7 @@ class OwnPace(Callback):
         if self._is_first:  # a checkpoint, or a callback that tries learning rates, has put other weights in place
             for served in self.served:
                 served.send_changed_weights()
-            self._pull()  # when the weights have come, all servers have the new ones
+            self._pull()  # the answer shows that all servers have the new weights
         self._coordination.start()
         if not self._is_first:
             self._pull()
@@ -233,7 +234,7 @@ class OwnPace(Callback):
         return int(min(len(self._batches), trainer.num_training_batches))
 
     def after_step(self, trainer: pl.Trainer) -> None:
-        """Looks as late as it can for another batch: what this worker has taken, nobody else trains on."""
+        """Takes the next batch as late as possible: no other worker can train on it from then on."""
         self._has_stepped = True
         if trainer.lightning_module.automatic_optimization:
             self._look_ahead(trainer)
@@ -249,7 +250,7 @@ class OwnPace(Callback):
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._number is not None and self._completes_update(trainer):
             self._untold.append(self._number // trainer.accumulate_grad_batches)
-        if self._has_stepped or is_last:  # until then what it has accumulated would be lost with this worker
+        if self._has_stepped or is_last:  # gradients that are being accumulated would be lost with this worker
             for update in self._untold:
                 self._coordination.trained(trainer.current_epoch, update)
             self._untold.clear()
@@ -310,7 +311,7 @@ class OwnPace(Callback):
             trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:
-        """Has all workers end with worker 0's weights and buffers, and with what its callbacks and metrics say."""
+        """Gives all workers the weights, buffers and metrics of worker 0, and the states of its callbacks."""
         self._coordination.pause()
         word: dict[str, Any] = {}
         beside = _beside_servers(trainer)
@@ -322,7 +323,7 @@ class OwnPace(Callback):
             word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
             for served in self.served:
                 if served.send_changed_weights():  # a callback has put averages in place
-                    served.pull()  # when the weights have come, all servers have the new ones
+                    served.pull()  # the answer shows that all servers have the new weights
             self._report()
         word = self._coordination.end(word)
         if not self._is_first:
@@ -356,12 +357,12 @@ class OwnPace(Callback):
     # Checkpoints
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint, with where in the epoch the workers are, and how many updates the weights have."""
+        """The checkpoint, with the next batch of the epoch and the number of updates in the weights."""
         following = 0 if self._number is None else self._number + 1
         return {**checkpoint, SAVED_AS: {"version": self.version, "first_batch": following}}
 
     def loaded(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on from a checkpoint, which may be another strategy's."""
+        """Resumes from a checkpoint, which may be another strategy's."""
         saved = checkpoint.get(SAVED_AS, {})
         progress = checkpoint.get("global_step", 0)
         self._resumed_version = int(saved.get("version", progress))
@@ -369,7 +370,7 @@ class OwnPace(Callback):
 
 
 class _LateLoader(LoaderWrapper):
-    """Takes the first batch when it is asked for it: Lightning makes iterators before a checkpoint is loaded."""
+    """Takes the first batch on the first ``next``: Lightning makes iterators before a checkpoint is loaded."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -396,5 +397,5 @@ def _add(counts: Any, number: int) -> None:
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:
-    """The configurations of schedulers that go on with each step."""
+    """The configurations of schedulers with ``interval="step"``."""
     return [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
