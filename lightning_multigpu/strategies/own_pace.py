@@ -279,6 +279,8 @@ class OwnPace(Callback):
         module = trainer.lightning_module
         if self._batches is None or not module.automatic_optimization:
             return
+        if not self._has_stepped:  # torch warns of a schedule that steps before its optimizer
+            return
         for config in _by_step(trainer):
             due = self._due(config)
             for _ in range(self._stepped.get(id(config.scheduler), 0), due):
