@@ -91,7 +91,8 @@ class OwnPace(Callback):
 
     def end(self, trainer: pl.Trainer) -> None:
         """Puts back what :meth:`begin` has changed."""
-        vars(trainer.fit_loop.epoch_loop).pop("update_lr_schedulers", None)
+        loop: Any = trainer.fit_loop.epoch_loop
+        vars(loop).pop("update_lr_schedulers", None)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
