@@ -212,7 +212,7 @@ def strangers(number: int, seed: int) -> Outcome:
     """Connections that do not know the secret."""
     server, fuzzer = Server("127.0.0.1", 0, _SECRET), Fuzzer(seed)
     ending = _serving(server)
-    started_s, before_kb = time.perf_counter(), 0
+    started_s, before_kb, shared = time.perf_counter(), 0, _num_shared()
     for index in range(number):
         if index == round(_WARM_UP * number):
             before_kb = resident_kb(os.getpid())
@@ -230,7 +230,7 @@ def strangers(number: int, seed: int) -> Outcome:
         problem = problem or (found if found is not None else "the server does not end")
     except ChannelError as error:
         problem = f"a worker does not get in afterwards: {error}"
-    return _outcome("strangers", number, seconds, before_kb, problem)
+    return _outcome("strangers", number, seconds, before_kb, shared, problem)
 
 
 def _visit(port: int, fuzzer: Fuzzer) -> None:
@@ -248,14 +248,14 @@ def _visit(port: int, fuzzer: Fuzzer) -> None:
 def workers(number: int, seed: int) -> Outcome:
     """Workers that know the secret and send nonsense. Each needs a server of its own, since its job ends."""
     fuzzer, problem = Fuzzer(seed), ""
-    started_s, before_kb = time.perf_counter(), 0
+    started_s, before_kb, shared = time.perf_counter(), 0, _num_shared()
     for index in range(number):
         if index == round(_WARM_UP * number):
             before_kb = resident_kb(os.getpid())
         found = _told_by_worker(fuzzer)
         if found:
             problem = problem or f"message {index}: {found}"
-    return _outcome("workers", number, time.perf_counter() - started_s, before_kb, problem)
+    return _outcome("workers", number, time.perf_counter() - started_s, before_kb, shared, problem)
 
 
 def _told_by_worker(fuzzer: Fuzzer) -> str:
@@ -278,7 +278,7 @@ def pairs(number: int, seed: int) -> Outcome:
     fuzzer, problem = Fuzzer(seed), ""
     raised: list[str] = []
     hook, threading.excepthook = threading.excepthook, lambda found: raised.append(repr(found.exc_value))
-    started_s, before_kb = time.perf_counter(), 0
+    started_s, before_kb, shared = time.perf_counter(), 0, _num_shared()
     try:
         for index in range(number):
             if index == round(_WARM_UP * number):
@@ -289,7 +289,7 @@ def pairs(number: int, seed: int) -> Outcome:
                 break
     finally:
         threading.excepthook = hook
-    return _outcome("pairs", number, time.perf_counter() - started_s, before_kb, problem)
+    return _outcome("pairs", number, time.perf_counter() - started_s, before_kb, shared, problem)
 
 
 def _told_by_pair(fuzzer: Fuzzer) -> str:
@@ -379,12 +379,12 @@ def _serving(server: Server) -> Callable[[], str | None]:
     return end
 
 
-def _outcome(target: str, number: int, seconds: float, before_kb: int, problem: str) -> Outcome:
+def _outcome(target: str, number: int, seconds: float, before_kb: int, shared: int, problem: str) -> Outcome:
     growth_kb = resident_kb(os.getpid()) - before_kb
     if not problem and growth_kb > max(MAX_GROWTH_KB, number / 10 if target in ("workers", "pairs") else 0):
         problem = f"memory has grown by {growth_kb / 1000:.1f} MB"
     deadline_s = time.monotonic() + _END_S
-    while left := _num_shared():  # the last worker's thread may still be ending
+    while (left := _num_shared() - shared) > 0:  # the last worker's thread may still be ending
         if time.monotonic() > deadline_s:
             problem = problem or f"{left} segments of shared memory are left"
             break

@@ -1,4 +1,4 @@
-"""Training in which each worker has its own pace: replaces the collectives of Lightning's loops."""
+"""Asynchronous training: what Lightning's loops do where synchronous ranks would wait for each other."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ SAVED_AS = "parameter_server"
 class OwnPace(Callback):
     """One worker of an asynchronous fit.
 
-    Within an epoch a worker waits for another only at the bound of staleness. Worker 0 validates when all batches of
-    the epoch are in the weights, saves, and ends training. The other workers only train.
+    Within an epoch no worker waits for another one, except for ``max_staleness``. Worker 0 validates when all batches
+    of the epoch are in the weights, saves, and ends training. Other workers train meanwhile; they do not validate, save
+    or stop.
 
     Args:
-        connections: the connections to the servers.
-        served: the optimizers; set by the strategy.
-        signals: the signals that this worker handles between two batches.
-        leave_groups: called when training begins: with a process group Lightning and torchmetrics would run collectives
-            in every batch.
-        can_be_lost: called when training begins, on workers whose loss does not end training.
+        connections: to the servers.
+        served: the optimizers; filled by the strategy.
+        signals: on which this worker acts between two batches.
+        leave_groups: called when training begins: with a process group, Lightning and torchmetrics would have workers
+            wait for each other in every batch.
+        can_be_lost: called when training begins, on workers that may be lost.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class OwnPace(Callback):
         return self._resumed_version + max((served.version for served in self.served), default=0)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Adds itself as the first callback; removes callbacks that only worker 0 needs."""
+        """Goes before the other callbacks, and removes those that act on worker 0 alone."""
         if not self._is_first:
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             self._kept = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Checkpoint | EarlyStopping)]
@@ -89,7 +90,7 @@ class OwnPace(Callback):
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Undoes :meth:`begin`."""
+        """Puts back what :meth:`begin` has changed."""
         loop: Any = trainer.fit_loop.epoch_loop
         vars(loop).pop("update_lr_schedulers", None)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -104,7 +105,7 @@ class OwnPace(Callback):
     # Batches
 
     def deal(self, loader: Any, trainer: pl.Trainer) -> Any:
-        """This worker's loader: in training it has the batches that the servers assign to the worker, else all."""
+        """The loader of this worker: batches on demand in training, and all batches otherwise."""
         kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if not trainer.training:
             return distribute_batches(loader, **kwargs, even=True)[0]
@@ -113,14 +114,15 @@ class OwnPace(Callback):
         before, self._dealt_at = self._dealt_at, (trainer.current_epoch, trainer.global_step)
         if before == self._dealt_at:
             raise ValueError(
-                "there are several training loaders, and mode='async' deals out the batches of one: put their datasets "
-                "into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
+                "there are several training loaders, and mode='async' distributes the batches of one: put their "
+                "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
             )
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
         if self._batches is None and isinstance(dealt, DataLoader) and not isinstance(dealt.dataset, IterableDataset):
             rank_zero_warn(
-                "each worker trains on all batches of its loader: batches are dealt out to workers where Lightning can "
-                "put its own sampler into the DataLoader (use_distributed_sampler=True and no batch_sampler of yours)"
+                "each worker trains on all batches of its loader: batches are distributed to workers where Lightning "
+                "can put its own sampler into the DataLoader (use_distributed_sampler=True, and no batch_sampler of "
+                "yours)"
             )
         return dealt if self._batches is None else _LateLoader(dealt)
 
@@ -145,7 +147,7 @@ class OwnPace(Callback):
             progress: Any = trainer.fit_loop.epoch_progress
             progress.current.processed = self._connections.joined_in
         if isinstance(trainer.val_check_interval, float):
-            # Lightning counts this worker's batches of an epoch; their number is known only at its end.
+            # Lightning counts this worker's batches of an epoch; their number is known at its end.
             share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
             trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
         if self._batches is not None:
@@ -154,7 +156,7 @@ class OwnPace(Callback):
         if self._is_first:  # a checkpoint, or a callback that tries learning rates, has changed weights
             for served in self.served:
                 served.send_changed_weights()
-            self._pull()  # once they have come back, all servers have them
+            self._pull()  # the answer shows that all servers have the new weights
         self._coordination.start()
         if not self._is_first:
             self._pull()
@@ -233,7 +235,7 @@ class OwnPace(Callback):
         return int(min(len(self._batches), trainer.num_training_batches))
 
     def after_step(self, trainer: pl.Trainer) -> None:
-        """Asks as late as possible for another batch: no other worker can train on a taken batch."""
+        """Takes the next batch as late as possible: no other worker can train on it from then on."""
         self._has_stepped = True
         if trainer.lightning_module.automatic_optimization:
             self._look_ahead(trainer)
@@ -249,7 +251,7 @@ class OwnPace(Callback):
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._number is not None and self._completes_update(trainer):
             self._untold.append(self._number // trainer.accumulate_grad_batches)
-        if self._has_stepped or is_last:  # until then accumulated gradients would be lost with this worker
+        if self._has_stepped or is_last:  # gradients that are being accumulated would be lost with this worker
             for update in self._untold:
                 self._coordination.trained(trainer.current_epoch, update)
             self._untold.clear()
@@ -277,6 +279,8 @@ class OwnPace(Callback):
         """Steps schedulers for the updates of all workers; for this worker's own where its batches are its own."""
         module = trainer.lightning_module
         if self._batches is None or not module.automatic_optimization:
+            return
+        if not self._has_stepped:  # torch warns of a schedule that steps before its optimizer
             return
         for config in _by_step(trainer):
             due = self._due(config)
@@ -310,7 +314,7 @@ class OwnPace(Callback):
             trainer.should_stop = True
 
     def training_ends(self, trainer: pl.Trainer) -> None:
-        """Gives all workers worker 0's weights and buffers, and the states of its callbacks and metrics."""
+        """Gives all workers the weights, buffers and metrics of worker 0, and the states of its callbacks."""
         self._coordination.pause()
         word: dict[str, Any] = {}
         beside = _beside_servers(trainer)
@@ -321,8 +325,8 @@ class OwnPace(Callback):
             word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
             word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
             for served in self.served:
-                if served.send_changed_weights():  # a callback has averaged weights
-                    served.pull()  # once they have come back, all servers have them
+                if served.send_changed_weights():  # a callback has put averages in place
+                    served.pull()  # the answer shows that all servers have the new weights
             self._report()
         word = self._coordination.end(word)
         if not self._is_first:
@@ -356,12 +360,12 @@ class OwnPace(Callback):
     # Checkpoints
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint, with the workers' position in the epoch and the number of updates."""
+        """The checkpoint, with the next batch of the epoch and the number of updates in the weights."""
         following = 0 if self._number is None else self._number + 1
         return {**checkpoint, SAVED_AS: {"version": self.version, "first_batch": following}}
 
     def loaded(self, checkpoint: dict[str, Any]) -> None:
-        """Continues from a checkpoint, which may be another strategy's."""
+        """Resumes from a checkpoint, which may be another strategy's."""
         saved = checkpoint.get(SAVED_AS, {})
         progress = checkpoint.get("global_step", 0)
         self._resumed_version = int(saved.get("version", progress))
@@ -369,7 +373,7 @@ class OwnPace(Callback):
 
 
 class _LateLoader(LoaderWrapper):
-    """Takes no batch before the first ``next()``: Lightning makes iterators before it loads a checkpoint."""
+    """Takes the first batch on the first ``next``: Lightning makes iterators before a checkpoint is loaded."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
@@ -396,5 +400,5 @@ def _add(counts: Any, number: int) -> None:
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:
-    """The configurations of schedulers that step with each optimizer step."""
+    """The configurations of schedulers with ``interval="step"``."""
     return [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]

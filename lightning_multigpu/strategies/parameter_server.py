@@ -50,8 +50,8 @@ Served = HostOptimizer | RemoteOptimizer
 class OptimizerServerStrategy(MultiGPUStrategy):
     """Base of the strategies in which servers, not the ranks that compute gradients, step the optimizers.
 
-    Subclasses start and end the servers (:meth:`_connect`, :meth:`_disconnect`), and give them an optimizer
-    (:meth:`_serve`).
+    Subclasses make the object that steps an optimizer (:meth:`_serve`), and start and end the servers
+    (:meth:`_connect`, :meth:`_disconnect`).
 
     Args:
         optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
@@ -81,7 +81,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @abstractmethod
     def _connect(self) -> None:
-        """Starts or connects to the servers; a collective."""
+        """Starts the servers and connects to them; a collective."""
 
     @abstractmethod
     def _serve(self, optimizer: Optimizer) -> Served:
@@ -89,7 +89,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Undoes :meth:`_connect`, also after a failure."""
+        """Disconnects from the servers and ends them, also after a failure."""
 
     # Starting and ending
 
@@ -587,7 +587,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         return None if self._connections is None or self.global_rank else self._connections.statistics()
 
     def _tell_of_ended(self, connections: ServerConnections) -> None:
-        """Warns of ended servers and replicas; training goes on without them."""
+        """Warns of servers and replicas that have ended while training goes on."""
         untold = connections.ended[self._num_told :]
         self._num_told += len(untold)
         for place, text in untold:

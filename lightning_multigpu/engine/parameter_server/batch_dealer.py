@@ -1,6 +1,6 @@
-"""Deals the batches of an epoch to workers that ask for the next one, so that fast workers take more of them.
+"""Distribution of an epoch's batches to workers on demand, so that fast workers train on more batches.
 
-Each batch goes to one worker. What a worker had been dealt and had not trained on when it was lost goes to others.
+Each batch goes to one worker. When a worker is lost, the batches that it has not trained on go to other workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ _MAX_AHEAD = 65_536  # as many batches as there may be workers
 
 @dataclass(eq=False)
 class _Epoch:
-    """Batches of an epoch: those not dealt yet begin at ``following``; those of lost workers come first."""
+    """Batches of an epoch.
+
+    ``following`` is the next new batch, ``returned`` has batches of lost workers, which go first, and ``in_hand`` the
+    batches that each worker has and has not trained on.
+    """
 
     following: int = 0
     returned: deque[int] = field(default_factory=deque)
@@ -23,7 +27,10 @@ class _Epoch:
 
 
 class BatchDealer:
-    """The batches of all epochs of a run. Worker 0 gets one of each epoch at least: it validates after its last."""
+    """Distributes the batches of all epochs of a run.
+
+    Worker 0 gets one batch of each epoch at least, since it validates after its last batch.
+    """
 
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = {}
@@ -34,7 +41,7 @@ class BatchDealer:
 
     @property
     def newest_epoch(self) -> int:
-        """The last epoch of which batches were dealt."""
+        """The last epoch that workers have got batches of."""
         return max(self._epochs, default=self._first_open)
 
     @property
@@ -43,11 +50,11 @@ class BatchDealer:
         return self._left is not None
 
     def limit_to(self, batches: int) -> None:
-        """From now on the run takes so many more batches."""
+        """Limits the run to so many further batches."""
         self._left = batches
 
     def end_with(self, epoch: int) -> None:
-        """The run takes no batches of later epochs; -1 for no more at all."""
+        """Ends the run with an epoch; -1 for no further batch at all."""
         self._last = epoch
 
     def is_over(self, epoch: int) -> bool:
@@ -57,9 +64,9 @@ class BatchDealer:
         return self._left == 0 and not any(dealt.returned for n, dealt in self._epochs.items() if n >= epoch)
 
     def may_return(self, worker: int, epoch: int) -> bool:
-        """Whether other workers have batches that this one gets if they are lost, though all have been dealt.
+        """Whether other workers have batches that this worker would get if they were lost.
 
-        They are of its epoch, or of a later one where the run takes no others.
+        The batches are of this worker's epoch, or of a later one if the run takes no further batches.
         """
         return any(
             any(numbers for other, numbers in dealt.in_hand.items() if other != worker)
@@ -71,9 +78,9 @@ class BatchDealer:
         """The number of the next batch for a worker; None if the epoch, or the run, has no more.
 
         Args:
-            worker: who asks.
+            worker: the number of the worker.
             epoch: its number.
-            first: the first batch to deal, if the epoch was begun by an earlier run.
+            first: the first batch that is left of the epoch, if an earlier run has trained on a part of it.
             num_batches: of the epoch.
 
         Raises:
@@ -93,9 +100,9 @@ class BatchDealer:
         return number
 
     def took(self, worker: int, epoch: int, number: int, *, first: int, num_batches: int) -> None:
-        """Notes a batch that a worker got from the dealer of which this one is the replica.
+        """On a replica: notes a batch that a worker got from the other server.
 
-        Workers say so in any order: batches in between count as returned until their workers have said so too.
+        Workers report batches in any order: batches in between count as returned until their workers report them.
 
         Raises:
             ValueError: a number is out of range.
@@ -110,12 +117,12 @@ class BatchDealer:
             self._deal_up_to(dealt, number)
         elif number in dealt.returned:
             dealt.returned.remove(number)
-        for numbers in dealt.in_hand.values():  # of a worker that is lost, and whose end is not known here yet
+        for numbers in dealt.in_hand.values():  # another worker's, which is lost, as this replica does not know yet
             numbers.discard(number)
         dealt.in_hand[worker].add(number)
 
     def _opened(self, worker: int, epoch: int, first: int, num_batches: int) -> _Epoch | None:
-        """The epoch that a worker is in; None if it is forgotten."""
+        """The worker's epoch; None if all workers have left it."""
         if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
             raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
         self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
@@ -134,30 +141,30 @@ class BatchDealer:
         dealt.following = number + 1
 
     def _forget_ended(self) -> None:
-        """Forgets epochs that worker 0 and all others that have asked for batches are done with."""
+        """Forgets epochs that worker 0, and all others that have asked for batches, have left."""
         slowest = min(self._epoch_of.values()) if 0 in self._epoch_of else 0
         if slowest > self._first_open:
             self._first_open = slowest
             self._epochs = {n: e for n, e in self._epochs.items() if n >= slowest or any(e.in_hand.values())}
 
     def trained(self, worker: int, epoch: int, number: int) -> None:
-        """A worker has trained on a batch."""
+        """Notes that a worker has trained on a batch."""
         if epoch in self._epochs:
             self._epochs[epoch].in_hand[worker].discard(number)
 
     def give_back(self, worker: int, epoch: int) -> None:
-        """A worker ends an epoch early, and others may have what it had of it."""
+        """Returns a worker's batches of an epoch, so that other workers get them."""
         if epoch in self._epochs:
             dealt = self._epochs[epoch]
             dealt.returned.extend(sorted(dealt.in_hand[worker]))
             dealt.in_hand[worker].clear()
 
     def is_trained(self, epoch: int) -> bool:
-        """Whether nobody has a batch of the epoch, or of one before, that it has yet to train on."""
+        """Whether all batches of the epoch, and of earlier ones, that workers have got are trained on."""
         return not any(number <= epoch and any(dealt.in_hand.values()) for number, dealt in self._epochs.items())
 
     def lose(self, worker: int) -> int:
-        """Takes the batches back that a lost worker had; returns how many."""
+        """Returns the batches of a lost worker, so that other workers get them; their number."""
         self._epoch_of.pop(worker, None)
         number = 0
         for dealt in self._epochs.values():

@@ -6,8 +6,9 @@
     .............................    |   .......................^.............................
     server                           +---> average, update -----+
 
-The server makes the memory. Frames travel over the connection as they do without it, and say ``in_memory`` in the place
-of a payload: who gets a frame may read what it tells of, and who sends it writes there no more until the answer.
+The server makes the memory. The same frames travel over the connection as without shared memory, with the field
+``in_memory`` in place of a payload. The receiver of a frame may then read the memory; its sender does not write there
+until the answer.
 """
 
 from __future__ import annotations

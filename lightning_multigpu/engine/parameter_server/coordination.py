@@ -28,7 +28,7 @@ class Coordination:
         self.is_exhausted = False
 
     def start(self) -> None:
-        """Waits until worker 0 begins to train, which has loaded its checkpoint then."""
+        """Waits until worker 0 begins to train; by then worker 0 has loaded its checkpoint."""
         self._run += 1
         self._servers.is_stopped = self.is_exhausted = False
         if self._servers.worker == 0:
@@ -40,7 +40,7 @@ class Coordination:
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
         """The number of the next batch for this worker; None at the end of the epoch.
 
-        Worker 0 waits while others have batches of the epoch that they may yet lose: it then gets these.
+        Worker 0 waits while other workers have batches of the epoch, and gets those of workers that are lost.
 
         Args:
             epoch: its number.
@@ -64,11 +64,11 @@ class Coordination:
         return fields
 
     def trained(self, epoch: int, number: int) -> None:
-        """This worker's gradients of a batch are in the weights."""
+        """Reports that this worker's gradients of a batch are in the weights."""
         self._servers.post(0, {"kind": "trained", "epoch": epoch, "number": number})
 
     def give_back(self, epoch: int) -> None:
-        """This worker trains on nothing more of the epoch."""
+        """Reports that this worker trains on no further batch of the epoch."""
         self._servers.post(0, {"kind": "give back", "epoch": epoch})
 
     def await_epoch(self, epoch: int) -> None:
@@ -79,7 +79,7 @@ class Coordination:
 
     @property
     def is_stopped(self) -> bool:
-        """True once worker 0 has stopped training: this worker trains on none of the batches that it has."""
+        """True once worker 0 has stopped training: this worker leaves the batches that it has."""
         return self._servers.is_stopped
 
     def stop(self, *, epoch: int, at_once: bool) -> None:
@@ -87,7 +87,7 @@ class Coordination:
 
         Args:
             epoch: the last one that others train in.
-            at_once: have them end within it, after the batch that they are at.
+            at_once: have them end within the epoch, after their present batch.
         """
         with self._waits():
             self._servers.ask(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
@@ -95,7 +95,7 @@ class Coordination:
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
-        """Within the block this worker waits for the others: a hang report says so, and for whom."""
+        """Within the block this worker waits for other workers; a hang report names them."""
         meter = self._servers.meter
         start_s = meter.now()
         with meter.metered("barrier", group="servers", group_size=self._servers.num_workers, size_bytes=0):
@@ -103,14 +103,14 @@ class Coordination:
         meter.waited(start_s, meter.now())
 
     def pause(self) -> None:
-        """Has no worker wait for this one until its next step."""
+        """Lets other workers go on without waiting for this one, until its next step."""
         for server in range(self._servers.num_servers):
             self._servers.post(server, {"kind": "pause"})
 
     def end(self, word: Any) -> Any:
-        """Ends training: worker 0 tells all others a value of numbers, texts and tensors, and they wait for it."""
+        """Ends training: worker 0 sends all others a value of numbers, texts and tensors, which they wait for."""
         if self._servers.worker == 0:
-            self._servers.post_value(0, {"kind": "over"}, word, "what worker 0 says at the end of training")
+            self._servers.post_value(0, {"kind": "over"}, word, "worker 0's last message")
             return word
         self._servers.ask(0, {"kind": "await over"})
         ((fields, tensors),) = self._servers.answers("over", _FIRST)

@@ -266,7 +266,7 @@ class HostOptimizer(RedirectedOptimizer):
     # Where things are
 
     def _place_new(self) -> None:
-        """Finds room on the host for parameters that have come to the optimizer since; a collective."""
+        """Reserves memory on the host for parameters that the optimizer has got since; a collective."""
         new = [parameter for parameter in self._parameters() if parameter not in self._shards]
         for parameters in alike(new):
             numels = [parameter.numel() for parameter in parameters]
@@ -440,7 +440,7 @@ class EarlyCopies:
         self._hooks.append(call_on_gradient(parameter, copy))
 
     def has(self, parameter: Parameter) -> bool:
-        """Whether the parameter's gradient, as it is now, was copied; that is told once."""
+        """Whether the parameter's present gradient was copied; the first call alone says so."""
         gradient, version = self._done.pop(parameter, (None, 0))
         return gradient is not None and gradient is parameter.grad and gradient._version == version
 
@@ -458,7 +458,7 @@ class EarlyCopies:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a rank tells of a tensor of its shard's state."""
+    """Shape and dtype of a tensor of a rank's shard of the state."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -22,7 +22,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 class Member:
     """A worker's connection, and what is to be sent over it.
 
-    To a quiet member the server sends no weights and answers no questions: another server does, whose replica it is.
+    A quiet member takes this server for a replica: the other server sends the weights and answers questions.
     ``memory`` is that of the buckets, by number of their optimizer and their own, which a worker of this host shares;
     ``memory_in`` and ``memory_out`` count the bytes that went through it.
     """
@@ -56,5 +56,5 @@ class Member:
         while (frame := self.outbox.get()) is not None:
             try:
                 self.channel.send(*frame)
-            except ChannelError:  # the thread that reads says so
+            except ChannelError:  # the thread that reads reports it
                 return

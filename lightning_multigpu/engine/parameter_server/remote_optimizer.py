@@ -264,7 +264,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._sums = self._checksums()
 
     def _asked(self) -> list[int]:
-        """The servers with a part; one without would not hold a worker back, and hear of the next round too early."""
+        """The servers with a part. A server without one would begin the next round before the others."""
         return sorted({part.server for bucket in self._buckets for part in bucket.parts if part.pieces})
 
     # Checkpoints
@@ -320,7 +320,7 @@ class RemoteOptimizer(RedirectedOptimizer):
     # Where things are
 
     def _place_new(self) -> None:
-        """Tells the servers of parameters that have come to the optimizer since; a collective."""
+        """Sends the servers the parameters that the optimizer has got since; a collective."""
         can_be_trained = (p for p in self._parameters() if p.is_floating_point() or p.is_complex())
         new = [parameter for parameter in can_be_trained if parameter not in self._pieces]
         if not new and self._plans:
@@ -363,7 +363,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
 
     def _configure(self, buckets: list[_Bucket]) -> bool:
-        """Has the servers know buckets; returns whether they go on from snapshots, with other weights than these."""
+        """Sends the servers new buckets; returns whether the servers resume from snapshots, with other weights."""
         servers, is_first = self._servers, self._servers.worker == 0
         together = servers.consistency.is_synchronous
         if together and not is_first:
@@ -425,7 +425,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         }
 
     def _content(self, parts: Sequence[_Part]) -> dict[str, Any]:
-        """What worker 0 tells: values of the groups, weights, and the state with which some optimizers begin."""
+        """What worker 0 sends: values of the groups, weights, and the state with which some optimizers begin."""
         return {
             "defaults": dict(self.optimizer.defaults),
             "values": [self._values(group) for group in self.optimizer.param_groups],
@@ -567,7 +567,7 @@ class RemoteOptimizer(RedirectedOptimizer):
     # Ask, and pull
 
     def _expect(self, target_of: Callable[[Parameter], Tensor | None]) -> list[tuple[_Piece, Tensor]]:
-        """Says where the parts go that servers send; returns pieces that cannot go where they belong at once."""
+        """Sets the memory for the parts that servers send; returns the pieces that need a copy afterwards."""
         staged: list[tuple[_Piece, Tensor]] = []
         self._kinds, self._rows = {}, {}
         for bucket in self._buckets:
@@ -620,8 +620,8 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _post_to_all(self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True) -> None:
         """Asks all servers for their parts; replicas say that they have mirrored it.
 
-        A replica that takes over hears either of the question and of what is left of the answer, or of the question
-        afterwards.
+        A replica that takes over gets the question and then the list of missing buckets, or, if it has taken over
+        before, the question alone.
         """
         servers = self._servers
         with servers.arriving():

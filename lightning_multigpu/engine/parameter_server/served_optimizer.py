@@ -302,7 +302,7 @@ class ServedOptimizer:
                 bucket.pulled[worker] = 0, weights.view(bucket.weights.dtype)
 
     def end_offers(self) -> None:
-        """Lets nobody else map memory; what is mapped stays."""
+        """Ends the offers of memory; mapped memory stays mapped."""
         self._offered.clear()
         self._shared_weights.clear()
 
@@ -374,7 +374,7 @@ class ServedOptimizer:
         return self._room(numel, dtype) if memory is None else memory.pushed[:size_bytes].view(dtype)
 
     def rows(self, number: Any, told: Any) -> dict[int, Tensor]:
-        """The rows of sparse gradients that a push tells: bool, by the index of their piece.
+        """The rows of sparse gradients in a push: bool, by the index of their piece.
 
         Raises:
             WireError: there are no such rows.
@@ -428,7 +428,7 @@ class ServedOptimizer:
         self._go_on(round_now, [pushes])
 
     def request(self, worker: int, round_: int, request: _Request) -> None:
-        """What a worker wants of this round; the values of worker 0's groups hold for all."""
+        """Takes a worker's request for this round; the values of worker 0's groups hold for all workers."""
         round_now = self._round_of(worker)
         if round_ != round_now.number or worker in round_now.requests:
             raise WireError(f"worker {worker} asks for round {round_}, and this is round {round_now.number}")
@@ -458,7 +458,7 @@ class ServedOptimizer:
         self._go_on(round_now, [])
 
     def _go_on(self, round_now: _Round, pushed: Sequence[_Pushes]) -> None:
-        """Does what has become possible, ``pushed`` being the buckets that may have become complete."""
+        """Averages and updates the buckets that have become complete, ``pushed`` being the candidates."""
         if len(round_now.requests) < len(round_now.workers):
             return
         request = round_now.requests[round_now.workers[0]]
@@ -628,12 +628,12 @@ class ServedOptimizer:
         self._has_mirrored(worker)
 
     def pauses(self, worker: int) -> None:
-        """Has nobody wait for a worker until it pushes again: it validates, for example."""
+        """Lets workers go on without waiting for this one until it pushes again; it may be validating."""
         self._clocks.leaves(worker)
         self._release()
 
     def loses(self, worker: int) -> None:
-        """Forgets a worker that is gone, and what it has pushed for a step that it did not complete."""
+        """Forgets a lost worker, and its pushes for a step that it did not complete."""
         self._rounds.pop(worker, None)
         self._held.pop(worker, None)
         self._lacking.pop(worker, None)
@@ -729,13 +729,13 @@ class ServedOptimizer:
         )
 
     def _has_mirrored(self, worker: int, round_: int | None = None) -> None:
-        """Tells a worker that asked another server too, whose replica this is, that what it asked for is done here."""
+        """On a replica: confirms to a worker that the replica has done what the worker has asked both servers for."""
         member = self._members.get(worker)
         if member is not None and (member.is_quiet or self._lacking.get(worker, (-1, ()))[0] == round_):
             member.post({"kind": "mirrored", "optimizer": self.number})
 
     def send_rest(self, worker: int, round_: int, buckets: Sequence[int], *, is_pull: bool) -> None:
-        """Sends a worker the buckets that it lacks of a round, or of a pull; those that are not ready come later."""
+        """Sends a worker the missing buckets of a round, or of a pull; buckets that are not ready follow later."""
         round_now, member = self._round_of(worker), self._members[worker]
         if not is_pull:
             self._lacking[worker] = round_, buckets

@@ -11,8 +11,9 @@ thread whose message completes a bucket averages and updates it; the others go o
 
 Gradients are summed in the order of workers, so that a run repeats bit for bit.
 
-A server may be the replica of another one: it gets the same messages, does the same, and is quiet. Once the other one
-has ended, workers say what they still wait for, and this server goes on in its place.
+A server may be the replica of another server. The replica gets the same messages and makes the same updates, but sends
+no weights. When the other server has ended, workers tell the replica which buckets they still wait for, and the replica
+takes over.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 _MAX_WORKERS = 65_536
 _MAX_NAMES = 1000
 _LAST_WORDS_S = 5.0
-_LOOK_S = 1.0  # at machines that may be gone
+_LOOK_S = 1.0  # between two checks for machines that have vanished
 _SILENCE_S = 0.5, 86_400.0
 _LATE_S = 2.0
 _SAVES_WITHIN_S = 1.0
@@ -74,7 +75,7 @@ class Server:
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
         self._num_joined = self._num_come = 0
-        self._bytes_in = self._bytes_out = 0  # of workers that are gone
+        self._bytes_in = self._bytes_out = 0  # of workers that have left
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
         self._asked_for: tuple[str, bool] | None = None
@@ -116,7 +117,7 @@ class Server:
             member.writer.join(_LAST_WORDS_S)
             member.channel.shut_down()
         if self._problem:
-            with self._changing:  # workers that are on their way are told of it, too
+            with self._changing:  # workers that connect late get the error, too
                 self._changing.wait_for(self._all_have_come, _LATE_S)
         self._listener.close()
         return self._problem
@@ -127,9 +128,9 @@ class Server:
     def snapshot(self) -> dict[int, dict[str, Any]]:
         """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any.
 
-        Workers begin no step meanwhile, so that the moment comes: those which are within a step end it. For the rest of
-        a step an asynchronous worker has 1 s, since it may be stopped; the snapshot has a part of its step otherwise,
-        as the weights have when a worker is lost.
+        Meanwhile workers begin no step, and workers within a step complete it. The server waits 1 s for the step of an
+        asynchronous worker, which may be stopped; after that the snapshot contains a part of the step, as the weights
+        do when a worker is lost.
         """
         with self._changing:
             served = self._optimizers
@@ -149,7 +150,7 @@ class Server:
 
         Args:
             problem: why; an empty text where all is well.
-            replica_goes_on: it does not keep a replica of this server, if there is one, from going on.
+            replica_goes_on: a replica of this server, if there is one, may take over.
         """
         if not self._is_over.is_set():
             self._problem, self._replica_goes_on = problem, replica_goes_on
@@ -183,7 +184,7 @@ class Server:
                     self._changing.notify_all()
         finally:
             if member is not None:
-                member.writer.join(_LAST_WORDS_S)  # the last thing that it sends may be what went wrong
+                member.writer.join(_LAST_WORDS_S)  # its last frame may be the error
             channel.shut_down()
             channel.close()
 
@@ -196,15 +197,15 @@ class Server:
         worker, workers, servers, replicas = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
         rules = fields.get("consistency")
         if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1, replicas) < 0:
-            raise WireError("not the greeting of a worker")
+            raise WireError("the first message is no worker's hello")
         shares = fields.get("shares", [1] * servers)
         if not isinstance(shares, list) or len(shares) != servers:
-            raise WireError("a greeting does not say the share of each server")
+            raise WireError("a worker's hello lacks the share of each server")
         given = Consistency(**rules) if isinstance(rules, dict) else Consistency()
         job = Job(workers, servers, given, shares, replicas)
         with self._changing:
             if worker >= workers and job.consistency.is_synchronous:
-                raise WireError("not the greeting of a worker")
+                raise WireError("the first message is no worker's hello")
             if self._job not in (None, job):
                 raise WireError(f"this server belongs to another job: {self._job}, and not {job}")
             if worker in self._members:
@@ -214,7 +215,7 @@ class Server:
             return self._let_in(worker, fields, channel)
 
     def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
-        """A worker that comes to a job that is there, under a number that no worker has had."""
+        """Admits a worker that joins a running job, under a number that no worker has had."""
         with self._changing:
             job = self._job
             if job is None or job.consistency.is_synchronous:
@@ -233,7 +234,7 @@ class Server:
 
     def _let_in(self, worker: int, hello: Mapping[str, Any], channel: Channel, **welcome: Any) -> Member:
         is_quiet = hello.get("is_replica") is True and hello.get("joins") is not True
-        if self._is_over.is_set():  # nobody would end the thread that writes to the worker
+        if self._is_over.is_set():  # the thread that writes to the worker would never end
             raise WireError(self._problem or "the job of this server has ended")
         member = self._members[worker] = Member(worker, channel, is_quiet)
         self._num_come += 1
@@ -294,7 +295,7 @@ class Server:
             self.end("")
 
     def _handle(self, member: Member, fields: dict[str, Any], payload_bytes: int) -> bool:
-        """Does what a worker asks; False if it has said goodbye."""
+        """Handles a worker's message; False after the last one, "goodbye"."""
         kind, worker, channel = fields.get("kind"), member.worker, member.channel
         if kind in ("configure", "load", "over"):
             body = fields.get("body")
@@ -311,7 +312,7 @@ class Server:
                             self._job, self._members, optimizer, self._saved.get(optimizer)
                         )
                     plan, lacks = int(fields["number"]), served.lacks
-                    if self._may_lose_workers and worker != 0:  # it may have come first
+                    if self._may_lose_workers and worker != 0:  # it may have connected before worker 0
                         self._changing.wait_for(
                             lambda: (
                                 not lacks(plan) or self._is_stopping or 0 in self._departed or self._is_over.is_set()
@@ -400,7 +401,7 @@ class Server:
 
     @contextmanager
     def _turn(self, worker: int) -> Iterator[None]:
-        """Holds the lock for a worker's message, which may have to wait for those of others, or for a snapshot."""
+        """Holds the lock while a worker's message is handled, after messages of other workers and after a snapshot."""
         start_s = time.perf_counter()
         with self._changing:
             self._changing.wait_for(
@@ -412,10 +413,10 @@ class Server:
             )
             self._waited_s += time.perf_counter() - start_s
             yield
-            self._changing.notify_all()  # who waits for a moment between rounds
+            self._changing.notify_all()  # a snapshot may be waiting for the end of a round
 
     def _takes_over(self, member: Member, rounds: list[dict[str, Any]]) -> None:
-        """Goes on for a server that has ended: a worker has said what it still waits for."""
+        """Takes over from a server that has ended; ``rounds`` lists the buckets that the worker still waits for."""
         if not self._has_taken_over:
             self._has_taken_over = True
             now = self._statistics()
@@ -432,7 +433,7 @@ class Server:
                 served.send_rest(member.worker, int(waiting["round"]), waiting["buckets"], is_pull=waiting["is_pull"])
 
     def _await_all(self, asking: Member) -> None:
-        """Waits until no worker takes this server for a replica: each has said then which batches it has."""
+        """Waits until no worker takes this server for a replica: each has then told which batches the worker has."""
         if asking.is_quiet:
             raise WireError(f"worker {asking.worker} asks a replica")
         self._changing.wait_for(
@@ -455,7 +456,7 @@ class Server:
     # Workers at a pace of their own
 
     def _handle_at_own_pace(self, member: Member, fields: dict[str, Any]) -> bool:
-        """Does what only asynchronous workers ask; False if it is something else."""
+        """Handles messages of asynchronous workers; False for any other message."""
         kind, worker = fields.get("kind"), member.worker
         if kind == "next":
             self._await_all(member)
@@ -510,7 +511,7 @@ class Server:
         return True
 
     def _deal(self, member: Member, question: dict[str, Any]) -> None:
-        """Answers a worker that asks for a batch; worker 0, if it waits, when no batch of others can come back."""
+        """Sends a worker its next batch; a waiting worker 0 gets the answer once no other worker can lose a batch."""
         worker = member.worker
         epoch, first, number_of = (int(question[name]) for name in ("epoch", "first", "num_batches"))
         number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
@@ -522,7 +523,7 @@ class Server:
         member.post({"kind": "batch", "number": number, "is_over": is_over, "may_return": may_return})
 
     def _begin(self, run: int) -> None:
-        """Deals the batches of a run; a replica may hear of the run's batches before it hears that the run begins."""
+        """Starts to distribute the batches of a run; a replica may get a worker's batch before worker 0's "start"."""
         if run > self._run:
             self._run, self._dealer, self._last_word = run, BatchDealer(), None
 
@@ -531,7 +532,7 @@ class Server:
             self._dealer.limit_to(int(question["limit"]))
 
     def _hears_of_answer(self, worker: int, question: Mapping[str, Any], number: int | None) -> None:
-        """As a replica: does what an answer of the other server has changed there."""
+        """On a replica: makes the change that an answer has made on the other server."""
         if question["kind"] == "told" and worker == 0 and question["of_all"]:
             self._told.pop(str(question["name"]), None)
         elif question["kind"] == "next" and number is not None:
@@ -541,7 +542,7 @@ class Server:
             self._dealer.took(worker, epoch, int(number), first=first, num_batches=number_of)
 
     def parent_has_ended(self) -> None:
-        """Ends :meth:`serve`, unless the worker that started this server is one that the job can do without."""
+        """Ends :meth:`serve`, unless the job goes on without the worker that started this server."""
         with self._changing:
             if not (self._may_lose_workers and 0 in self._members):
                 self.end("the process that started it has ended")
@@ -553,7 +554,7 @@ class Server:
         self._await_last_word.clear()
 
     def _tell_of_epoch(self) -> None:
-        """Tells worker 0, if it waits, of a batch that came back, or that all of an epoch have been trained on."""
+        """Tells a waiting worker 0 of a batch that came back, or that all batches of an epoch are trained on."""
         first = self._members.get(0)
         if self._awaited_batch is not None and first is not None:
             question, self._awaited_batch = self._awaited_batch, None
@@ -563,7 +564,8 @@ class Server:
             first.post({"kind": "epoch is trained"})
 
     def _tell_what_workers_told(self) -> None:
-        """Tells worker 0, if it asks, the values of a name that workers told; if it waits for all, once all have."""
+        """Sends worker 0 the values of a name, if worker 0 has asked for them: once all workers have sent one, if
+        worker 0 waits for all."""
         first = self._members.get(0)
         if self._asked_for is None or first is None:
             return
@@ -577,7 +579,7 @@ class Server:
             self._told.pop(name, None)
 
     def _tell_of_stop(self) -> None:
-        """Tells worker 0, which has stopped training, that all others have come to its end."""
+        """Tells worker 0, which has stopped training, that all other workers have stopped."""
         first = self._members.get(0)
         if self._is_stopping and first is not None and self._await_last_word >= self._members.keys() - {0}:
             self._is_stopping = False
@@ -599,7 +601,7 @@ def _optimizer_number(fields: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _usable() -> Iterator[None]:
-    """Says so where a message cannot be used: it lacks a field, or has one that makes no sense."""
+    """Raises WireError for a message that lacks a field, or has a field that makes no sense."""
     try:
         yield
     except (ChannelError, WireError):
@@ -612,10 +614,10 @@ def _usable() -> Iterator[None]:
 
 
 def main() -> None:
-    """Runs the server that a strategy has started, and tells it the port; ends with it.
+    """Runs a server for the process that has started it: prints the port, and ends with that process.
 
     Standard input brings one line, ``{"host": ..., "secret": ..., "num_threads": ..., "path": ...}``, the last where
-    modules are found. Its end means that the strategy's process has ended.
+    modules are found. Its end means that this process has ended.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who leave in order
     settings = json.loads(sys.stdin.readline())
@@ -631,7 +633,7 @@ def main() -> None:
     threading.Thread(target=await_end, name="parent", daemon=True).start()
     problem = server.serve()
     sys.stdout.flush()
-    os._exit(1 if problem else 0)  # threads of members that are gone may still be receiving
+    os._exit(1 if problem else 0)  # threads of lost workers may still be receiving
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A worker's connections to the parameter servers of its job, and to their replicas.
 
-A replica gets all that its server gets, and sends no weights. When the server ends, each worker tells the replica what
-it still waits for, and goes on with the replica::
+A replica gets the same messages as its server, and sends no weights. When the server ends, each worker tells the
+replica which buckets the worker still waits for, and goes on with the replica::
 
     worker 0   push -----> server      push -----> (gone)
                push -----> replica     push -----> replica     "take over", and what it waits for
@@ -41,7 +41,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 
 _LEAVING_S = 5.0
 _LATE_S = 5.0
-_LOOK_S = 1.0  # at machines that may be gone
+_LOOK_S = 1.0  # between two checks for machines that have vanished
 _CONFIRMED = ("welcome", "done")
 _CHANGES_SERVER = ("next", "told")
 
@@ -110,8 +110,8 @@ class ServerConnections:
     Attributes:
         unshared: the servers of this host with which no memory is shared: their name, and why.
         ended: the servers and replicas without which the job goes on: their place in ``addresses``, and a sentence.
-        lost: on worker 0 of an asynchronous job, the workers that are gone: number, batches that they had, and how many
-            are left.
+        lost: on worker 0 of an asynchronous job, for each lost worker its number, how many batches it had, and how
+            many workers are left.
         joined_in: the epoch of the job that this worker has joined; None for one of the first workers.
         is_stopped: worker 0 has ended training.
     """
@@ -230,7 +230,7 @@ class ServerConnections:
         return self._shares_memory and connection.channel.is_within_host
 
     def _map(self, connection: _Connection, offered: Fields) -> None:
-        """Maps the memory that a server offers for buckets, and says so before anything is pushed."""
+        """Maps the memory that a server offers for buckets, and confirms that before the first push."""
         try:
             if "problem" in offered:
                 raise OSError(offered["problem"])
@@ -402,7 +402,7 @@ class ServerConnections:
             connection.channel.shut_down()
 
     def close(self) -> None:
-        """Says goodbye; the servers end when all workers have."""
+        """Leaves the servers, which end when all workers have left."""
         self._is_leaving = True
         for connection in self._connections:
             self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)

@@ -1,4 +1,4 @@
-"""A few hundred bad messages to servers; benchmarks.server_fuzz sends 100,000 of each kind."""
+"""A few hundred bad messages to servers; benchmarks.server_fuzz sends up to 100,000 of each kind."""
 
 from __future__ import annotations
 
