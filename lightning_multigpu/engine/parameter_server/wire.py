@@ -218,7 +218,7 @@ def host_checksum(tensor: Tensor) -> int:
     data: Any = numpy.asarray(bytes_of(tensor))
     whole = len(data) // _ROW_BYTES * _ROW_BYTES
     rows = data[:whole].view(numpy.uint64).reshape(-1, _COLUMNS)
-    sums = numpy.zeros((2, _COLUMNS), numpy.uint64)
+    sums: Any = numpy.zeros((2, _COLUMNS), numpy.uint64)
     for some in (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE)):
         sums[0] += some.sum(axis=0)
         sums[1] += (some >> _HALF_A_WORD).sum(axis=0)
