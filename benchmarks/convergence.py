@@ -1,6 +1,7 @@
 """What asynchronous training converges to on real data, against one device at equal samples.
 
     python -m benchmarks.convergence [--data digits text] [--seeds 0 1 2] [--epochs 15] [--text-epochs 3]
+    python -m benchmarks.convergence --data text --optimizer NAdam [--beta1 0.95] [--text-workers 2]
 
 - test accuracy on the digits (270 images to test on: one is 0.37 points)
 - validation loss of the byte-level language model, in nats per byte
@@ -34,6 +35,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "scale_lr_by_staleness": {"scale_lr_by_staleness": True},
     "delay_compensation=0.1": {"delay_compensation": 0.1},
     "max_staleness=2": {"max_staleness": 2},
+}
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    # As AdamW, with Nesterov's momentum: all of it after some 100 steps, and by default after some 25,000.
+    "NAdam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True, weight_decay=0.01, momentum_decay=1.0),
 }
 
 
@@ -72,10 +78,29 @@ def digits(seed: int, workers: int, options: dict[str, Any], epochs: int) -> flo
     return 100 * float(metrics["test_accuracy"])
 
 
-def text(seed: int, workers: int, options: dict[str, Any], epochs: int, *, learning_rate: float) -> float:
+class _TextModel(ByteGPT):
+    """The language model with another optimizer."""
+
+    def __init__(self, learning_rate: float, make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__(learning_rate=learning_rate)
+        self._make_optimizer = make_optimizer
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self._make_optimizer(self.parameters(), lr=self.learning_rate)
+
+
+def text(
+    seed: int,
+    workers: int,
+    options: dict[str, Any],
+    epochs: int,
+    *,
+    learning_rate: float,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+) -> float:
     """The loss on text that was not trained on."""
     L.seed_everything(seed, verbose=False)
-    model, data = ByteGPT(learning_rate=learning_rate), TextData()
+    model, data = _TextModel(learning_rate, make_optimizer), TextData()
     [metrics] = trained(model, data, workers, options, epochs).validate(model, data, verbose=False)
     return float(metrics["val_loss"])
 
@@ -109,7 +134,11 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["digits", "text"], choices=["digits", "text"])
     parser.add_argument("--epochs", type=int, default=15, help="of the digits (%(default)s)")
     parser.add_argument("--text-epochs", type=int, default=3, help="of the language model (%(default)s)")
+    parser.add_argument("--text-seeds", type=int, nargs="+", default=[0], help="of the language model (%(default)s)")
+    parser.add_argument("--text-workers", type=int, nargs="+", default=[2, 4], help="2, 4 or both")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the language model (%(default)s)")
+    parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="AdamW", help="of the language model")
+    parser.add_argument("--beta1", type=float, default=0.9, help="of that optimizer (%(default)s)")
     given = parser.parse_args()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -121,9 +150,11 @@ def main() -> None:
     if "digits" in given.data:
         show("test accuracy on the digits, %", digits, given.seeds, runs, given.epochs, in_percent=False)
     if "text" in given.data:
-        measure = functools.partial(text, learning_rate=given.learning_rate)
-        what = f"loss of the language model, rate {given.learning_rate:g}"
-        show(what, measure, given.seeds[:1], runs[:3], given.text_epochs, in_percent=True)
+        make_optimizer = functools.partial(_OPTIMIZERS[given.optimizer], betas=(given.beta1, 0.999))
+        measure = functools.partial(text, learning_rate=given.learning_rate, make_optimizer=make_optimizer)
+        what = f"loss, {given.optimizer}, rate {given.learning_rate:g}, beta1 {given.beta1:g}"
+        runs = [run for run in [(2, ""), (4, ""), (4, "scale_lr_by_staleness")] if run[0] in given.text_workers]
+        show(what, measure, given.text_seeds, runs, given.text_epochs, in_percent=True)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ class ServedOptimizer:
         self._offered: dict[tuple[int, int], list[OfferedSegment]] = {}
         self._shared_weights: dict[int, OfferedSegment] = {}
         self._group_pieces: list[list[tuple[int, int]]] = []
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._sent: list[Tensor | None] = []
 
@@ -232,6 +233,11 @@ class ServedOptimizer:
         self._split = plan["split"]
         self._compressor = elementwise(plan.get("compression"))
         self._group_pieces = [[(int(b), int(i)) for b, i in group] for group in plan["groups"]]
+        self._places = {
+            piece: (group, place)
+            for group, pieces in enumerate(self._group_pieces)
+            for place, piece in enumerate(pieces)
+        }
         if self._optimizer is None:
             kind = optimizer_class(plan["class"])
             self._optimizer = kind.__new__(kind)
@@ -647,21 +653,24 @@ class ServedOptimizer:
     def _update(self, together: Sequence[_Pushes], *, divide_rate_by: int = 1) -> None:
         optimizer = self._optimizer
         assert optimizer is not None
-        chosen: set[Parameter] = set()
+        chosen: list[tuple[tuple[int, int], Parameter]] = []
         for pushes in together:
             if pushes.gradient is None:
                 continue
             for index, (piece, kind) in enumerate(zip(pushes.bucket.pieces, pushes.kinds, strict=True)):
-                if kind != ABSENT:
+                place = self._places.get((pushes.bucket.number, index))
+                if kind != ABSENT and place is not None:
                     gradient = pushes.bucket.part(pushes.gradient, index)
                     is_sparse = kind == SPARSE and self._split != "elements"
                     piece.grad = sparse(gradient, pushes.rows.get(index)) if is_sparse else gradient
-                    chosen.add(piece)
+                    chosen.append((place, piece))
         held = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [piece for piece in group["params"] if piece in chosen]
+            group["params"] = []
             if divide_rate_by > 1 and "lr" in group:
                 group["lr"] = group["lr"] / divide_rate_by
+        for (number, _), piece in sorted(chosen, key=lambda found: found[0]):  # in their order, as on one device
+            optimizer.param_groups[number]["params"].append(piece)
         values = [dict(group) for group in optimizer.param_groups]
         try:
             if chosen:
@@ -676,7 +685,7 @@ class ServedOptimizer:
                 group["params"] = pieces
                 if divide_rate_by > 1 and rate is not None:
                     group["lr"] = rate
-            for piece in chosen:
+            for _, piece in chosen:
                 piece.grad = None
 
     def _check_values_stay(self, values: Sequence[Mapping[str, Any]]) -> None:

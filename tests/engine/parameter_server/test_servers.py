@@ -218,6 +218,15 @@ def test_checksums_see_the_order_of_elements() -> None:
                 assert len({*sums}) == 1 + len(others)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_checksums_see_signs_and_the_order_of_rows(dtype: torch.dtype) -> None:
+    """Of an even number of highest bits that change, a sum of words does not tell."""
+    weight = torch.randn(4 * 509, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    every_other = torch.tensor([1.0, -1.0], dtype=dtype).repeat(256)
+    changed = [-weight, weight * every_other, -weight * every_other, weight.roll(1, 0), weight.flip(0)]
+    assert len({*checksums([weight, *changed])}) == 1 + len(changed)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_a_loaded_state_goes_on(name: str) -> None:
     wanted, _ = on_one_device(OPTIMIZERS[name])
