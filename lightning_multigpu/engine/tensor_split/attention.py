@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, ToldReads, column_linear, summed
+from lightning_multigpu.engine.tensor_split.layers import ReportsReads, RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
-class SplitMultiheadAttention(ToldReads, nn.MultiheadAttention):
+class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
     """Multi-head attention with its heads split over the ranks; ``out_proj`` sums up their results.
 
     ====================  ==========================  ========================================================

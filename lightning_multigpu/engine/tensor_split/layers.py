@@ -50,8 +50,8 @@ def _is_conv1d(kind: type) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-class ToldReads:
-    """Base of layers that tell :attr:`TensorGroup.reads` which of their parameters other code gets."""
+class ReportsReads:
+    """Base of layers that report to :attr:`TensorGroup.reads` which of their parameters other code gets."""
 
     group: Any = None
     __dict__: dict[str, Any]
@@ -79,7 +79,7 @@ class ToldReads:
         return plain(self.__dict__["_parameters"][name])
 
 
-class _Split(ToldReads):
+class _Split(ReportsReads):
     """Base of the split layers: the group, and the layer's name in the meter."""
 
     weight: Any

@@ -101,7 +101,7 @@ class TensorGroup:
         size: the number of ranks.
         random: the random numbers between layers that split activations and those that join them.
         sequence_random: those in layers between whose blocks activations are split along the sequence.
-        reads: told, within a step, which parameters of split layers other code gets; see :class:`.StepReads`.
+        reads: within a step, the :class:`.StepReads` to which split layers report what other code gets; else None.
         observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """
 

@@ -157,7 +157,11 @@ class WholeReads(TorchFunctionMode):
 class StepReads(WholeReads):
     """Parameters that a step's own code gets from split layers read as whole ones; all ranks have to read the same.
 
-    Gradients flow back to each rank's part. Other results than those of :class:`WholeReads` are whole too.
+    Every operation on them gets the gathered tensor, also those on each element by itself, so that their results are
+    whole. Gradients flow back to each rank's part.
+
+    Args:
+        group: the ranks that hold parts.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -208,8 +212,8 @@ class StepReads(WholeReads):
             return func(*args, **kwargs)
         if self._group.reads is not self:
             raise RuntimeError(
-                f"{name} of what a step has kept of a split layer's parameter, after the step: each rank has a part of "
-                "it; read trainer.strategy.whole(parameter), on all ranks"
+                f"{name} after the step, on what the step has kept of a split layer's parameter: each rank has a part of "
+                "it; use trainer.strategy.whole(parameter) on all ranks"
             )
         return self._on_whole(func, name, found, args, kwargs)
 
@@ -232,7 +236,7 @@ class ReadParameter(Parameter):
 
 
 class _PartInStep(Tensor):
-    """What shares memory with a :class:`ReadParameter`, or its gradient."""
+    """A tensor that shares memory with a :class:`ReadParameter`, or its gradient."""
 
     _reads: StepReads
     __torch_function__ = ReadParameter.__torch_function__
