@@ -212,8 +212,8 @@ class StepReads(WholeReads):
             return func(*args, **kwargs)
         if self._group.reads is not self:
             raise RuntimeError(
-                f"{name} after the step, on what the step has kept of a split layer's parameter: each rank has a part of "
-                "it; use trainer.strategy.whole(parameter) on all ranks"
+                f"{name} after the step, on what the step has kept of a split layer's parameter: each rank has a part; "
+                "use trainer.strategy.whole(parameter) on all ranks"
             )
         return self._on_whole(func, name, found, args, kwargs)
 
