@@ -33,6 +33,7 @@ from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegio
 from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
+from lightning_multigpu.engine.tensor_split.whole_reads import StepReads
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
@@ -123,6 +124,7 @@ class SplitLayers:
 
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
+        reads: of parameters by a step's own code.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class SplitLayers:
         sequence_split: SequenceSplit = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
+        self.reads = StepReads(group)
         self._module = module
         self._group = group
         self._plan = plan

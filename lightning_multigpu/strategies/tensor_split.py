@@ -31,6 +31,7 @@ from lightning_multigpu.engine.micro_batches import checksum_of, cloned
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.whole_reads import whole_of
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
@@ -303,7 +304,9 @@ class TensorSplitStrategy(RingDDPStrategy):
             self._decide(*args, *kwargs.values())
         assert self._layers is not None
         self._layers.begin_step()
-        outputs = self._whole_outputs(super().training_step(*args, **kwargs))
+        with self._layers.reads.during_step():
+            outputs = super().training_step(*args, **kwargs)
+        outputs = self._whole_outputs(outputs)
         self._layers.end_step()
         return outputs
 
@@ -329,21 +332,44 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._agree_on_random_states()
-        return self._whole_outputs(super().validation_step(*args, **kwargs))
+        return self._evaluated(lambda: super(TensorSplitStrategy, self).validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._agree_on_random_states()
-        return self._whole_outputs(super().test_step(*args, **kwargs))
+        return self._evaluated(lambda: super(TensorSplitStrategy, self).test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(lambda: super(TensorSplitStrategy, self).predict_step(*args, **kwargs))
+
+    def _evaluated(self, step: Callable[[], Any]) -> Any:
         self._agree_on_random_states()
-        return self._whole_outputs(super().predict_step(*args, **kwargs))
+        if not self._is_split:
+            return step()
+        assert self._layers is not None
+        with self._layers.reads.during_step():
+            outputs = step()
+        return self._whole_outputs(outputs)
 
     def _whole_outputs(self, outputs: Any) -> Any:
         return tree_map_only(SplitLogits, torch.clone, outputs) if self._is_split else outputs
+
+    def whole(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
+        """The whole of a parameter, of which each rank holds a part if its layer is split.
+
+        ``sum(strategy.whole(p).norm() for p in module.parameters())`` is that of one device. A collective of the tensor
+        group: all of its ranks have to call it. Gradients flow back to each rank's part.
+
+        Args:
+            parameter: of the module; one that is not split is returned as it is.
+            value: a tensor that is split as the parameter is, whose whole is returned instead: its ``grad``, for
+                example, or an optimizer's state.
+        """
+        part, split = parameter if value is None else value, split_of(parameter)
+        if split is None:
+            return part
+        assert self._tensor is not None
+        return whole_of(part, split, self._tensor, "whole parameter")
 
     @override
     def on_predict_start(self) -> None:

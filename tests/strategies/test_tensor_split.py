@@ -1039,3 +1039,50 @@ def changes_a_view() -> None:
 
 def test_a_view_of_a_gradient_that_a_hook_changes_is_refused(world2: World) -> None:
     world2.run_raising(RuntimeError, "a view that __getitem__ has given of a split layer's", changes_a_view)
+
+
+class ReadsWeights(Task):
+    """Its steps read and change weights from the third batch on, which the trial does not see."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.read: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index < 2:
+            return super().training_step(batch, index)
+        weight = self.model.embedding.weight  # type: ignore[union-attr]
+        assert weight.shape == (VOCABULARY, WIDTH)
+        assert weight.dtype == torch.float64
+        for parameter in self.parameters():
+            parameter.data.clamp_(-parameter.std() * 3, parameter.std() * 3)
+        loss = super().training_step(batch, index)
+        if weight.grad is not None:
+            self.read.append(float(weight.grad.norm()))
+        return loss + 0.1 * sum(p.norm() for p in self.parameters()) + (weight * weight).cumsum(0)[3].sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        whole = getattr(self.trainer.strategy, "whole", lambda parameter: parameter)
+        self.read += [whole(parameter).norm().item() for parameter in self.parameters()]
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        super().validation_step(batch, index)
+        self.read += [float(value.norm()) for value in self.state_dict().values()]
+
+
+def reads_weights(ranks: int, model: str) -> dict[str, Any]:
+    task = ReadsWeights(model)
+    strategy = make_strategy("tensor_split") if ranks > 1 else "auto"
+    options: dict[str, Any] = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    make_trainer(Case(max_epochs=2), strategy, ranks, **options).fit(task, text(), text(6))
+    return {"weights": state(task), "read": task.read, "classes": {type(each) for each in task.parameters()}}
+
+
+@pytest.mark.parametrize("model", ["fused", "multihead"])
+def test_steps_read_whole_weights(world2: World, model: str) -> None:
+    """A penalty that began after the first batch was that of a rank's part, in silence; so were values to be logged."""
+    reference = reads_weights(1, model)
+    for result in world2.run(reads_weights, 2, model):
+        assert result["read"] == pytest.approx(reference["read"], rel=1e-9)
+        assert_same_weights(result, reference)
+        assert result["classes"] == {nn.Parameter}

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
+from lightning_multigpu.engine.tensor_split.layers import ReportsReads, RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
-class SplitMultiheadAttention(nn.MultiheadAttention):
+class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
     """Multi-head attention with its heads split over the ranks; ``out_proj`` sums up their results.
 
     ====================  ==========================  ========================================================
@@ -46,7 +46,6 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     Split an ``nn.MultiheadAttention`` with :meth:`of`.
     """
 
-    group: TensorGroup
     meter_name: str
     sequence_dim: int | None = None
     keeps_gathered = True
@@ -138,15 +137,13 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """This rank's queries, keys and values: (..., heads of this rank x head_dim) each."""
         is_self_attention = query is key and key is value
-        if self.in_proj_weight is not None and is_self_attention:
+        fused, bias = self._own("in_proj_weight"), self._own("in_proj_bias")
+        if fused is not None and is_self_attention:
             input = query if self.entry is None else self.entry(query)
             sums = self.entry is None
-            return list(column_linear(input, self.in_proj_weight, self.in_proj_bias, self, sums=sums).chunk(3, -1))
-        if self.in_proj_weight is None:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        else:
-            weights = list(self.in_proj_weight.chunk(3))
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            return list(column_linear(input, fused, bias, self, sums=sums).chunk(3, -1))
+        weights = fused.chunk(3) if fused is not None else [self._own(f"{name}_proj_weight") for name in "qkv"]
+        biases = [None] * 3 if bias is None else bias.chunk(3)
         entered: dict[int, Tensor] = {}
         for tensor in (query, key, value):
             if id(tensor) not in entered:

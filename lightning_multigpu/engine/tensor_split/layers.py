@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.whole_reads import plain
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -49,11 +50,39 @@ def _is_conv1d(kind: type) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-class _Split:
+class ReportsReads:
+    """Base of layers that report to :attr:`TensorGroup.reads` which of their parameters other code gets."""
+
+    group: Any = None
+    __dict__: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        if self.group is not None and self.group.reads is not None and name in self.__dict__["_parameters"]:
+            self.group.reads.give(value)
+        return value
+
+    @property
+    def _parameters(self) -> Any:  # as parameters() and state_dict() ask
+        own = self.__dict__["_parameters"]
+        if self.group is not None and self.group.reads is not None:
+            for parameter in own.values():
+                self.group.reads.give(parameter)
+        return own
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None:
+        self.__dict__["_parameters"] = value
+
+    def _own(self, name: str) -> Any:
+        """A parameter for the layer itself."""
+        return plain(self.__dict__["_parameters"][name])
+
+
+class _Split(ReportsReads):
     """Base of the split layers: the group, and the layer's name in the meter."""
 
     weight: Any
-    group: TensorGroup
     meter_name: str
     is_transposed = False
     """The weight is (in, out), as in the Conv1D of transformers."""
@@ -63,8 +92,8 @@ class _Split:
         self.meter_name = name or type(self).__name__
 
     def _out_in(self) -> Tensor:
-        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
-        return weight
+        weight: Tensor = self._own("weight")
+        return weight.t() if self.is_transposed else weight
 
 
 class _ColumnSplit(_Split):
@@ -102,7 +131,7 @@ class _ColumnSplit(_Split):
         sums = self.entry is None
         if self.entry is not None:
             input = self.entry(input, self)
-        output = column_linear(input, self._out_in(), self.bias, self, sums=sums)
+        output = column_linear(input, self._out_in(), self._own("bias"), self, sums=sums)
         if self.gather_output:
             return gather_last(output, self.group, self.split, self.meter_name)
         if self.wrap_logits is not None:
@@ -128,7 +157,7 @@ class _RowSplit(_Split):
         if self.split_input:
             input = split_last(input, self.group, self.split, self.meter_name)
         self.group.random.leave(input.device)
-        input, weight, bias = cast(input, self._out_in(), self.bias)
+        input, weight, bias = cast(input, self._out_in(), self._own("bias"))
         output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
         return output
 
@@ -382,10 +411,11 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             padding = self.padding_idx - start
+        weight = self._own("weight")
         if stop == start:
-            rows = self.weight.sum(0).expand(*input.shape, -1)  # zeros, through which gradients can flow
+            rows = weight.sum(0).expand(*input.shape, -1)  # zeros, through which gradients can flow
         else:
-            rows = F.embedding((input - start).masked_fill(elsewhere, 0), self.weight, padding)
+            rows = F.embedding((input - start).masked_fill(elsewhere, 0), weight, padding)
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         output: Tensor = _Sum.apply(rows, self)  # type: ignore[no-untyped-call]
         return output

@@ -126,7 +126,12 @@ def cut(parameter: Parameter, split: ParameterSplit, rank: int) -> None:
     parameter.data = split.part(parameter.data, rank)
     if parameter.grad is not None:
         parameter.grad = None
-    setattr(parameter, _ATTRIBUTE, split)
+    mark(parameter, split)
+
+
+def mark(part: Tensor, split: ParameterSplit) -> None:
+    """Says how the parameter is cut that this tensor is a rank's part of."""
+    setattr(part, _ATTRIBUTE, split)
 
 
 def forget_split(parameter: Tensor) -> None:

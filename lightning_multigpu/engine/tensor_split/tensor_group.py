@@ -101,6 +101,7 @@ class TensorGroup:
         size: the number of ranks.
         random: the random numbers between layers that split activations and those that join them.
         sequence_random: those in layers between whose blocks activations are split along the sequence.
+        reads: within a step, the :class:`.StepReads` to which split layers report what other code gets; else None.
         observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """
 
@@ -110,6 +111,7 @@ class TensorGroup:
         self.size = dist.get_world_size(group)
         self.random = RandomRegions(self.rank)
         self.sequence_random = RandomRegions(self.rank)
+        self.reads: Any = None
         self.observer: Callable[[str, str, int], object] | None = None
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._meter = meter or Meter()

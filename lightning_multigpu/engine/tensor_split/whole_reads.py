@@ -9,22 +9,28 @@ Within :class:`WholeReads` operations on them give what they give on one device:
     p.dtype, p.device, p.requires_grad  those of the part, without the other ranks
 
 A placeholder, of which only another stage of a pipeline has a part, has the whole shape too; nothing is gathered.
+
+Within :class:`StepReads` so do parameters that a step's own code gets from a split layer. Before it gets one, nothing
+is intercepted: the layers compute with their parts, and a step that reads no parameter costs what it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, mark, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _SIZES = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__"})
@@ -66,6 +72,9 @@ class WholeReads(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._check_views(error)
+
+    def _check_views(self, error: BaseException | None) -> None:
         changed = [name for name, counter, version in self._gathered if counter._version != version]
         self._gathered = []
         if changed and error is None:
@@ -130,12 +139,12 @@ class WholeReads(TorchFunctionMode):
     def _whole(self, part: Tensor, split: ParameterSplit, name: str) -> Tensor:
         if isinstance(part, Placeholder):
             return part.resized(split.whole_shape(part))
-        return split.gather(part.detach(), self._group, f"{name} of a whole tensor")
+        return split.gather(part.detach(), self._group, name)
 
     def _on_whole(
         self, func: Any, name: str, found: list[tuple[Tensor, ParameterSplit]], args: Any, kwargs: Any
     ) -> Any:
-        whole = {id(part): self._whole(part, split, name) for part, split in found}
+        whole = {id(part): self._whole(part, split, f"{name} of a whole tensor") for part, split in found}
         versions = {key: tensor._version for key, tensor in whole.items()}
         result = func(*_replaced(args, whole), **_replaced(kwargs, whole))
         for part, split in found:
@@ -148,6 +157,129 @@ class WholeReads(TorchFunctionMode):
             counter.data = torch.empty(0)  # keeps the counter, and not the memory
             self._gathered.append((name, counter, gathered._version))
         return result
+
+
+class StepReads(WholeReads):
+    """Parameters that a step's own code gets from split layers read as whole ones; all ranks have to read the same.
+
+    Every operation on them gets the gathered tensor, also those on each element by itself, so that their results are
+    whole. Gradients flow back to each rank's part.
+
+    Args:
+        group: the ranks that hold parts.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        super().__init__(group)
+        self._read: list[Parameter] = []
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Within the block, a step, split layers tell which parameters they have given to other code.
+
+        Raises:
+            RuntimeError: as of :class:`WholeReads`.
+        """
+        self._group.reads, error = self, None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._group.reads = None
+            for parameter in self._read:
+                parameter.__class__ = Parameter
+            self._read = []
+            self._check_views(error)
+
+    def give(self, parameter: Parameter | None) -> None:
+        """A split layer's parameter has been given to other code than the layer."""
+        if type(parameter) is Parameter and split_of(parameter) is not None:
+            parameter.__class__ = ReadParameter
+            parameter._reads = self  # type: ignore[attr-defined]
+            self._read.append(parameter)
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation on parameters that have been given, or on what shares their memory."""
+        found = [(each, split) for each in _tensors((args, kwargs)) if (split := self._split_of(each)) is not None]
+        name = getattr(func, "__name__", str(func))
+        if name == "__set__":
+            return func(args[0], self._part_of(args[1], found[0][1]))
+        if is_attribute := name == "__get__":
+            name = func.__self__.__name__
+        if name in _SIZES:
+            return func(self._whole_size(*found[0]), *args[1:], **kwargs)
+        if name in ("grad", "data", "detach"):
+            part = func(*args, **kwargs)
+            return None if part is None else _PartInStep.of(part, found[0][1], self)
+        if name in _OF_A_PART or (is_attribute and not isinstance(func(*args, **kwargs), Tensor)):
+            return func(*args, **kwargs)
+        if self._group.reads is not self:
+            raise RuntimeError(
+                f"{name} after the step, on what the step has kept of a split layer's parameter: each rank has a part; "
+                "use trainer.strategy.whole(parameter) on all ranks"
+            )
+        return self._on_whole(func, name, found, args, kwargs)
+
+    @override
+    def _whole(self, part: Tensor, split: ParameterSplit, name: str) -> Tensor:
+        return whole_of(part, split, self._group, name)
+
+
+class ReadParameter(Parameter):
+    """A split layer's parameter that other code has got in a step; see :class:`StepReads`."""
+
+    _reads: StepReads
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reads = next(each._reads for each in _tensors((args, kwargs)) if isinstance(each, ReadParameter | _PartInStep))
+        with torch._C.DisableTorchFunctionSubclass():
+            return reads.read(func, args, kwargs)
+
+
+class _PartInStep(Tensor):
+    """A tensor that shares memory with a :class:`ReadParameter`, or its gradient."""
+
+    _reads: StepReads
+    __torch_function__ = ReadParameter.__torch_function__
+
+    @classmethod
+    def of(cls, part: Tensor, split: ParameterSplit, reads: StepReads) -> _PartInStep:
+        alias = part.as_subclass(cls)
+        mark(alias, split)
+        alias._reads = reads
+        return alias
+
+
+def plain(parameter: Any) -> Any:
+    """A split layer's parameter for the layer itself, which computes with this rank's part."""
+    if type(parameter) is not ReadParameter:
+        return parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.as_subclass(Tensor)
+
+
+def whole_of(part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
+    """The whole tensor of which each rank has a part; in backward each rank takes its part of the gradient.
+
+    One all-gather in forward, nothing in backward: all ranks have to compute the same with the whole tensor.
+    """
+    whole: Tensor = _Gathered.apply(part, split, group, name)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
+        ctx.split, ctx.rank = split, group.rank
+        return split.gather(part.detach(), group, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return ctx.split.part(gradient, ctx.rank), None, None, None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

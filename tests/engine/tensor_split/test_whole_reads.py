@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
+from lightning_multigpu.engine.tensor_split.whole_reads import StepReads, WholeReads
 from tests.engine.tensor_split.shared import assert_equal, tensor_group
 from tests.world import World
 
@@ -125,3 +126,18 @@ def _changes_a_view() -> None:
 
 def test_a_view_that_is_changed_is_refused(world2: World) -> None:
     world2.run_raising(RuntimeError, "a view that __getitem__ has given", _changes_a_view)
+
+
+def _kept_after_the_step() -> None:
+    with tensor_group() as (group, _):
+        layer, reads = ColumnSplitLinear(SHAPE[1], SHAPE[0], group=group), StepReads(group)
+        with reads.during_step():
+            kept = layer.weight.data
+            assert len(kept) == SHAPE[0]
+        assert len(layer.weight) == SHAPE[0] // 2, "a part again"
+        kept.norm()
+
+
+def test_what_a_step_has_kept_is_refused_after_it(world2: World) -> None:
+    """Code on rank 0 alone would wait for the others."""
+    world2.run_raising(RuntimeError, "norm after the step, on what the step has kept", _kept_after_the_step)
