@@ -32,7 +32,18 @@ from tests.strategies.tasks import (
     make_trainer,
     state,
 )
-from tests.strategies.test_tensor_split import LAYERS, LENGTH, MODELS, RTOL, TOKENS, VOCABULARY, WIDTH, Language, Task
+from tests.strategies.test_tensor_split import (
+    LAYERS,
+    LENGTH,
+    MODELS,
+    RTOL,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Language,
+    Task,
+)
 from tests.world import World
 
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
@@ -274,6 +285,28 @@ def test_whole_layers_within_blocks_that_move_to_another_stage(world4: World) ->
     reference = qwen(1)
     for result in world4.run(qwen, 4):
         assert_close(result["weights"], reference["weights"], RTOL["qwen3"])
+
+
+class SometimesNormed(Dealt):
+    """Does without the norms within its attention in every other batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for part in self.model.modules():
+            if isinstance(part, Attention):
+                part.is_normed = batch_idx % 2 == 0
+
+
+def normed_sometimes(ranks: int) -> dict[str, Any]:
+    task, strategy = SometimesNormed("normed"), make_strategy("hybrid", **sizes(1, 1, 2)) if ranks > 1 else "auto"
+    make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
+    return {"weights": state(task)}
+
+
+def test_whole_layers_within_blocks_that_a_batch_does_not_use(world2: World) -> None:
+    """They got a gradient of zeros, and momentum moved them; one device leaves them alone."""
+    reference = normed_sometimes(1)
+    for result in world2.run(normed_sometimes, 2):
+        assert_close(result["weights"], reference["weights"], 1e-9)
 
 
 class Built(Dealt):

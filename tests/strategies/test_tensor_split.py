@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.norm = nn.RMSNorm(WIDTH // HEADS) if normed else nn.Identity()
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.n_head, self.n_embd = HEADS, WIDTH
-        self.order, self.size_is_read = order, size_is_read
+        self.order, self.size_is_read, self.is_normed = order, size_is_read, True
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -61,7 +61,8 @@ class Attention(nn.Module):
         else:
             q, k, v = self.qkv(x).view(batch, length, self.n_head, -1).chunk(3, -1)
         q, k, v = (each.reshape(batch, length, self.n_head, -1).transpose(1, 2) for each in (q, k, v))
-        y = F.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True).transpose(1, 2)
+        q = self.norm(q) if self.is_normed else q
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return self.proj(y.reshape(batch, length, self.n_embd if self.size_is_read else width))  # type: ignore[no-any-return]
 
 

@@ -133,15 +133,20 @@ class TensorAxis:
     def sum_gradients(self) -> None:
         """Sums the gradients of whole parameters within blocks: each rank has computed a part of them.
 
-        Call it when the gradients of all micro-batches are complete; a collective of the group.
+        Call it when the gradients of all micro-batches are complete; a collective of the group. Parameters without a
+        gradient on any rank keep none.
         """
         if not self._summed:
             return
         held = {holding.name: holding.tensor for holding in self._model.ownership.holdings}
-        trained = [held[name] for name in self._summed if held[name].requires_grad]
+        own = [held[name] for name in self._summed if held[name].requires_grad]
+        trained = [parameter for parameter in own if not isinstance(parameter, Placeholder)]
+        if not trained:
+            return
+        has = torch.tensor([float(p.grad is not None) for p in trained], device=self._model.group.device)
         gradients = []
-        for parameter in trained:
-            if not isinstance(parameter, Placeholder):
+        for parameter, count in zip(trained, self.group.all_reduce(has, "agreement").tolist(), strict=True):
+            if count:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients.append(parameter.grad)
         for bucket in alike(gradients):
