@@ -168,7 +168,8 @@ def _communication(
         return []
     step_s = max(rank.step_s for rank in ranks)
     evidence = f"every rank waits at least {ms(wait.seconds)} of a step of {ms(step_s)} for transfers between ranks; "
-    evidence += f"beside that, transfers take {ms(least.hidden_s)} hidden behind computation."
+    hidden = f"{ms(least.hidden_s)} of others are" if least.hidden_s >= 0.01 * wait.seconds else "no others are"
+    evidence += f"{hidden} hidden behind computation."
     remedies = communication_remedies(ranks, wait, strategy, num_servers, own_pace=own_pace)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True)
     if not worth:

@@ -197,6 +197,8 @@ def _transfers(profile: Mapping[str, Any]) -> Iterator[str]:
         yield "<h2>Transfers of the rank that sends most</h2>"
         yield "<p>Bytes a second while a transfer is under way: algbw of its size, busbw of what each rank sends.</p>"
         yield table(header, lines)
+    if note := profile_document.unmeasured(profile):
+        yield f"<p>{escape(note)}</p>"
 
 
 def _memory(profile: Mapping[str, Any]) -> Iterator[str]:

@@ -69,7 +69,9 @@ def _phases(profile: Mapping[str, Any]) -> list[str]:
 
 def _transfers(profile: Mapping[str, Any]) -> list[str]:
     rows = transfers(profile)
-    return ["", "Transfers in a step, of the rank that sends most:", *_aligned(rows)] if rows else []
+    note = profile_document.unmeasured(profile)
+    lines = ["", "Transfers in a step, of the rank that sends most:", *_aligned(rows)] if rows else []
+    return [*lines, note] if note else lines
 
 
 def transfers(profile: Mapping[str, Any]) -> list[list[str]]:

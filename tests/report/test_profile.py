@@ -108,6 +108,18 @@ def test_text() -> None:
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
 
+def test_transfers_that_nobody_measures_are_named() -> None:
+    """Under Lightning's ddp the gradients travel in backward, and the list of transfers seemed to be complete."""
+    measured = [{**told(rank), "is_metered": False} for rank in range(2)]
+    stock = profile_document.build(measured, strategy="ddp", options={}, versions={})
+    note = "ddp does not measure its transfers, which count as backward"
+    assert note in profile_text.text(stock)
+    assert note in profile_page.page(stock)
+    alone = profile_document.build(measured[:1], strategy="single_device", options={}, versions={})
+    for metered in (profile(), alone):
+        assert "does not measure" not in profile_text.text(metered) + profile_page.page(metered)
+
+
 def test_text_of_all_that_can_be_measured() -> None:
     text = profile_text.text(with_all())
     assert "gpipe, 2 micro-batches: ranks are not busy for 33.3 % of 90.0 ms; in theory for 33.3 %" in text
