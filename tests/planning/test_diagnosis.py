@@ -133,6 +133,12 @@ def test_nobody_waits_for_a_slow_rank_where_each_has_its_own_pace() -> None:
     [finding] = diagnose(apart, own_pace=True)
     assert (finding.kind, finding.saving_s) == ("communication", pytest.approx(0.045))
     assert finding.step_s == pytest.approx(0.226 - 0.045)
+    assert "rank 1 waits 90.0 ms of a step of 226 ms" in finding.evidence, "the other one does not"
+    hosts = [replace(rank, node=rank.rank, pushes=Pushes(0.090, 1)) for rank in apart]
+    [finding] = diagnose(
+        hosts, own_pace=True, shards=[Shard(1, 1)], strategy=StrategyOptions(class_name="ParameterServerStrategy")
+    )
+    assert 'ParameterServerStrategy(compression="bf16"), 204 ms' in finding.remedy, "rank 0 is on another host"
 
 
 def test_a_slow_callback_is_named() -> None:
