@@ -80,6 +80,7 @@ def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
     for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"]):
         bandwidth = profile_document.Bandwidth.of(operation, profile)
         share = None if bandwidth is None else bandwidth.share_of_peak
+        rates = (0.0, 0.0) if bandwidth is None else (bandwidth.algbw, bandwidth.busbw)
         rows.append(
             [
                 f"{operation['operation']} ({operation['group']}, {operation['group_size']} ranks)",
@@ -87,7 +88,7 @@ def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
                 size(operation["sent_bytes"]),
                 size(operation["memory_bytes"]),
                 f"{number(1e3 * operation['seconds'])} ms",
-                *(["-", "-"] if bandwidth is None else [f"{size(b)}/s" for b in (bandwidth.algbw, bandwidth.busbw)]),
+                *(f"{size(rate)}/s" if rate else "-" for rate in rates),  # a rank sends nothing in a pull
                 *(["-" if share is None else f"{100 * share:.0f} %"] if profile.get("link_gbit") else []),
             ]
         )
@@ -100,7 +101,8 @@ def _pipeline(profile: Mapping[str, Any]) -> list[str]:
     if section is None:
         return []
     return [
-        f"\n{section['schedule']}, {pipeline['num_micro_batches']} micro-batches: ranks are not busy for "
+        f"\n{section['schedule']}, {pipeline['num_micro_batches']} micro-batch"
+        f"{'es' * (pipeline['num_micro_batches'] > 1)}: ranks are not busy for "
         f"{100 * pipeline['bubble']:.1f} % of {ms(pipeline['wall_s'])}; in theory for "
         f"{100 * pipeline['theoretical_bubble']:.1f} %"
         for pipeline in section["pipelines"]

@@ -104,6 +104,9 @@ def test_text() -> None:
     assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
     assert "  aten::mm: 7 x, 3.00 ms" in text
     assert "1. input: 75.0 ms a step predicted (40 % less)" in text
+    pulled = profile()
+    pulled["operations"][0] |= {"operation": "pull", "group": "servers"}
+    assert re.search(rf"^ *pull \(servers, 2 ranks\) .* {rate} +-$", profile_text.text(pulled), re.MULTILINE)
     healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
