@@ -146,8 +146,9 @@ def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
         for part in range(10_000):
             figure.box(part / 10_000, (part + 1) / 10_000, "#000", "thin")
         figure.box(0.5, 0.6, "#000", "long one", top=17)
+        figure.box(0.52, 0.53, "#000", "within it", top=17)
     shown = figure.html()
-    assert shown.count("long one") == 2
+    assert shown.count("long one") == shown.count("within it") == 2
     assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 
 
@@ -219,6 +220,8 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = rf"{quick} +sync_ps +1.00 +20.0 +40.0 +1.00 +5.00 +67.0 +320 +nothing found$"
     assert re.search(row, printed, re.MULTILINE)
     assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
+    header = re.findall(r"<th[^>]*>([^<]+)", page.read_text())
+    assert header[:4] == ["run", "samples/s", "step", "diagnosis"], "what a phone shows first"
     assert f"{quick}: samples, 320" in _Page(page.read_text()).texts
     assert page.read_text().count('role="img" aria-label=') == 2
     assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
