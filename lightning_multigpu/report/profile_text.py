@@ -23,18 +23,18 @@ def text(profile: Mapping[str, Any]) -> str:
 
 
 def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each run: the step of its slowest rank in ms, samples a second, and what is first in its diagnosis.
+    """A row for each run: samples a second, the step of its slowest rank in ms, its first finding, and its phases.
 
     Steps have more samples under some strategies than under others: samples a second tell which is faster.
     """
     slowest = {name: max(profile["ranks"], key=lambda rank: rank["step_s"]) for name, profile in profiles.items()}
     found = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in slowest.values())]
-    rows = [["run", "strategy", *(phase.replace("_", " ") for phase in found), "step, ms", "samples/s", "diagnosis"]]
+    rows = [["run", "strategy", "samples/s", "step, ms", "diagnosis", *(phase.replace("_", " ") for phase in found)]]
     for name, profile in profiles.items():
         cells = [number(1e3 * slowest[name]["phases_s"].get(phase, 0.0)) for phase in found]
         first = profile["findings"][0]["kind"] if profile["findings"] else "nothing found"
-        whole = number(1e3 * profile["step_s"]), run_curves.samples_a_second(profile)
-        rows.append([name, profile["strategy"]["name"], *cells, *whole, first])
+        whole = run_curves.samples_a_second(profile), number(1e3 * profile["step_s"])
+        rows.append([name, profile["strategy"]["name"], *whole, first, *cells])
     return "\n".join(_aligned(rows))
 
 

@@ -216,8 +216,8 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     page = tmp_path / "compared.html"
     assert main(["report", str(slow), str(quick), f"--page={page}"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"{slow} +ring_ddp +50.0 +20.0 +40.0 +10.0 +5.00 +125 +- +input$", printed, re.MULTILINE)
-    row = rf"{quick} +sync_ps +1.00 +20.0 +40.0 +1.00 +5.00 +67.0 +320 +nothing found$"
+    assert re.search(rf"{slow} +ring_ddp +- +125 +input +50.0 +20.0 +40.0 +10.0 +5.00$", printed, re.MULTILINE)
+    row = rf"{quick} +sync_ps +320 +67.0 +nothing found +1.00 +20.0 +40.0 +1.00 +5.00$"
     assert re.search(row, printed, re.MULTILINE)
     assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
     header = re.findall(r"<th[^>]*>([^<]+)", page.read_text())
