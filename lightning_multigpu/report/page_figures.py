@@ -12,7 +12,7 @@ ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 GREY, LIGHT = "#8a8a8a", "#d9d9d9"
 
-_WIDTH, _LEFT, _ROW, _AXIS = 1000.0, 150.0, 28.0, 26.0
+_WIDTH, _LEFT, _ROW, _AXIS = 1000.0, 165.0, 28.0, 26.0
 _PLOT = 110.0
 _THINNEST = 0.3
 _LABEL = 20  # characters that fit there
@@ -35,7 +35,7 @@ class Rows:
 
     def row(self, label: str) -> None:
         """Begins a row."""
-        shown = label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…"
+        shown = label if len(label) <= _LABEL else f"…{label[1 - _LABEL :]}"  # folders differ at the end
         self._shapes.append(
             f'<text x="4" y="{self._height + 15:g}">{escape(shown)}<title>{escape(label)}</title></text>'
         )

@@ -138,6 +138,13 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
 
 
+def test_long_names_of_folders_are_cut_where_they_are_alike() -> None:
+    figure = page_figures.Rows("meaning", 1.0, str)
+    for name in ("pipeline_interleaved", "pipeline_zero_bubble"):
+        figure.row(f"/scratch/experiments/{name}")
+        assert f"…{name[1:]}<title>/scratch/experiments/{name}</title>" in figure.html()
+
+
 def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
     """10,000 transfers a step made pages of megabytes for each rank."""
     figure = page_figures.Rows("meaning", 1.0, str)
