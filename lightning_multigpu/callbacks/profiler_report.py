@@ -360,6 +360,7 @@ class _Window:
             "threads": torch.get_num_threads() if self._trial is None else self._trial.threads,
             "cores": usable_cores(),
             "data_workers": self._workers,
+            "is_metered": self._meter is not None,
             "clock": asdict(clock),
             "steps": steps,
             "reads": [] if self._reads is None else self._reads.most(),

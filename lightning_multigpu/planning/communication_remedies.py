@@ -37,15 +37,22 @@ class Wait:
 
 
 def communication_remedies(
-    ranks: Sequence[RankFigures], wait: Wait, strategy: StrategyOptions, num_servers: int, *, own_pace: bool
+    ranks: Sequence[RankFigures],
+    wait: Wait,
+    strategy: StrategyOptions,
+    num_servers: int,
+    num_nodes: int,
+    *,
+    own_pace: bool,
 ) -> dict[str, float]:
     """The remedies as sentences without a full stop, with the seconds of a step that each saves.
 
     Args:
-        ranks: of the run.
+        ranks: of the run; with ``own_pace`` the slowest one.
         wait: what there is to save.
         strategy: of the run.
         num_servers: parameter servers, 0 without any.
+        num_nodes: hosts of the run.
         own_pace: ranks do not wait for each other.
     """
     per_step_s = wait.seconds - wait.part("activations")
@@ -54,7 +61,6 @@ def communication_remedies(
         batches = 2 * wait.of.batches
         often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
-    num_nodes = len({rank.node for rank in ranks})
     if num_nodes == 1:
         return remedies | _another_strategy(ranks, wait)
     pushes = max((rank.pushes for rank in ranks if rank.pushes is not None), key=lambda p: p.seconds, default=None)

@@ -77,7 +77,7 @@ def diagnose(
     found = [
         *_input(ranks),
         *_straggler(ranks, pipeline),
-        *_communication(ranks, strategy, len(shards), own_pace=own_pace),
+        *_communication(ranks, strategy, len(shards), len({rank.node for rank in of_all}), own_pace=own_pace),
         *_callbacks(ranks),
         *_reads(ranks),
         *_small_batches(ranks),
@@ -99,6 +99,10 @@ def _exposed_s(ranks: Sequence[RankFigures]) -> float:
     """Seconds of a step in which the slowest rank waits for transfers; other ranks also wait for that rank."""
     slowest = max(ranks, key=lambda rank: rank.own_s)
     return min(slowest.of("communication"), *(rank.of("communication") for rank in ranks))
+
+
+def _who_waits(ranks: Sequence[RankFigures]) -> str:
+    return f"rank {ranks[0].rank} waits" if len(ranks) == 1 else "every rank waits at least"
 
 
 def _finding(
@@ -160,16 +164,17 @@ def _straggler(ranks: Sequence[RankFigures], pipeline: PipelineFigures | None) -
 
 
 def _communication(
-    ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, *, own_pace: bool
+    ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, num_nodes: int, *, own_pace: bool
 ) -> list[Finding]:
     least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
     wait = Wait(_exposed_s(ranks), least)
     if not wait.seconds:
         return []
     step_s = max(rank.step_s for rank in ranks)
-    evidence = f"every rank waits at least {ms(wait.seconds)} of a step of {ms(step_s)} for transfers between ranks; "
-    evidence += f"beside that, transfers take {ms(least.hidden_s)} hidden behind computation."
-    remedies = communication_remedies(ranks, wait, strategy, num_servers, own_pace=own_pace)
+    evidence = f"{_who_waits(ranks)} {ms(wait.seconds)} of a step of {ms(step_s)} for transfers between ranks; "
+    hidden = f"{ms(least.hidden_s)} of others are" if least.hidden_s >= 0.01 * wait.seconds else "no others are"
+    evidence += f"{hidden} hidden behind computation."
+    remedies = communication_remedies(ranks, wait, strategy, num_servers, num_nodes, own_pace=own_pace)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True)
     if not worth:
         return []
@@ -319,7 +324,7 @@ def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard], strategy: Str
             saving_s=saving_s,
             step_s=step_s - saving_s,
             evidence=f"server {fullest} moves {100 * shards[fullest].sent_bytes / total:.0f} % of the bytes, "
-            f"{times:.2f} times its share; every rank waits at least {ms(exposed_s)} of a step of {ms(step_s)} for "
+            f"{times:.2f} times its share; {_who_waits(ranks)} {ms(exposed_s)} of a step of {ms(step_s)} for "
             "servers and other ranks.",
             remedy=_even_shards(strategy, len(shards)),
         )

@@ -12,9 +12,10 @@ ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 GREY, LIGHT = "#8a8a8a", "#d9d9d9"
 
-_WIDTH, _LEFT, _ROW, _AXIS = 1000.0, 110.0, 28.0, 26.0
+_WIDTH, _LEFT, _ROW, _AXIS = 1000.0, 165.0, 28.0, 26.0
 _PLOT = 110.0
-_LABEL = 14  # characters that fit there
+_THINNEST = 0.3
+_LABEL = 20  # characters that fit there
 
 
 class Rows:
@@ -34,7 +35,7 @@ class Rows:
 
     def row(self, label: str) -> None:
         """Begins a row."""
-        shown = label if len(label) <= _LABEL else f"{label[: _LABEL - 1]}…"
+        shown = label if len(label) <= _LABEL else f"…{label[1 - _LABEL :]}"  # folders differ at the end
         self._shapes.append(
             f'<text x="4" y="{self._height + 15:g}">{escape(shown)}<title>{escape(label)}</title></text>'
         )
@@ -46,14 +47,15 @@ class Rows:
     ) -> None:
         """Puts a box into the row; ``title`` shows where the pointer rests on it.
 
-        A box is left out where the one before it at that ``top``, which is drawn wide enough to be seen, covers it.
+        A box too thin to be seen is left out where an earlier one at that ``top`` was made wide enough to cover it.
         """
-        if _x(end, self._end) <= self._drawn.get(top, 0.0):
+        x, natural = _x(start, self._end), _x(end, self._end) - _x(start, self._end)
+        if natural < _THINNEST and x + natural <= self._drawn.get(top, 0.0):
             return
-        width = max(0.3, _x(end, self._end) - _x(start, self._end))
-        self._drawn[top] = max(self._drawn.get(top, 0.0), _x(start, self._end) + width)
+        width = max(_THINNEST, natural)
+        self._drawn[top] = max(self._drawn.get(top, 0.0), x + width)
         self._shapes.append(
-            f'<rect x="{_x(start, self._end):.2f}" y="{self._height - _ROW + top:g}" width="{width:.2f}" '
+            f'<rect x="{x:.2f}" y="{self._height - _ROW + top:g}" width="{width:.2f}" '
             f'height="{height:g}" fill="{colour}" stroke="#555" stroke-width=".4"><title>{escape(title)}</title></rect>'
         )
 
@@ -133,5 +135,5 @@ def _axis(end: float, y: float, show: Callable[[float], str]) -> list[str]:
 def _svg(meaning: str, height: float, shapes: Sequence[str]) -> str:
     return (
         f'<div class="wide"><svg role="img" aria-label="{escape(meaning)}" viewBox="0 0 {_WIDTH:g} {height:g}" '
-        f'style="min-width: 34rem" font-size="13">{"".join(shapes)}</svg></div>'
+        f'style="min-width: 46rem" font-size="13">{"".join(shapes)}</svg></div>'
     )

@@ -18,6 +18,7 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
     RANK = {"rank": int, "node": int, "host": str, "threads": int, "cores": int, "data_workers": int or null,
             "clock": {"offset_s": number, "error_s": number},     its clock minus that of rank 0, and the most by which
                                                                   that can be wrong
+            "is_metered": bool,                                   whether its strategy measures transfers
             "step_s": number, "phases_s": {PHASE: number},        medians over its steps; where those of phases add up
                                                                   to less than a step, they are scaled up to it
             "callbacks_s": {hook: number},                        medians, of the hooks that take the most time
@@ -44,7 +45,8 @@ overlap. STAGES are the fields of :class:`lightning_multigpu.planning.timeline.S
 :class:`~lightning_multigpu.planning.timeline.StageMemory`, and "launches" those of
 :class:`lightning_multigpu.planning.launch_queue.LaunchQueue`. SERVERS are as in ``multigpu_report.json``
 (:mod:`lightning_multigpu.report.schema`); a server has its "share" as well, a worker its "histogram": [[staleness,
-updates]]. A key of "over_time" is that of a monitor. "memory", "limit", "over_time" and "launches" may be absent.
+updates]]. A key of "over_time" is that of a monitor. "memory", "limit", "over_time", "launches"
+and "is_metered" may be absent.
 """
 
 from __future__ import annotations
@@ -177,6 +179,14 @@ def _waiting(step: Mapping[str, Any], *phases: str) -> list[tuple[float, float]]
     return [(a, b) for phase, a, b in step["parts"] if phase in (phases or ("communication", "stage_wait"))]
 
 
+def unmeasured(profile: Mapping[str, Any]) -> str | None:
+    """A sentence on transfers of gradients that are not measured; None where they are, or one rank trains."""
+    if len(profile["ranks"]) == 1 or profile["ranks"][0].get("is_metered", True):
+        return None
+    name = profile["strategy"]["name"]
+    return f'{name} does not measure its transfers, which count as backward; strategy="ring_ddp" does.'
+
+
 def clock_error_s(profile: Mapping[str, Any]) -> float:
     """The largest possible error of a rank's times on the clock of rank 0; 0 where clocks were not compared."""
     return max(float(rank["clock"]["error_s"]) for rank in profile["ranks"])
@@ -299,6 +309,7 @@ def _rank(told: Mapping[str, Any], origin_s: float) -> dict[str, Any]:
         "steps": steps,
         "stages": told["stages"],
         **{key: told[key] for key in _WHERE_MEASURED if told.get(key)},
+        "is_metered": bool(told.get("is_metered", True)),
     }
 
 

@@ -39,7 +39,7 @@ _MEMORY_COLOURS = {
 }
 _STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 0 auto; padding: 1rem;
-       max-width: 70rem; }
+       max-width: 84rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } h3 { font-size: 1rem; }
 .wide { overflow-x: auto; } svg { width: 100%; height: auto; display: block; } .schedule svg { min-width: 60rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -69,14 +69,15 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
     """A page of several runs, by name: the step of each run's slowest rank, samples a second, the first finding."""
     slowest = {name: max(profile["ranks"], key=lambda rank: rank["step_s"]) for name, profile in profiles.items()}
     used = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in slowest.values())]
+    # What the runs are compared for stands first: a phone shows three columns.
     rows = [
         [
             name,
-            profile["strategy"]["name"],
-            *(ms(slowest[name]["phases_s"].get(phase, 0.0)) for phase in used),
-            ms(profile["step_s"]),
             run_curves.samples_a_second(profile),
+            ms(profile["step_s"]),
             profile["findings"][0]["kind"] if profile["findings"] else "nothing found",
+            *(ms(slowest[name]["phases_s"].get(phase, 0.0)) for phase in used),
+            profile["strategy"]["name"],
         ]
         for name, profile in profiles.items()
     ]
@@ -91,7 +92,7 @@ def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
             "samples a second, those of the whole run, tell which is faster.</p>",
             legend({phase: _COLOURS[phase] for phase in used}),
             bars("Phases of a step by run; the table below has the numbers", of_runs, _COLOURS, ms),
-            table(["run", "strategy", *map(words, used), "step", "samples a second", "diagnosis"], rows),
+            table(["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"], rows),
             *(
                 ["<h2>Samples a second</h2>", bars(fastest, rates, {"samples": page_figures.BLUE}, number)]
                 if rates
@@ -170,7 +171,7 @@ def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
         for phase, begin_s, end_s in step["parts"]:
             title = f"{who}: {words(phase)}, {ms(end_s - begin_s)}"
             figure.box(begin_s - start_s, end_s - start_s, _COLOURS[phase], title, height=16)
-        for operation, group, _, begin_s, end_s, *_ in step["transfers"]:
+        for operation, group, _, begin_s, end_s, *_ in sorted(step["transfers"], key=lambda t: float(t[3])):
             title = f"{who}: {operation} ({group}), {ms(end_s - begin_s)}"
             figure.box(begin_s - start_s, end_s - start_s, "#000", title, top=17, height=5)
     yield "<h2>One step over all ranks</h2>"
@@ -197,6 +198,8 @@ def _transfers(profile: Mapping[str, Any]) -> Iterator[str]:
         yield "<h2>Transfers of the rank that sends most</h2>"
         yield "<p>Bytes a second while a transfer is under way: algbw of its size, busbw of what each rank sends.</p>"
         yield table(header, lines)
+    if note := profile_document.unmeasured(profile):
+        yield f"<p>{escape(note)}</p>"
 
 
 def _memory(profile: Mapping[str, Any]) -> Iterator[str]:

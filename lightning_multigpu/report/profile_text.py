@@ -23,18 +23,18 @@ def text(profile: Mapping[str, Any]) -> str:
 
 
 def comparison(profiles: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each run: the step of its slowest rank in ms, samples a second, and what is first in its diagnosis.
+    """A row for each run: samples a second, the step of its slowest rank in ms, its first finding, and its phases.
 
     Steps have more samples under some strategies than under others: samples a second tell which is faster.
     """
     slowest = {name: max(profile["ranks"], key=lambda rank: rank["step_s"]) for name, profile in profiles.items()}
     found = [phase for phase in PHASES if any(phase in rank["phases_s"] for rank in slowest.values())]
-    rows = [["run", "strategy", *(phase.replace("_", " ") for phase in found), "step, ms", "samples/s", "diagnosis"]]
+    rows = [["run", "strategy", "samples/s", "step, ms", "diagnosis", *(phase.replace("_", " ") for phase in found)]]
     for name, profile in profiles.items():
         cells = [number(1e3 * slowest[name]["phases_s"].get(phase, 0.0)) for phase in found]
         first = profile["findings"][0]["kind"] if profile["findings"] else "nothing found"
-        whole = number(1e3 * profile["step_s"]), run_curves.samples_a_second(profile)
-        rows.append([name, profile["strategy"]["name"], *cells, *whole, first])
+        whole = run_curves.samples_a_second(profile), number(1e3 * profile["step_s"])
+        rows.append([name, profile["strategy"]["name"], *whole, first, *cells])
     return "\n".join(_aligned(rows))
 
 
@@ -69,7 +69,9 @@ def _phases(profile: Mapping[str, Any]) -> list[str]:
 
 def _transfers(profile: Mapping[str, Any]) -> list[str]:
     rows = transfers(profile)
-    return ["", "Transfers in a step, of the rank that sends most:", *_aligned(rows)] if rows else []
+    note = profile_document.unmeasured(profile)
+    lines = ["", "Transfers in a step, of the rank that sends most:", *_aligned(rows)] if rows else []
+    return [*lines, note] if note else lines
 
 
 def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
@@ -78,6 +80,7 @@ def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
     for operation in sorted(profile["operations"], key=lambda operation: -operation["seconds"]):
         bandwidth = profile_document.Bandwidth.of(operation, profile)
         share = None if bandwidth is None else bandwidth.share_of_peak
+        rates = (0.0, 0.0) if bandwidth is None else (bandwidth.algbw, bandwidth.busbw)
         rows.append(
             [
                 f"{operation['operation']} ({operation['group']}, {operation['group_size']} ranks)",
@@ -85,7 +88,7 @@ def transfers(profile: Mapping[str, Any]) -> list[list[str]]:
                 size(operation["sent_bytes"]),
                 size(operation["memory_bytes"]),
                 f"{number(1e3 * operation['seconds'])} ms",
-                *(["-", "-"] if bandwidth is None else [f"{size(b)}/s" for b in (bandwidth.algbw, bandwidth.busbw)]),
+                *(f"{size(rate)}/s" if rate else "-" for rate in rates),  # a rank sends nothing in a pull
                 *(["-" if share is None else f"{100 * share:.0f} %"] if profile.get("link_gbit") else []),
             ]
         )
@@ -98,7 +101,8 @@ def _pipeline(profile: Mapping[str, Any]) -> list[str]:
     if section is None:
         return []
     return [
-        f"\n{section['schedule']}, {pipeline['num_micro_batches']} micro-batches: ranks are not busy for "
+        f"\n{section['schedule']}, {pipeline['num_micro_batches']} micro-batch"
+        f"{'es' * (pipeline['num_micro_batches'] > 1)}: ranks are not busy for "
         f"{100 * pipeline['bubble']:.1f} % of {ms(pipeline['wall_s'])}; in theory for "
         f"{100 * pipeline['theoretical_bubble']:.1f} %"
         for pipeline in section["pipelines"]

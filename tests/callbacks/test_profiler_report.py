@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
@@ -269,6 +270,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
     assert [of_rank["rank"] for of_rank in profile["ranks"]] == [0, 1]
     for of_rank in profile["ranks"]:
         assert len(of_rank["steps"]) == 3
+        assert of_rank["is_metered"]
         assert of_rank["phases_s"]["forward"] >= STEP_S
         for step in of_rank["steps"]:
             assert step["batches"] == 1
@@ -386,6 +388,7 @@ def test_alone_beside_another_profiler(
     assert profile is not None
     assert profile["operations"] == []
     [of_rank] = profile["ranks"]
+    assert not of_rank["is_metered"]
     calls = {name: count for name, count, *_ in of_rank["operators"]}
     assert calls["aten::addmm"] == 4, "of one step"
     assert not [name for name in calls if name.startswith(("[pl]", "ProfilerStep"))]
@@ -404,6 +407,8 @@ def test_alone_beside_another_profiler(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: bool) -> None:
+    """Within the window the run's own error comes through, and its last checkpoint is whole."""
+
     class Failing(Net):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if fails and self.global_step == 3:
@@ -412,13 +417,32 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
     loader = DataLoader(Samples(0.0, None), batch_size=2)
     broadcast = dist.broadcast
     if fails:
-        with pytest.raises(KeyError):
-            profiled(tmp_path, Failing(), loader, "auto")
+        saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+        with pytest.raises(KeyError, match="no more"):
+            profiled(tmp_path, Failing(), loader, "auto", beside=[saves], enable_checkpointing=True)
+        assert torch.load(saves.best_model_path, weights_only=False)["global_step"] == 3
     else:
         with pytest.warns(UserWarning, match="profiled no step: training ended within the first 2 steps"):
             assert profiled(tmp_path, Failing(), loader, "auto", max_steps=2)[:2] == (None, True)
     assert dist.broadcast is broadcast
     assert not (tmp_path / profile_document.FILE_NAME).exists()
+
+
+def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> None:
+    """Steps of three batches each; the window is that of the newest fit."""
+    report = ProfilerReport(wait=1, warmup=0, active=100, print_report=False, write_files=False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=3, max_epochs=-1, callbacks=[report], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        accumulate_grad_batches=3,
+    )  # fmt: skip
+    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    for max_steps, counted in ((3, 2), (7, 3)):
+        trainer.fit_loop.epoch_loop.max_steps = max_steps
+        trainer.fit(Net(step_s=0.01), loader)
+        assert report.profile is not None
+        steps = report.profile["ranks"][0]["steps"]
+        assert [step["batches"] for step in steps] == [3] * counted
 
 
 def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:

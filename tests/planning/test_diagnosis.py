@@ -83,7 +83,9 @@ def test_hidden_transfers_are_beside_the_wait() -> None:
     """A wait of 3.41 ms, of which 0 of 2.56 ms of transfers were hidden: Lightning's broadcasts were no transfers."""
     [finding] = diagnose(ranks({"communication": 0.090}, {"communication": 0.080}, hidden_s=0.025))
     assert "waits at least 80.0 ms of a step of 186 ms" in finding.evidence
-    assert "beside that, transfers take 25.0 ms hidden behind computation" in finding.evidence
+    assert "between ranks; 25.0 ms of others are hidden behind computation." in finding.evidence
+    [finding] = diagnose(ranks(*[{"communication": 0.080}] * 2))
+    assert "; no others are hidden" in finding.evidence
 
 
 @pytest.mark.parametrize("buckets", [1.0, 8.0])
@@ -131,6 +133,12 @@ def test_nobody_waits_for_a_slow_rank_where_each_has_its_own_pace() -> None:
     [finding] = diagnose(apart, own_pace=True)
     assert (finding.kind, finding.saving_s) == ("communication", pytest.approx(0.045))
     assert finding.step_s == pytest.approx(0.226 - 0.045)
+    assert "rank 1 waits 90.0 ms of a step of 226 ms" in finding.evidence, "the other one does not"
+    hosts = [replace(rank, node=rank.rank, pushes=Pushes(0.090, 1)) for rank in apart]
+    [finding] = diagnose(
+        hosts, own_pace=True, shards=[Shard(1, 1)], strategy=StrategyOptions(class_name="ParameterServerStrategy")
+    )
+    assert 'ParameterServerStrategy(compression="bf16"), 204 ms' in finding.remedy, "rank 0 is on another host"
 
 
 def test_a_slow_callback_is_named() -> None:

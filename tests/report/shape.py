@@ -90,7 +90,7 @@ def assert_follows_profile_schema(profile: dict[str, Any]) -> None:
         check({name: value for name, value in rank.items() if name not in ("data_workers", "stages")}, {
             "rank": int, "node": int, "host": str, "threads": int, "cores": int,
             "clock": {"offset_s": float, "error_s": float}, "step_s": float, "phases_s": dict, "callbacks_s": dict,
-            "transfers_s": float, "waits_s": dict, "operators": list, "reads": list,
+            "transfers_s": float, "is_metered": bool, "waits_s": dict, "operators": list, "reads": list,
             "steps": [{"start_s": float, "end_s": float, "batches": int, "parts": list, "transfers": list}],
             **{name: shape for name, shape in sometimes.items() if name in rank},
         })  # fmt: skip

@@ -104,8 +104,23 @@ def test_text() -> None:
     assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
     assert "  aten::mm: 7 x, 3.00 ms" in text
     assert "1. input: 75.0 ms a step predicted (40 % less)" in text
+    pulled = profile()
+    pulled["operations"][0] |= {"operation": "pull", "group": "servers"}
+    assert re.search(rf"^ *pull \(servers, 2 ranks\) .* {rate} +-$", profile_text.text(pulled), re.MULTILINE)
     healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
+
+
+def test_transfers_that_nobody_measures_are_named() -> None:
+    """Under Lightning's ddp the gradients travel in backward, and the list of transfers seemed to be complete."""
+    measured = [{**told(rank), "is_metered": False} for rank in range(2)]
+    stock = profile_document.build(measured, strategy="ddp", options={}, versions={})
+    note = "ddp does not measure its transfers, which count as backward"
+    assert note in profile_text.text(stock)
+    assert note in profile_page.page(stock)
+    alone = profile_document.build(measured[:1], strategy="single_device", options={}, versions={})
+    for metered in (profile(), alone):
+        assert "does not measure" not in profile_text.text(metered) + profile_page.page(metered)
 
 
 def test_text_of_all_that_can_be_measured() -> None:
@@ -123,6 +138,13 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
 
 
+def test_long_names_of_folders_are_cut_where_they_are_alike() -> None:
+    figure = page_figures.Rows("meaning", 1.0, str)
+    for name in ("pipeline_interleaved", "pipeline_zero_bubble"):
+        figure.row(f"/scratch/experiments/{name}")
+        assert f"…{name[1:]}<title>/scratch/experiments/{name}</title>" in figure.html()
+
+
 def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
     """10,000 transfers a step made pages of megabytes for each rank."""
     figure = page_figures.Rows("meaning", 1.0, str)
@@ -131,8 +153,9 @@ def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
         for part in range(10_000):
             figure.box(part / 10_000, (part + 1) / 10_000, "#000", "thin")
         figure.box(0.5, 0.6, "#000", "long one", top=17)
+        figure.box(0.52, 0.53, "#000", "within it", top=17)
     shown = figure.html()
-    assert shown.count("long one") == 2
+    assert shown.count("long one") == shown.count("within it") == 2
     assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 
 
@@ -200,10 +223,12 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     page = tmp_path / "compared.html"
     assert main(["report", str(slow), str(quick), f"--page={page}"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"{slow} +ring_ddp +50.0 +20.0 +40.0 +10.0 +5.00 +125 +- +input$", printed, re.MULTILINE)
-    row = rf"{quick} +sync_ps +1.00 +20.0 +40.0 +1.00 +5.00 +67.0 +320 +nothing found$"
+    assert re.search(rf"{slow} +ring_ddp +- +125 +input +50.0 +20.0 +40.0 +10.0 +5.00$", printed, re.MULTILINE)
+    row = rf"{quick} +sync_ps +320 +67.0 +nothing found +1.00 +20.0 +40.0 +1.00 +5.00$"
     assert re.search(row, printed, re.MULTILINE)
     assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
+    header = re.findall(r"<th[^>]*>([^<]+)", page.read_text())
+    assert header[:4] == ["run", "samples/s", "step", "diagnosis"], "what a phone shows first"
     assert f"{quick}: samples, 320" in _Page(page.read_text()).texts
     assert page.read_text().count('role="img" aria-label=') == 2
     assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
