@@ -34,6 +34,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ROOMS_THAT_WAIT = ("launch", "tests", "guardian")
 _LONGEST_ROOM = "strategies"
+_IMPORT_TRANSFORMERS = ("from transformers import", "from tests.strategies.test_tensor_split import")
+
+
+def _has_ranks_with_transformers(path: Path) -> bool:
+    return path.parent.name == _LONGEST_ROOM and any(name in path.read_text() for name in _IMPORT_TRANSFORMERS)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -41,17 +46,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The groups of tests that pytest-xdist deals out to its workers, each to one of them.
 
     A file is a group: its tests share fixtures. All files with tests on emulated hosts are one group, since such tests
-    look at the namespaces of the whole machine. (The group marks of pytest-xdist 3.8 have no effect in pytest 9.2.)
+    look at the namespaces of the whole machine. So are those whose ranks import transformers, 1.5 s of processor time
+    for each rank: they share ranks. (The group marks of pytest-xdist 3.8 have no effect in pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    files = Path(__file__).parent.rglob("test_*.py")
-    on_hosts = {str(file.relative_to(config.rootpath)) for file in files if "pytest.mark.hosts" in file.read_text()}
+    groups: dict[str, str] = {}
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        if "pytest.mark.hosts" in path.read_text():
+            groups[str(path.relative_to(config.rootpath))] = "hosts"
+        elif _has_ranks_with_transformers(path):
+            groups[str(path.relative_to(config.rootpath))] = "transformers"
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, _ = nodeid.partition("::")
-            return "hosts" if file in on_hosts else file
+            return groups.get(file, file)
 
     return Groups(config, log)
 
@@ -61,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests of jobs and guardians mostly wait, and so do those of the examples and of the package beside this file: their
     files come in turn with those of tests that compute, long ones first, so that a core has work while a job is waited
-    for, and no long file is left for the end.
+    for, and no long file is left for the end. The longest group is that of transformers.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
@@ -69,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for path in dict.fromkeys(item.path for item in items):
         (waiting if path.parent.name in _ROOMS_THAT_WAIT else computing).append(path)
     waiting.sort(key=lambda path: _ROOMS_THAT_WAIT.index(path.parent.name))
-    computing.sort(key=lambda path: path.parent.name != _LONGEST_ROOM)
+    computing.sort(key=lambda path: (not _has_ranks_with_transformers(path), path.parent.name != _LONGEST_ROOM))
     place = {path: index for paths in (waiting, computing) for index, path in enumerate(paths)}
     items.sort(key=lambda item: place[item.path])
 

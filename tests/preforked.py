@@ -377,6 +377,7 @@ _SHARED = (
     "lightning.pytorch.loggers",
     "lightning_multigpu.callbacks",
     "lightning_multigpu.registry",
+    "sklearn.datasets",  # of the digits
     "torch.distributed.run",
     "torch.utils.tensorboard",
 )

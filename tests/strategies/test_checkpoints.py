@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tests.strategies.tasks import (
 from tests.strategies.tasks import train_loader as loader_for
 from tests.world import World, rank
 
-CASE = Case(optimizer="groups", num_samples=53)  # 7 steps an epoch, the last of them uneven
-STEPS_AN_EPOCH = 7
+CASE = Case(optimizer="groups", num_samples=29)  # 4 steps an epoch, the last of them uneven
+STEPS_AN_EPOCH = 4
 regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
 
 
@@ -67,8 +68,13 @@ def _save_on_one_device(directory: Path, step: int, at_epoch_end: bool) -> str:
 STOCK_RTOL = 1e-5
 
 
+@functools.cache
+def _never_interrupted() -> dict[str, Any]:
+    return fit(CASE, None, 1)
+
+
 def _assert_continues(resumed: dict[str, Any], steps_left: int, rtol: float = 1e-9) -> None:
-    whole = fit(CASE, None, 1)
+    whole = _never_interrupted()
     assert resumed["global_step"] == whole["global_step"]
     assert len(resumed["learning_rates"]) == steps_left
     assert resumed["learning_rates"] == whole["learning_rates"][-steps_left:]
@@ -78,11 +84,11 @@ def _assert_continues(resumed: dict[str, Any], steps_left: int, rtol: float = 1e
 
 # Steps, and whether the file is written at the end of their epoch.
 WHERE = {
-    "within the first epoch": (4, False),
-    "at its last batch": (7, False),
-    "at its end": (7, True),
-    "within the second": (11, False),
-    "at the second's end": (14, True),
+    "within the first epoch": (3, False),
+    "at its last batch": (4, False),
+    "at its end": (4, True),
+    "within the second": (6, False),
+    "at the second's end": (8, True),
 }
 
 
@@ -92,13 +98,15 @@ def save_everywhere(strategy_name: str | None, ranks: int, directory: Path) -> N
         (directory / place).mkdir(parents=True, exist_ok=True)
     savers = [saver(directory / place, *WHERE[place]) for place in WHERE]
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
-    trainer = make_trainer(CASE, strategy, ranks, callbacks=savers, enable_checkpointing=True, max_steps=16)
+    trainer = make_trainer(CASE, strategy, ranks, callbacks=savers, enable_checkpointing=True, max_steps=10)
     trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, trainer))
 
 
-def resume_everywhere(strategy_name: str, ranks: int, directory: Path) -> dict[str, dict[str, Any]]:
+def resume_everywhere(
+    strategy_name: str, ranks: int, directory: Path, places: Sequence[str] = tuple(WHERE)
+) -> dict[str, dict[str, Any]]:
     """What runs reach that resume from each of the files."""
-    paths = {place: str(directory / place / f"step={step}.ckpt") for place, (step, _) in WHERE.items()}
+    paths = {place: str(directory / place / f"step={WHERE[place][0]}.ckpt") for place in places}
     return {place: resume(CASE, strategy_name, ranks, path) for place, path in paths.items()}
 
 
@@ -131,23 +139,29 @@ def test_resumes_from_a_single_device_file(regime: Regime, world2: World, files_
 
 
 @regimes
-def test_resumes_from_its_own_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+def test_resumes_from_its_own_file(regime: Regime, world2: World, tmp_path: Path, files_of_one_device: Path) -> None:
+    """Where in its epoch a file was saved is told by the state of the loops, which is that of one device's file."""
     world2.run(save_everywhere, regime.name, 2, tmp_path)
-    _assert_all_continue(world2.run(resume_everywhere, regime.name, 2, tmp_path))
+    for place, (step, _) in WHERE.items():
+        files = [directory / place / f"step={step}.ckpt" for directory in (tmp_path, files_of_one_device)]
+        ours, theirs = (torch.load(file, weights_only=True)["loops"] for file in files)
+        assert ours == theirs, place
+    some = ("within the first epoch", "at its last batch", "at the second's end")
+    _assert_all_continue(world2.run(resume_everywhere, regime.name, 2, tmp_path, some))
 
 
 @regimes
 def test_one_device_resumes_from_its_file(regime: Regime, world2: World, tmp_path: Path) -> None:
-    world2.run(save, CASE, regime.name, 2, str(tmp_path), 7, True)
-    _assert_continues(resume(CASE, None, 1, str(tmp_path / "step=7.ckpt")), 14, STOCK_RTOL)
+    world2.run(save, CASE, regime.name, 2, str(tmp_path), 4, True)
+    _assert_continues(resume(CASE, None, 1, str(tmp_path / "step=4.ckpt")), 8, STOCK_RTOL)
 
 
 @regimes
 def test_stock_ddp_resumes_from_its_file(regime: Regime, world2: World, tmp_path: Path) -> None:
-    case = Case(optimizer="groups")  # stock ddp repeats samples where a global batch is uneven
-    world2.run(save, case, regime.name, 2, str(tmp_path), 7, True)
+    case = Case(optimizer="groups", num_samples=32)  # stock ddp repeats samples where a global batch is uneven
+    world2.run(save, case, regime.name, 2, str(tmp_path), 4, True)
     whole = fit(case, None, 1)
-    for result in world2.run(resume, case, "ddp", 2, str(tmp_path / "step=7.ckpt")):
+    for result in world2.run(resume, case, "ddp", 2, str(tmp_path / "step=4.ckpt")):
         for name, value in whole["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=STOCK_RTOL, atol=STOCK_RTOL * 1e-2)
 
@@ -156,17 +170,17 @@ def test_stock_ddp_resumes_from_its_file(regime: Regime, world2: World, tmp_path
 def test_the_number_of_ranks_may_change_within_an_epoch(
     regime: Regime, world2: World, world4: World, tmp_path: Path
 ) -> None:
-    world2.run(save, CASE, regime.name, 2, str(tmp_path), 4, False)
-    for result in world4.run(resume, CASE, regime.name, 4, str(tmp_path / "step=4.ckpt")):
-        _assert_continues(result, 17)
+    world2.run(save, CASE, regime.name, 2, str(tmp_path), 3, False)
+    for result in world4.run(resume, CASE, regime.name, 4, str(tmp_path / "step=3.ckpt")):
+        _assert_continues(result, 9)
 
 
 @regimes
 def test_the_file_is_a_single_device_file(regime: Regime, world2: World, tmp_path: Path) -> None:
     own, single = tmp_path / "own", tmp_path / "single"
-    world2.run(save, CASE, regime.name, 2, str(own), 7, True)
-    _save_on_one_device(single, 7, True)
-    ours, theirs = (torch.load(path / "step=7.ckpt", weights_only=True) for path in (own, single))
+    world2.run(save, CASE, regime.name, 2, str(own), 4, True)
+    _save_on_one_device(single, 4, True)
+    ours, theirs = (torch.load(path / "step=4.ckpt", weights_only=True) for path in (own, single))
     assert ours.keys() == theirs.keys()
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
     for name, value in theirs["state_dict"].items():
@@ -176,7 +190,7 @@ def test_the_file_is_a_single_device_file(regime: Regime, world2: World, tmp_pat
     for index, buffers in their_optimizer["state"].items():
         torch.testing.assert_close(our_optimizer["state"][index], buffers, rtol=1e-9, atol=1e-11)
     assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    assert Classifier.load_from_checkpoint(own / "step=7.ckpt", map_location="cpu") is not None
+    assert Classifier.load_from_checkpoint(own / "step=4.ckpt", map_location="cpu") is not None
 
 
 class _FailsWhileWriting(L.Callback):
@@ -234,7 +248,7 @@ def _resume_last_of(directories: list[str]) -> dict[str, Any]:
 def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, tmp_path: Path) -> None:
     """Each rank looks for the newest file by itself: a host that saw an older one was steps behind, unnoticed."""
     old, new, empty = tmp_path / "old", tmp_path / "new", tmp_path / "empty"
-    older, newer = _save_on_one_device(old, 4, False), _save_on_one_device(new, 11, False)
+    older, newer = _save_on_one_device(old, 3, False), _save_on_one_device(new, 6, False)
     cases = {
         "rank 1 has found an older file": (_resume_as_ranks_see_it, ([newer, older],)),
         "rank 1 sees the file later": (_resume_as_ranks_see_it, ([newer, newer], True)),
@@ -244,12 +258,12 @@ def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, tmp_path: Path)
     for name, (function, arguments) in cases.items():
         for result in world2.run(function, *arguments):
             assert result["global_step"] == 3 * STEPS_AN_EPOCH, name
-            _assert_continues(result, 3 * STEPS_AN_EPOCH - 11)
+            _assert_continues(result, 3 * STEPS_AN_EPOCH - 6)
 
 
 def test_one_rank_that_begins_anew_is_refused_on_all(world2: World, tmp_path: Path) -> None:
     """``find_last_checkpoint(missing_ok=True)`` on a host that did not see the directory: rank 0 waited for it."""
-    path = _save_on_one_device(tmp_path, 4, False)
+    path = _save_on_one_device(tmp_path, 3, False)
     world2.run_raising(RendezvousError, r"loads a checkpoint: yes on rank 0; no on rank 1", _resume_as_ranks_see_it,
                        [path, None])  # fmt: skip
 
@@ -282,8 +296,8 @@ def test_resuming_where_nothing_was_saved_ends_before_any_process_starts(
     assert refused(trainer(enable_checkpointing=False, logger=False)) == (
         "this Trainer has no ModelCheckpoint that could have saved one; pass ckpt_path=None"
     )
-    _save_on_one_device(tmp_path / "runs" / "digits" / "version_0" / "checkpoints", 4, False)
+    _save_on_one_device(tmp_path / "runs" / "digits" / "version_0" / "checkpoints", 3, False)
     assert refused(trainer()) == (
-        nothing.format(1) + ". An earlier run has saved runs/digits/version_0/checkpoints/step=4.ckpt (epoch 0, step 4)"
+        nothing.format(1) + ". An earlier run has saved runs/digits/version_0/checkpoints/step=3.ckpt (epoch 0, step 3)"
         ": to go on from it, pass ckpt_path=lightning_multigpu.find_last_checkpoint('runs/digits')"
     )

@@ -60,7 +60,13 @@ def llama() -> PreTrainedModel:
 
 def t5() -> PreTrainedModel:
     """An encoder and a decoder, which share the embedding and the head."""
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }  # of each; tracing them takes seconds
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes, **TOKENS))
 
 
@@ -195,7 +201,7 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
     }
 
 
-CASE = Case(max_epochs=2, trainer={"use_distributed_sampler": False, "gradient_clip_val": 0.5})
+CASE = Case(max_epochs=1, trainer={"use_distributed_sampler": False, "gradient_clip_val": 0.5})
 
 
 @pytest.fixture(scope="module", params=DECODERS)

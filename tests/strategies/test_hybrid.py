@@ -49,6 +49,11 @@ from tests.world import World
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 
 
+def hybrid(**options: Any) -> Any:
+    """With two micro-batches, as many as there are stages; the tests that train the classifier have the default."""
+    return make_strategy("hybrid", **{**options, "pipeline": {"num_micro_batches": 2, **options.get("pipeline", {})}})
+
+
 def sizes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
     return {"data_parallel_size": data, "pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
 
@@ -122,7 +127,7 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     task, noting = Dealt(model, optimizer), Noting(path)
-    strategy = "auto" if ranks == 1 else make_strategy("hybrid", **options)
+    strategy = "auto" if ranks == 1 else hybrid(**options)
     trainer = make_trainer(
         Case(max_epochs=2 if path or resume else 1), strategy, ranks, callbacks=[noting], gradient_clip_val=0.5
     )
@@ -194,7 +199,7 @@ def dropped(balance: list[int]) -> dict[int, list[Tensor]]:
     kept: dict[int, list[Tensor]] = {1: [], 3: []}
     for number, masks in kept.items():
         layers[number].register_forward_hook(lambda _, args, output, masks=masks: masks.append(output.detach() != 0))
-    strategy, noting = make_strategy("hybrid", pipeline={"balance": balance, "num_micro_batches": 2}), Noting("")
+    strategy, noting = hybrid(pipeline={"balance": balance}), Noting("")
     make_trainer(Case(max_epochs=1), strategy, 4, callbacks=[noting]).fit(task)
     assert noting.names == {"embedding", "head"} & {"embedding" if strategy.global_rank > 1 else "head"}
     return {number: [mask.clone() for mask in masks[-4:] if type(mask) is Tensor] for number, masks in kept.items()}
@@ -240,7 +245,7 @@ class Logits(Dealt):
 
 def logits(ranks: int, **options: Any) -> dict[str, Any]:
     task, noting = Logits(), Noting("")
-    strategy = make_strategy("hybrid", **options) if ranks > 1 else "auto"
+    strategy = hybrid(**options) if ranks > 1 else "auto"
     report = RunReport(print_table=False, write_file=False)
     trainer = make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting, report])
     trainer.fit(task)
@@ -273,7 +278,7 @@ def qwen(ranks: int) -> dict[str, Any]:
     torch.manual_seed(3)
     layers = {**LAYERS, "num_hidden_layers": 4}
     task.model = Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, head_dim=6, **layers, **TOKENS))
-    strategy = make_strategy("hybrid", pipeline={"balance": "time"}) if ranks > 1 else "auto"
+    strategy = hybrid(pipeline={"balance": "time"}) if ranks > 1 else "auto"
     with pytest.MonkeyPatch.context() as patch:  # of what has been measured
         patch.setattr(StageCosts, "bounds", lambda self, balance: [(0, 1), (1, 4)])
         make_trainer(Case(max_epochs=1), strategy, ranks, gradient_clip_val=0.5).fit(task)
@@ -323,7 +328,7 @@ class Built(Dealt):
 
 
 def built(ranks: int) -> dict[str, Any]:
-    task, strategy = Built(), make_strategy("hybrid") if ranks > 1 else "auto"
+    task, strategy = Built(), hybrid() if ranks > 1 else "auto"
     make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
     return {"weights": state(task)}
 
@@ -337,7 +342,7 @@ def in_parts(ranks: int) -> list[dict[str, Tensor]]:
     """The values that the rank has after each of two runs of one module."""
     task, held = Dealt("fused", "adamw"), []
     for _ in range(2):
-        strategy = make_strategy("hybrid", pipeline={"gather_at_end": False}) if ranks > 1 else "auto"
+        strategy = hybrid(pipeline={"gather_at_end": False}) if ranks > 1 else "auto"
         make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
         held.append({name: value for name, value in state(task).items() if not isinstance(value, Placeholder)})
     return held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_multigpu.planning.split_plan import SplitPlan
-from tests.strategies.tasks import Case, data_ranks, make_strategy, make_trainer, state
-from tests.strategies.test_hybrid import assert_close, sizes
+from tests.strategies.tasks import Case, data_ranks, make_trainer, state
+from tests.strategies.test_hybrid import assert_close, hybrid, sizes
 from tests.strategies.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language, Positioned
 from tests.world import World
 
@@ -64,7 +65,7 @@ def train(ranks: int, *, module: dict[str, bool] | None = None, **options: Any) 
     task, plans, lengths = Sequences(**(module or {})), list[SplitPlan](), list[int]()
     third: Any = task.model.blocks[-2]
     third.register_forward_pre_hook(lambda layer, args: lengths.append(args[0].shape[1]) if layer.training else None)
-    strategy = make_strategy("hybrid", **options) if ranks > 1 else "auto"
+    strategy = hybrid(**options) if ranks > 1 else "auto"
     if ranks > 1:
         strategy.on_split = plans.append
     trainer = make_trainer(
@@ -88,10 +89,15 @@ LAYOUTS: dict[str, tuple[bool | str, dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def on_one_device() -> dict[str, Any]:
+    return train(1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trains_as_one_device(world4: World, layout: str) -> None:
     """Ranks of a stage send their tokens to the ranks of the next stage that have the same ones."""
-    reference, (choice, options) = train(1), LAYOUTS[layout]
+    reference, (choice, options) = on_one_device(), LAYOUTS[layout]
     results = world4.run(train, 4, tensor={"sequence_split": choice}, **options)
     if layout == "stages":
         assert [result["lengths"] for result in results[:2]] == [[3] * 4, [2] * 4]
@@ -121,7 +127,7 @@ def dropped(computed_again: bool) -> dict[str, Any]:
     last: Any = task.model.blocks[3].attention
     last[1].register_forward_hook(lambda layer, _, output: masks.append(output.detach() != 0))
     pipeline = {"activation_checkpointing": computed_again}
-    strategy = make_strategy("hybrid", tensor={"sequence_split": True}, pipeline=pipeline)
+    strategy = hybrid(tensor={"sequence_split": True}, pipeline=pipeline)
     make_trainer(Case(max_epochs=1), strategy, 4, limit_val_batches=0).fit(task)
     return {"weights": state(task), "mask": masks[-1].clone() if strategy.global_rank < 2 else None}
 

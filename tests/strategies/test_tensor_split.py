@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -292,15 +293,20 @@ def train(
     task, noting = Task(model), Noting()
     strategy = "auto" if ranks == 1 else make_strategy("tensor_split", **options)
     options = {"gradient_clip_val": 0.5, "use_distributed_sampler": False}
-    case = Case(max_epochs=2, precision=precision, trainer=options)
+    case = Case(max_epochs=2 if unfreezes else 1, precision=precision, trainer=options)
     trainer = make_trainer(case, strategy, ranks, callbacks=[noting, *[Unfreezing()] * unfreezes])
     trainer.fit(task, text(), text(6))
     return {"weights": state(task), "validated": task.validated, "split": noting.split, "plan": noting.plan}
 
 
+@functools.cache
+def on_one_device(model: str) -> dict[str, Any]:
+    return train(model, 1)
+
+
 @pytest.mark.parametrize("model", FOUND)
 def test_models_train_as_on_one_device(world2: World, model: str) -> None:
-    reference = train(model, 1)
+    reference = on_one_device(model)
     for result in world2.run(train, model, 2):
         assert result["split"] == FOUND[model]
         rtol = RTOL.get(model, 1e-9)
@@ -326,7 +332,7 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
     ],
 )
 def test_split_layers_are_computed_again(world2: World, model: str, options: dict[str, Any]) -> None:
-    reference = train(model, 1)
+    reference = on_one_device(model)
     for result in world2.run(train, model, 2, **{"activation_checkpointing": True, **options}):
         assert result["split"] == FOUND[model]
         rtol = RTOL.get(model, 1e-9)
@@ -356,10 +362,15 @@ SEQUENCES: dict[str, tuple[str, int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "gathered again"])
-@pytest.mark.parametrize("model", SEQUENCES)
+# Of several column layers in a block and of one, along either dimension.
+GATHERED_AGAIN = ("llama", "bert", "fused", "position in layers")
+KEPT_OR_NOT = {f"{model}-kept": (model, False) for model in SEQUENCES}
+KEPT_OR_NOT |= {f"{model}-gathered again": (model, True) for model in GATHERED_AGAIN}
+
+
+@pytest.mark.parametrize(("model", "again"), KEPT_OR_NOT.values(), ids=KEPT_OR_NOT)
 def test_activations_are_split_along_the_sequence(world2: World, model: str, again: bool) -> None:
-    reference = train(model, 1)
+    reference = on_one_device(model)
     layers, dim, num_columns = SEQUENCES[model]
     for result in world2.run(train, model, 2, sequence_split="gather_again" if again else True):
         plan, rtol = result["plan"], RTOL.get(model, 1e-9)
@@ -382,7 +393,7 @@ def warned(model: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_activations_stay_whole_where_tokens_are_mixed_between_blocks(world2: World) -> None:
-    reference = train("mixed tokens", 1)
+    reference = on_one_device("mixed tokens")
     results = world2.run(warned, "mixed tokens")
     for result, _ in results:
         (note,) = result["plan"].notes
@@ -509,7 +520,7 @@ def test_layers_that_are_left_out(world2: World) -> None:
 @pytest.mark.parametrize("sequence_split", [False, True])
 def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool) -> None:
     """Two heads of keys and values on four ranks, which have two tokens or one of six."""
-    reference = train("llama", 1)
+    reference = on_one_device("llama")
     for result in world4.run(train, "llama", 4, sequence_split=sequence_split):
         assert result["split"] == FOUND["llama"]
         for name, value in reference["weights"].items():
@@ -518,7 +529,12 @@ def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool) -
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "groups"])
 def test_trains_as_on_one_device(world2: World, optimizer: str) -> None:
-    case = Case(optimizer=optimizer, trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}, validate=True)
+    case = Case(
+        optimizer=optimizer,
+        trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+        validate=True,
+        max_epochs=1,
+    )
     reference: Any = fit(case, None, 1)
     for result in world2.run(fit, case, "tensor_split", 2):
         assert_same_weights(result, reference)
@@ -527,7 +543,9 @@ def test_trains_as_on_one_device(world2: World, optimizer: str) -> None:
 
 def test_groups_side_by_side(world4: World) -> None:
     """Two data ranks of two tensor ranks each; the data ranks average through a ring."""
-    case = Case(optimizer="adamw", trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}, validate=True)
+    case = Case(
+        optimizer="adamw", trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}, validate=True, max_epochs=1
+    )
     reference: Any = fit(case, None, 1)
     sizes = Case(**{**vars(case), "strategy": {"tensor_parallel_size": 2}})
     for result in world4.run(fit, sizes, "tensor_split", 4):
@@ -862,7 +880,7 @@ def planned(plan: Any, kind: type[Task] = Task) -> dict[str, Any]:
     task, noting = kind("fused"), Noting()
     strategy = make_strategy("tensor_split", plan=plan)
     options: dict[str, Any] = {"gradient_clip_val": 0.5, "use_distributed_sampler": False}
-    trainer = make_trainer(Case(), strategy, 2, callbacks=[noting], **options)
+    trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[noting], **options)
     trainer.fit(task, text())
     return {"weights": state(task), "split": noting.split}
 
@@ -885,7 +903,7 @@ def told(plan: Any) -> tuple[dict[str, Any], list[str]]:
 
 def test_a_plan_by_hand(world2: World) -> None:
     task = Task("fused")
-    make_trainer(Case(), "auto", 1, gradient_clip_val=0.5).fit(task, text())
+    make_trainer(Case(max_epochs=1), "auto", 1, gradient_clip_val=0.5).fit(task, text())
     for result in world2.run(planned, {"*.attention.qkv": "column", "*.attention.proj": "row"}):
         assert result["split"] == {"attention": 2}
         assert_same_weights(result, {"weights": state(task)})
