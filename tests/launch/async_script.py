@@ -35,7 +35,13 @@ class Writes(L.Callback):
 
 
 class LosesRank(L.Callback):
-    """Rank 1 is killed in the backward of its third batch, when it has pushed a part of the gradients."""
+    """Rank 1 is killed in the backward of its third batch, when it has pushed a part of the gradients.
+
+    The other ranks wait for that after their second batch, so that they leave three to rank 1.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.has_counted = directory / "counted"
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if trainer.global_rank == LOST:
@@ -46,15 +52,19 @@ class LosesRank(L.Callback):
             (remote,) = trainer.strategy._served.values()
             assert any(bucket.pushed is not None for bucket in remote._buckets)
             time.sleep(0.5)  # a thread sends what was pushed
+            while not self.has_counted.exists():
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank != LOST and trainer.global_step == 4:
+        if trainer.global_step == 1 and trainer.is_global_zero:
+            self._tell_of_memory(trainer, "before the loss")
+            self.has_counted.touch()
+        elif trainer.global_rank != LOST and trainer.global_step == 2:
             while trainer.strategy.failure_watch.lost != [LOST]:
                 time.sleep(0.05)
+            time.sleep(1.0)  # the server sees it by itself
             self._tell_of_memory(trainer, "after the loss")
-        elif trainer.global_step == 1:
-            self._tell_of_memory(trainer, "before the loss")
 
     def _tell_of_memory(self, trainer: Any, when: str) -> None:
         """The segments that the server shares with workers, as the kernel lists them."""
@@ -80,7 +90,7 @@ def main() -> None:
     strategy = ParameterServerStrategy(mode="async", bucket_cap_mb=SMALL_BUCKET_MB)
     callbacks: list[L.Callback] = [Writes(directory)]
     if what == "rank":
-        callbacks.append(LosesRank())
+        callbacks.append(LosesRank(directory))
     else:
         callbacks += [LosesServer(), ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)]
     trainer = make_trainer(
