@@ -112,6 +112,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
         self._layers: SplitLayers | None = None
+        self._gradients: SplitGradients | None = None
         self._split_plan: SplitPlan | None = None
         self._bucket_cap_mb: float | None = None
         self._undo = ExitStack()
@@ -202,8 +203,8 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         self._undo.callback(self._layers.close)
-        gradients = SplitGradients(self.precision_plugin, self._tensor)
-        self._undo.callback(gradients.end)
+        self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
+        self._undo.callback(self._gradients.end)
         self._share_random_states()
 
     @override
@@ -254,7 +255,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             assert self._layers is not None
             self._layers.make_whole(self.optimizers)
         self._undo.close()
-        self._tensor = self._peers = self._layers = None
+        self._tensor = self._peers = self._layers = self._gradients = None
         super().teardown()
 
     # The split
@@ -309,6 +310,19 @@ class TensorSplitStrategy(RingDDPStrategy):
         outputs = self._whole_outputs(outputs)
         self._layers.end_step()
         return outputs
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._gradients is not None
+        loss = super().backward(*args, **kwargs)
+        self._gradients.after_backward()
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._gradients is not None
+        with self._gradients.stepping():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

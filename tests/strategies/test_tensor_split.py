@@ -1035,17 +1035,36 @@ class ReadsGradients(Task):
         self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
 
 
-def reads_gradients(ranks: int) -> dict[str, Any]:
-    task = ReadsGradients()
+class StepsByHand(Task):
+    """Clips between its closure and the step, and leaves a step out."""
+
+    def __init__(self) -> None:
+        super().__init__("fused")
+        self.norms: list[float] = []
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+        if index != 1:
+            optimizer.step()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        weight = self.model.embedding.weight  # type: ignore[union-attr]
+        assert len(weight) == VOCABULARY // self.trainer.world_size  # parts again, after a step that was left out too
+
+
+def reads_gradients(ranks: int, kind: type[ReadsGradients | StepsByHand]) -> dict[str, Any]:
+    task = kind()
     strategy = make_strategy("tensor_split") if ranks > 1 else "auto"
     make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False).fit(task, text())
     return {"weights": state(task), "norms": task.norms}
 
 
-def test_hooks_read_whole_gradients(world2: World) -> None:
+@pytest.mark.parametrize("kind", [ReadsGradients, StepsByHand])
+def test_hooks_read_whole_gradients(world2: World, kind: type[ReadsGradients | StepsByHand]) -> None:
     """They read a rank's part: norms of Lightning's grad_norm were too small, and ranks clipped by different ones."""
-    reference = reads_gradients(1)
-    for result in world2.run(reads_gradients, 2):
+    reference = reads_gradients(1, kind)
+    for result in world2.run(reads_gradients, 2, kind):
         assert_same_weights(result, reference)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
 
