@@ -180,6 +180,17 @@ class TestImports:
         ]
         assert not strays
 
+    def test_other_families_do_not_need_parameter_servers(self) -> None:
+        """How optimizers are divided, kinds of gradients and redirected steps lie in ``engine/`` itself."""
+        strays = [
+            f"{path.relative_to(ROOT)}: {module}"
+            for path in python_files(f"{_OURS}/engine", f"{_OURS}/strategies")
+            if not {"parameter_server", "own_pace", "observed"} & {*path.parts, path.stem}
+            for module in imported_modules(path)
+            if module.startswith(f"{_OURS}.engine.parameter_server")
+        ]
+        assert not strays
+
     def test_the_guardian_needs_the_standard_library_alone(self) -> None:
         """It runs with ``-S``, without site-packages, so that it is small and starts at once."""
         modules = {

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.compression import Compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -344,7 +345,7 @@ class HybridStrategy(StagedStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state, axis = super().optimizer_state(optimizer), self._gathering_axis
-        return state if axis is None else axis.whole_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+        return state if axis is None else axis.whole_optimizer_state(plain_optimizer(optimizer), state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_multigpu._lightning_internals import is_compiled
-from lightning_multigpu.engine.parameter_server.sharding import split_of as shards_of
+from lightning_multigpu._lightning_internals import is_compiled, plain_optimizer
+from lightning_multigpu.engine.optimizer_split import split_of as shards_of
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
@@ -259,7 +259,7 @@ class SplitLayers:
 
     def _check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            plain = _plain(optimizer)
+            plain = plain_optimizer(optimizer)
             if shards_of(plain) != "elements" and any(split_of(p) for g in plain.param_groups for p in g["params"]):
                 raise ValueError(
                     f"{type(plain).__name__} may need whole tensors, and tensor_split gives it parts: use an optimizer "
@@ -303,9 +303,9 @@ class SplitLayers:
                 parameter.data = self._whole(own[name], parameter.data, name)
         self._copies = []
         for optimizer in optimizers:
-            states = _plain(optimizer).state
-            for parameter, state in states.items():
-                states[parameter] = self._whole_state(parameter, state)
+            states = plain_optimizer(optimizer).state
+            for key, state in states.items():
+                states[key] = self._whole_state(key, state)
         for name, parameter in self._module.named_parameters():
             split = split_of(parameter)
             if split is not None and not isinstance(parameter, Placeholder):
@@ -353,7 +353,7 @@ class SplitLayers:
 
     def cut_state(self, optimizer: Optimizer) -> None:
         """Replaces whole states of an optimizer by this rank's parts."""
-        for parameter, state in _plain(optimizer).state.items():
+        for parameter, state in plain_optimizer(optimizer).state.items():
             split = split_of(parameter)
             if split is None:
                 continue
@@ -396,11 +396,6 @@ class SplitLayers:
         if split is None:
             return part
         return split.gather(part.detach().to(parameter.device), self._group, name).to(part.device, copy=True)
-
-
-def _plain(optimizer: Optimizer) -> Any:
-    """The optimizer without Lightning's wrapper."""
-    return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _rows(

@@ -79,7 +79,7 @@ class StepLogs:
             **options,
         }
         if options.get("sync_dist_group") is not None:
-            raise PipelineError(f"self.log({name!r}, sync_dist_group=...): a pipeline logs over the data axis only")
+            raise PipelineError(f"self.log({name!r}, sync_dist_group=...): this strategy logs over its data axis only")
         if isinstance(value, Metric):
             path = next((path for path, part in self._module.named_modules() if part is value), None)
             if path is None:

@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, set_rng_states
+from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, plain_optimizer, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import checksum_of, cloned
@@ -434,7 +434,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = getattr(optimizer, "_optimizer", optimizer)
+        plain = plain_optimizer(optimizer)
         found: dict[str, Any] = super().optimizer_state(plain)
         if not self._gathers:
             return found

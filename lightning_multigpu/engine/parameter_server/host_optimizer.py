@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.parameter_server.clipping import (
+from lightning_multigpu.engine.clipping import (
     ABSENT,
     DENSE,
     SPARSE,
@@ -43,12 +43,13 @@ from lightning_multigpu.engine.parameter_server.clipping import (
     sparse,
     sum_of_squares,
 )
-from lightning_multigpu.engine.parameter_server.redirected_optimizer import (
+from lightning_multigpu.engine.optimizer_split import Split
+from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece
+from lightning_multigpu.engine.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
     part_of,
 )
-from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, Split
 
 
 @dataclass(frozen=True)

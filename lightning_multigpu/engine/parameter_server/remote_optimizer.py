@@ -29,15 +29,11 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.channel import Channel
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
+from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
-from lightning_multigpu.engine.parameter_server.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
-from lightning_multigpu.engine.parameter_server.redirected_optimizer import (
-    RedirectedOptimizer,
-    call_on_gradient,
-    part_of,
-)
 from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections, ServerError
-from lightning_multigpu.engine.parameter_server.sharding import Split, bucket_parts, imbalance_of
+from lightning_multigpu.engine.parameter_server.sharding import bucket_parts, imbalance_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
     bytes_of,
@@ -46,6 +42,11 @@ from lightning_multigpu.engine.parameter_server.wire import (
     dtype_name,
     packed,
     unpacked,
+)
+from lightning_multigpu.engine.redirected_optimizer import (
+    RedirectedOptimizer,
+    call_on_gradient,
+    part_of,
 )
 
 

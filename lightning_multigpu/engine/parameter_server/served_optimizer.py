@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, cut, segment_for
-from lightning_multigpu.engine.parameter_server.clipping import (
+from lightning_multigpu.engine.clipping import (
     ABSENT,
     DENSE,
     SPARSE,
@@ -28,6 +27,7 @@ from lightning_multigpu.engine.parameter_server.clipping import (
     sparse,
     sum_of_squares,
 )
+from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, cut, segment_for
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (

@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer
+from lightning_multigpu.engine.redirected_optimizer import RedirectedOptimizer
 
 
 @contextmanager

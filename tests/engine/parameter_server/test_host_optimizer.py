@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.parameter_server.host_optimizer import EarlyCopies, HostMemory, HostOptimizer
-from lightning_multigpu.engine.parameter_server.redirected_optimizer import RedirectedOptimizer
+from lightning_multigpu.engine.redirected_optimizer import RedirectedOptimizer
 from tests.world import World, init_group, rank
 
 # Each with the options under which most of its arithmetic is used.

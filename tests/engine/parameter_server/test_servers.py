@@ -22,6 +22,7 @@ from lightning_multigpu.communication.channel import Channel, connect
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import server_connections
 from lightning_multigpu.engine.parameter_server.bucket_memory import copy_in
@@ -32,7 +33,6 @@ from lightning_multigpu.engine.parameter_server.served_optimizer import ServedOp
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.sharding import Split
 from lightning_multigpu.engine.parameter_server.wire import bytes_of, checksums, device_checksum, packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,

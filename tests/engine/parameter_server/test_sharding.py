@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn, optim
 
+from lightning_multigpu.engine.optimizer_split import Split, split_of
 from lightning_multigpu.engine.parameter_server.sharding import (
     Layout,
-    Split,
     bucket_parts,
     colocated_shares,
     imbalance_of,
-    split_of,
 )
 
 NUMELS = [5, 40, 1, 0, 17, 8]

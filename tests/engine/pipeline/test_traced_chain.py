@@ -160,7 +160,10 @@ def test_tensors_that_move_between_stages_are_refused() -> None:
     chain = chain_of(outer, ["net.b"], "net")
     chain.arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
     outer.net.own_forward = lambda net, x: net.b(net.inactive(nn.functional.linear(x, net.b.weight)))
-    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'net.b.weight' .* that did were: 1; move"):
+    with (
+        chain.entered(),
+        pytest.raises(PipelineError, match=r"stage 0 uses 'net.b.weight' .* that used it before are: 1; move"),
+    ):
         outer.net(torch.zeros(3, 4))
 
 
@@ -170,7 +173,7 @@ def test_statistics_of_a_new_mode_are_refused_on_one_stage_only() -> None:
     outer.eval()
     chain.arrange(lambda: outer.net(torch.zeros(3, 4)), will_train=False)
     outer.train()
-    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'net.norm.running_mean' .* were: none"):
+    with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'net.norm.running_mean' .* are: none"):
         outer.net(torch.zeros(3, 4))
 
 
@@ -238,7 +241,7 @@ def size_of_a_value(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (branches, r"torch.export cannot trace the forward pass of Net: .* depends on values"),
+        (branches, r"torch.export cannot trace the forward pass of Net: .* that depend on values"),
         (draws, "Python's random or of NumPy"),
         (draws_numpy, "Python's random or of NumPy"),
         (twice, "split point 'b' is called 2 times"),

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim import optimizer as hooks_of_all
 from torch.utils.hooks import RemovableHandle
 
-from lightning_multigpu.engine.parameter_server.sharding import Split, split_of
+from lightning_multigpu.engine.optimizer_split import Split, split_of
 
 
 class RedirectedOptimizer(ABC):
