@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -18,7 +19,6 @@ from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
 from lightning_multigpu.strategies.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.hook_detection import has_hook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,7 +46,7 @@ class SplitGradients:
         self._group = group
         self._module = module
         self._by_hand: ExitStack | None = None
-        if has_hook("optimizer_step", module):
+        if is_overridden("optimizer_step", module):
             vars(module)["optimizer_step"] = self._stepping_by_hand(module.optimizer_step)
         vars(plugin)["clip_grad_by_norm"] = self._clip
         for name in _WITH_HOOKS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning import LightningModule
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -28,7 +29,7 @@ def _clip(num_split: int) -> None:
                 gradient = splits[number].part(gradient, group.rank)
             parameter.grad = gradient.clone()
         plugin = Precision()
-        gradients = SplitGradients(plugin, group)
+        gradients = SplitGradients(plugin, group, LightningModule())
         plugin.clip_grad_by_norm(torch.optim.SGD(parameters), 1.5)
         gradients.end()
         assert plugin.clip_grad_by_norm.__func__ is Precision.clip_grad_by_norm  # type: ignore[attr-defined]
@@ -48,7 +49,7 @@ def test_clips_by_the_norm_of_whole_gradients(world2: World, num_split: int) -> 
 def _step(overflowing_rank: int | None) -> tuple[Tensor, float]:
     with tensor_group() as (group, _):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        gradients = SplitGradients(MixedPrecision("16-mixed", "cpu", scaler), group)
+        gradients = SplitGradients(MixedPrecision("16-mixed", "cpu", scaler), group, LightningModule())
         parameter = nn.Parameter(torch.ones(2, dtype=torch.float32))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         scaler.scale(torch.zeros(()))
