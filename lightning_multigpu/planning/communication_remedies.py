@@ -1,4 +1,4 @@
-"""What shortens the wait for transfers between ranks, and by how much, from the figures of a step.
+"""Remedies for the wait for transfers between ranks, and the seconds of a step that each saves.
 
 Servers and ranks use both directions of a link at the same time: weights of a bucket come back while the next bucket of
 gradients is sent. With B buckets whose gradients take P together::

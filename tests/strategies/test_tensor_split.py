@@ -1100,8 +1100,9 @@ class ReadsWeights(Task):
         return loss + 0.1 * sum(p.norm() for p in self.parameters()) + (weight * weight).cumsum(0)[3].sum()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        whole = getattr(self.trainer.strategy, "whole", lambda parameter: parameter)
-        self.read += [whole(parameter).norm().item() for parameter in self.parameters()]
+        whole = getattr(self.trainer.strategy, "whole", lambda parameter, value: value)
+        for parameter in self.parameters():
+            self.read += [whole(parameter, value).norm().item() for value in (parameter, parameter.grad)]
 
     def validation_step(self, batch: Any, index: int) -> None:
         super().validation_step(batch, index)

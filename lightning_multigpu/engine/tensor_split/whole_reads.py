@@ -50,6 +50,8 @@ _EACH = frozenset(
 
 _LISTS = "foreach_"
 
+_Part = tuple[Tensor, ParameterSplit]
+
 
 class WholeReads(TorchFunctionMode):
     """Within the block parameters of split layers, and their gradients, read as whole ones.
@@ -85,7 +87,10 @@ class WholeReads(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.read(func, args, kwargs or {})
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operation, on whole tensors if it has parts among its arguments."""
         found = [(each, split) for each in _tensors((args, kwargs)) if (split := self._split_of(each)) is not None]
         if not found:
             return func(*args, **kwargs)
@@ -96,6 +101,10 @@ class WholeReads(TorchFunctionMode):
             name = func.__self__.__name__
         if name in _SIZES:
             return func(self._whole_size(*found[0]), *args[1:], **kwargs)
+        return self._of_values(func, name, is_attribute, found, args, kwargs)
+
+    def _of_values(self, func: Any, name: str, is_attribute: bool, found: list[_Part], args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operation on values."""
         if name in ("grad", "data") or name in _OF_A_PART or self._is_of_each(name, args, kwargs):
             return self._of_parts(func(*args, **kwargs), args, found[0][1])
         if is_attribute and not isinstance(value := func(*args, **kwargs), Tensor):
@@ -141,9 +150,7 @@ class WholeReads(TorchFunctionMode):
             return part.resized(split.whole_shape(part))
         return split.gather(part.detach(), self._group, name)
 
-    def _on_whole(
-        self, func: Any, name: str, found: list[tuple[Tensor, ParameterSplit]], args: Any, kwargs: Any
-    ) -> Any:
+    def _on_whole(self, func: Any, name: str, found: list[_Part], args: Any, kwargs: Any) -> Any:
         whole = {id(part): self._whole(part, split, f"{name} of a whole tensor") for part, split in found}
         versions = {key: tensor._version for key, tensor in whole.items()}
         result = func(*_replaced(args, whole), **_replaced(kwargs, whole))
@@ -200,16 +207,8 @@ class StepReads(WholeReads):
             parameter._reads = self  # type: ignore[attr-defined]
             self._read.append(parameter)
 
-    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation on parameters that have been given, or on what shares their memory."""
-        found = [(each, split) for each in _tensors((args, kwargs)) if (split := self._split_of(each)) is not None]
-        name = getattr(func, "__name__", str(func))
-        if name == "__set__":
-            return func(args[0], self._part_of(args[1], found[0][1]))
-        if is_attribute := name == "__get__":
-            name = func.__self__.__name__
-        if name in _SIZES:
-            return func(self._whole_size(*found[0]), *args[1:], **kwargs)
+    @override
+    def _of_values(self, func: Any, name: str, is_attribute: bool, found: list[_Part], args: Any, kwargs: Any) -> Any:
         if name in ("grad", "data", "detach"):
             part = func(*args, **kwargs)
             return None if part is None else _PartInStep.of(part, found[0][1], self)

@@ -54,6 +54,16 @@ class NormedSGD(optim.SGD):
         return super().step(closure)
 
 
+class OrderedSGD(optim.SGD):
+    """Its update of a parameter depends on the parameter's place among those with gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for place, parameter in enumerate(p for p in group["params"] if p.grad is not None):
+                parameter.grad.mul_(place + 1)
+        return super().step(closure)
+
+
 class DecayingSGD(optim.SGD):
     """It keeps a number of its own in its groups, as schedule-free optimizers do."""
 

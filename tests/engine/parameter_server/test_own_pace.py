@@ -25,6 +25,7 @@ from lightning_multigpu.engine.parameter_server.wire import WireError
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     NormedSGD,
+    OrderedSGD,
     assert_equal,
     gradients,
     groups_of,
@@ -102,11 +103,12 @@ def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -
     [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
     ids=["1", "3", "unequal"],
 )
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD", "OrderedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
     name: str, num_servers: int, shares: list[int] | None, in_memory: Collection[int]
 ) -> None:
-    make = OPTIMIZERS.get(name, lambda groups: NormedSGD(groups, lr=0.1))
+    own = {"NormedSGD": NormedSGD, "OrderedSGD": OrderedSGD}
+    make = OPTIMIZERS.get(name, lambda groups: own[name](groups, lr=0.1))
     order = [0, 1, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
     with workers(make, num_servers=num_servers, shares=shares, in_memory=in_memory) as both:
