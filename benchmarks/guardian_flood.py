@@ -85,14 +85,11 @@ class Times(L.Callback):
             (self.directory / "times").write_text(json.dumps(self.ended_s))
 
 
-def train(directory: Path) -> None:
-    """One host's rank."""
+def fit(directory: Path, **options: Any) -> None:
+    """Trains until there is a file "stop" in the directory, with the options of a Trainer."""
     torch.set_num_threads(1)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
-        num_nodes=2,
-        strategy=RingDDPStrategy(join_timeout_s=300),
         max_epochs=-1,
         callbacks=[Times(directory)],
         default_root_dir=directory,
@@ -100,8 +97,14 @@ def train(directory: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64 * 100, 512)), batch_size=64))
+
+
+def train(directory: Path) -> None:
+    """One host's rank."""
+    fit(directory, devices=1, num_nodes=2, strategy=RingDDPStrategy(join_timeout_s=300))
 
 
 def start(directory: Path, node_rank: int, port: int) -> subprocess.Popen[bytes]:

@@ -24,11 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-from benchmarks.guardian_flood import WINDOW_S, Module, Strangers, Times, compare
+from benchmarks.guardian_flood import WINDOW_S, Strangers, compare, fit
 from benchmarks.guardian_fuzz import resident_kb
 from benchmarks.heading import heading
 from lightning_multigpu import ParameterServerStrategy
@@ -43,20 +39,7 @@ _END_S = 120.0
 
 def train(directory: Path, mode: Any, server: str) -> None:
     """One rank."""
-    torch.set_num_threads(1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=_RANKS,
-        strategy=ParameterServerStrategy(mode=mode, servers=[server]),
-        max_epochs=-1,
-        callbacks=[Times(directory)],
-        default_root_dir=directory,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64 * 100, 512)), batch_size=64))
+    fit(directory, devices=_RANKS, strategy=ParameterServerStrategy(mode=mode, servers=[server]))
 
 
 def flood(directory: Path, mode: str, number: int, rate: float) -> int:
