@@ -205,7 +205,7 @@ class HybridStrategy(StagedStrategy):
             )
         if self._transport.compressor is not None and data == 1:
             raise ValueError(
-                f"compression={self.options['compression']!r} with data_parallel_size=1: no gradients travel between "
+                f"compression={self.options['compression']} with data_parallel_size=1: no gradients travel between "
                 "pipelines; leave it out, or pass data_parallel_size=2"
             )
         points = self.pipeline_options.split_points
