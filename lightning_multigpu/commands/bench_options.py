@@ -15,7 +15,7 @@ from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import UsageError
 
 if TYPE_CHECKING:
-    from lightning_multigpu.bench.jobs.host_agents import Hosts
+    from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
 _OWN = ("json", "plot", "verbose")  # options that hosts may be given differently
 
@@ -55,7 +55,7 @@ def check_directory(option: str, path: Path | None) -> None:
 @contextmanager
 def started(
     place: Placement, options: argparse.Namespace, command: Sequence[str]
-) -> Iterator[tuple[Hosts, dict[str, Any]]]:
+) -> Iterator[tuple[HostAgents, dict[str, Any]]]:
     """The hosts of a bench and the header of its results; only the first agent prints until the bench has ended.
 
     Args:
@@ -66,11 +66,11 @@ def started(
     Raises:
         UsageError: hosts have been started with different options.
     """
-    from lightning_multigpu.bench.jobs.host_agents import Hosts
+    from lightning_multigpu.bench.jobs.host_agents import HostAgents
     from lightning_multigpu.bench.machine import header, header_lines
 
     with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(place, threads=options.threads, verbose=options.verbose))
+        hosts = stack.enter_context(HostAgents(place, threads=options.threads, verbose=options.verbose))
         try:
             hosts.check_settings({f"--{n}": str(value) for n, value in vars(options).items() if n not in _OWN})
         except ValueError as error:

@@ -61,7 +61,7 @@ from lightning_multigpu.commands.usage import PROGRAM, UsageError
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from lightning_multigpu.bench.strategies.strategy_run import Plan
+    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
 
 T = TypeVar("T")
 
@@ -211,11 +211,11 @@ def _try(option: str, what: str, make: Callable[[], T]) -> T:
         raise UsageError(f"{option}={what} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _plan(options: argparse.Namespace, subject: _Subject) -> Plan:
+def _plan(options: argparse.Namespace, subject: _Subject) -> StrategyPlan:
     from lightning_multigpu.bench.strategies.contenders import contenders
-    from lightning_multigpu.bench.strategies.strategy_run import Plan
+    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
 
-    return Plan(
+    return StrategyPlan(
         contenders=contenders(options.strategies),
         model=subject.model,
         data=subject.data,

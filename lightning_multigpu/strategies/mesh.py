@@ -14,6 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.runtime.failure_watch import FailureWatch
@@ -231,3 +232,13 @@ class MeshStrategy(ParallelStrategy, ABC):
     def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
         return metered_group(group, self.meter, name, self.root_device)
+
+    def _share_random_states(self, group: MeteredGroup) -> None:
+        """Gives every rank of a group the first one's random states: torch's, Python's, NumPy's, and its GPU's."""
+        device = self.root_device
+        on_gpu = device.type == "cuda"
+        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
+        states, gpu_state = group.broadcast_object(mine, group.first_rank)
+        set_rng_states(states)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, device)

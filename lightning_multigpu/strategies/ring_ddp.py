@@ -482,13 +482,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         accumulates = isinstance(wrapped, DistributedDataParallel) and not wrapped.require_backward_grad_sync
         self._measure_gain(accumulates=accumulates)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "Expected to have finished reduction in the prior iteration" in str(exception):
-            exception.add_note(
-                "Some parameters did not take part in the loss that training_step returned. If that is intended, use "
-                "RingDDPStrategy(find_unused_parameters=True)."
-            )
 
     @override
     def teardown(self) -> None:

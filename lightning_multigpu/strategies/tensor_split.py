@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, plain_optimizer, set_rng_states
+from lightning_multigpu._lightning_internals import averaged_copy, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import checksum_of, cloned
@@ -205,7 +205,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._undo.callback(self._layers.close)
         self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
         self._undo.callback(self._gradients.end)
-        self._share_random_states()
+        self._share_random_states(self._peers)
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -222,24 +222,14 @@ class TensorSplitStrategy(RingDDPStrategy):
     def _kept_states(self) -> Sequence[Kept]:
         return () if self._tensor is None else (self._tensor.random.kept, self._tensor.sequence_random.kept)
 
-    def _share_random_states(self) -> None:
-        """Gives every rank of a tensor group the random states of its first rank."""
-        assert self._peers is not None
-        device = self.root_device
-        on_gpu = device.type == "cuda"
-        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
-        states, gpu_state = self._peers.broadcast_object(mine, self._peers.first_rank)
-        set_rng_states(states)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state, device)
-
     def _agree_on_random_states(self) -> None:
         """Gives every rank of a tensor group the random states of its first one, where a hook has made them differ.
 
         A step may decide by a random number what it runs, and ranks that run other layers wait for each other forever.
         """
         if not self._agree_on(lambda: _checksum_of_random_states(self.root_device)):
-            self._share_random_states()
+            assert self._peers is not None
+            self._share_random_states(self._peers)
 
     def _agree_on(self, checksum: Callable[[], int]) -> bool:
         """Whether the ranks of a tensor group have the same checksum; after a failure nobody is asked."""

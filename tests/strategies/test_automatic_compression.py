@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
@@ -56,7 +56,7 @@ def link(bandwidth: float, costs: Mapping[str, float]) -> Iterator[None]:
         clock_s += self.sent_bytes(tensor) / bandwidth
         return ring(self, tensor, **options)
 
-    def slow_begin(self: CompressedAllReduce, tensor: Tensor, pieces: Sequence[Piece], **options: Any) -> Any:
+    def slow_begin(self: CompressedAllReduce, tensor: Tensor, pieces: Sequence[GradientPiece], **options: Any) -> Any:
         nonlocal clock_s
         size_bytes = tensor.numel() * tensor.element_size()
         clock_s += self.sent_bytes(tensor, pieces) / bandwidth + size_bytes * costs[self.compressor.name]

@@ -22,7 +22,7 @@ _LATE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Settings:
+class CollectiveSettings:
     """The settings of a job.
 
     Args:
@@ -74,7 +74,7 @@ class Check:
     """Do it once more and answer how many elements are wrong."""
 
 
-def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
+def serve(settings: CollectiveSettings, seat: Seat, requests: Requests) -> None:
     """Joins the other ranks, then serves the requests."""
     store = _join(settings, seat)
     assert dist.group.WORLD is not None
@@ -93,7 +93,7 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     dist.destroy_process_group()
 
 
-def _join(settings: Settings, seat: Seat) -> Store:
+def _join(settings: CollectiveSettings, seat: Seat) -> Store:
     device = _device(settings, seat)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,7 +109,7 @@ def _join(settings: Settings, seat: Seat) -> Store:
     return store
 
 
-def _device(settings: Settings, seat: Seat) -> torch.device:
+def _device(settings: CollectiveSettings, seat: Seat) -> torch.device:
     if settings.device_type != "cuda":
         return torch.device("cpu")
     return torch.device("cuda", seat.local_rank % max(1, torch.cuda.device_count()))
@@ -118,7 +118,7 @@ def _device(settings: Settings, seat: Seat) -> torch.device:
 class _Bench:
     """One operation on one size."""
 
-    def __init__(self, request: Try, call: Call, settings: Settings, seat: Seat, store: Store) -> None:
+    def __init__(self, request: Try, call: Call, settings: CollectiveSettings, seat: Seat, store: Store) -> None:
         device = _device(settings, seat)
         self._call = call
         self._seat = seat

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_multigpu.bench.sizes import size_text
 
 if TYPE_CHECKING:
-    from lightning_multigpu.bench.collectives.collective_run import Result
+    from lightning_multigpu.bench.collectives.collective_run import CollectiveResult
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
         ) from error
 
 
-def draw(results: Sequence[Result], path: Path, *, world_size: int, link_gbit: float | None) -> None:
+def draw(results: Sequence[CollectiveResult], path: Path, *, world_size: int, link_gbit: float | None) -> None:
     """One row of panels an operation that moves something: median time with quartiles, and bus bandwidth."""
     drawn = [result for result in results if result.seconds is not None and result.operation.has_size]
     operations = list(dict.fromkeys(result.operation.name for result in drawn))
@@ -59,7 +59,7 @@ def draw(results: Sequence[Result], path: Path, *, world_size: int, link_gbit: f
         pyplot.close(figure)
 
 
-def _draw_line(time: Any, bandwidth: Any, name: str, rows: Sequence[Result], world_size: int) -> None:
+def _draw_line(time: Any, bandwidth: Any, name: str, rows: Sequence[CollectiveResult], world_size: int) -> None:
     sizes = [row.size_bytes for row in rows]
     spreads = [row.seconds.scaled(1e6) for row in rows if row.seconds is not None]
     (line,) = time.plot(sizes, [spread.median for spread in spreads], marker="o", markersize=3, label=name)

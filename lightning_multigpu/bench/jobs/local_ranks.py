@@ -97,7 +97,7 @@ Entry = Callable[[Any, Seat, Requests], None]
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The reason why ranks gave no answer.
 
     Args:
@@ -138,7 +138,7 @@ class LocalRanks:
             self.kill()
             raise
 
-    def ask(self, request: Any, timeout_s: float) -> list[Any] | Failure:
+    def ask(self, request: Any, timeout_s: float) -> list[Any] | RankFailure:
         """The answer of every rank, in order; upon the first failure all ranks are killed, and that is the answer."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # a rank that has died is found below
@@ -192,16 +192,16 @@ class LocalRanks:
         self._processes[index].join(_GRACE_S)
         return "died", _ended(self._processes[index].exitcode)
 
-    def _failure(self, answers: dict[int, tuple[str, Any]], timeout_s: float) -> Failure:
+    def _failure(self, answers: dict[int, tuple[str, Any]], timeout_s: float) -> RankFailure:
         for kind in ("died", "raised"):
             failed = {index: value for index, (word, value) in answers.items() if word == kind}
             if failed:
                 ranks = tuple(self._seats[index].rank for index in sorted(failed))
                 reason = next(iter(failed.values()))  # the first in time: others may only have followed
                 first = self._seats[min(index for index in failed if failed[index] == reason)].rank
-                return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {reason}")
+                return RankFailure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {reason}")
         late = tuple(seat.rank for index, seat in enumerate(self._seats) if index not in answers)
-        return Failure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
+        return RankFailure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
 
 
 def _ended(exitcode: int | None) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
-from lightning_multigpu.bench.strategies.strategy_run import Result
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
+def draw(results: Sequence[StrategyResult], path: Path) -> None:
     """A bar a strategy: its median step with quartiles; a line where the step without communication ends."""
     drawn = [result for result in results if result.step_s is not None]
     matplotlib = importlib.import_module("matplotlib")

@@ -23,7 +23,7 @@ from lightning_multigpu.report.statistics import quantile
 
 
 @dataclass(frozen=True)
-class Settings:
+class StrategySettings:
     """The settings of a job.
 
     Args:
@@ -130,7 +130,7 @@ class TakesTurns(Callback):
         return {name: quantile(sorted(values), 0.5) for name, values in figures.items()}
 
 
-def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
+def serve(settings: StrategySettings, seat: Seat, requests: Requests) -> None:
     """Trains turn by turn until there is none left."""
     seed_everything(0, verbose=False)
     model = settings.model()
@@ -148,7 +148,7 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader, datamodule=data)
 
 
-def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Trainer:
+def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) -> Trainer:
     on_gpus = settings.device_type == "cuda"
     devices: Any = list(range(seat.devices)) if on_gpus else seat.devices
     strategy: Strategy

@@ -18,18 +18,18 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
-from lightning_multigpu.bench.jobs.host_agents import Hosts, Job, JobError
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
-from lightning_multigpu.bench.strategies.strategy_rank import Settings, Taken, Turn, serve
+from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, Taken, Turn, serve
 from lightning_multigpu.report.statistics import quantile
 
 START_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StrategyPlan:
     """The plan of a bench.
 
     Args:
@@ -68,7 +68,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class StrategyResult:
     """One row: the step of one strategy, in seconds, on the slowest rank.
 
     ``rank_medians_s`` are the medians of all ranks. ``metered`` is what the strategy's own meter says of a step, on the
@@ -87,7 +87,9 @@ class Result:
     samples_per_s: float | None = None
 
 
-def measure(hosts: Hosts, plan: Plan, told: Callable[[str], object] = lambda label: None) -> list[Result]:
+def measure(
+    hosts: HostAgents, plan: StrategyPlan, told: Callable[[str], object] = lambda label: None
+) -> list[StrategyResult]:
     """The rows: "no communication", then the strategies in their order.
 
     Args:
@@ -115,10 +117,10 @@ def measure(hosts: Hosts, plan: Plan, told: Callable[[str], object] = lambda lab
 class _Runner:
     """One strategy in the course of the run."""
 
-    hosts: Hosts
+    hosts: HostAgents
     contender: Contender
-    plan: Plan
-    _job: Job | None = None
+    plan: StrategyPlan
+    _job: RankJob | None = None
     _out: tuple[str, str] | None = None
     _seconds: list[list[float]] = field(default_factory=list)
     _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
@@ -129,7 +131,7 @@ class _Runner:
     def start(self) -> None:
         """Starts the ranks and has them train a turn that does not count."""
         plan = self.plan
-        settings = Settings(
+        settings = StrategySettings(
             self.contender,
             plan.model,
             plan.batch_size,
@@ -159,12 +161,12 @@ class _Runner:
             self._job.end()
             self._job = None
 
-    def result(self) -> Result:
+    def result(self) -> StrategyResult:
         if self._out is not None:
-            return Result(label=self.contender.label, status=self._out[0], reason=self._out[1])
+            return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
         spreads = [Spread.of(seconds) for seconds in self._seconds]
         steps_per_s = sum(owns / spread.median for owns, spread in zip(self._owns_batch, spreads, strict=True))
-        return Result(
+        return StrategyResult(
             label=self.contender.label,
             step_s=max(spreads, key=lambda spread: spread.median),
             rank_medians_s=[spread.median for spread in spreads],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_multigpu.communication.metering.clocks import Clock
-from lightning_multigpu.communication.metering.collective_observer import Note
+from lightning_multigpu.communication.metering.collective_observer import CollectiveNote
 from lightning_multigpu.communication.metering.traffic import Interval
 
 
@@ -49,7 +49,7 @@ class Transfer(Wait):
     sent_bytes: int
     blocking: bool
     memory_bytes: int = 0
-    note: Note | None = field(default=None, repr=False)
+    note: CollectiveNote | None = field(default=None, repr=False)
     is_reached: bool = False
 
     def finish(self) -> None:

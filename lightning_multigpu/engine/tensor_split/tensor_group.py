@@ -27,7 +27,7 @@ Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
 
 
-class Pending(Protocol):
+class PendingSum(Protocol):
     """A tensor that is being reduced."""
 
     def finish(self) -> Tensor:
@@ -154,7 +154,7 @@ class TensorGroup:
             self._sum(tensor)
         return tensor
 
-    def begin_all_reduce(self, tensor: Tensor, name: str) -> Pending:
+    def begin_all_reduce(self, tensor: Tensor, name: str) -> PendingSum:
         """:meth:`all_reduce` beside what this rank computes until ``finish()``; no other collective may begin before.
 
         It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.

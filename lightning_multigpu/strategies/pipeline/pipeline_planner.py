@@ -26,7 +26,13 @@ from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
+from lightning_multigpu.planning.pipeline_prediction import (
+    PipelinePlan,
+    PipelinePlans,
+    median_costs,
+    one_device_s,
+    plan,
+)
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.report.split_table import summary
@@ -293,7 +299,7 @@ class PipelinePlanner:
         num_micro_batches: int,
         rounds: Sequence[Sequence[PartCost]],
         whole_s: Sequence[float],
-    ) -> Plan:
+    ) -> PipelinePlan:
         """The plan by the medians of the rounds, and by each round with the split of the medians.
 
         ``whole_s`` has the seconds of one device, for each round and then for the medians.

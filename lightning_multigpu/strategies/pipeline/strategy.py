@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, plain_optimizer, set_rng_states
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
@@ -110,7 +110,8 @@ class StagedStrategy(StreamedSaves):
             if module is None or not is_overridden("configure_model", module):
                 yield
                 return
-            self._share_random_states()
+            assert self._world is not None
+            self._share_random_states(self._world)
             size = self.pipeline_parallel_size
             position = size - 1 - self.global_rank // self.tensor_parallel_size % size
             precision, device = self.precision_plugin, self.root_device
@@ -127,16 +128,6 @@ class StagedStrategy(StreamedSaves):
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
             self._split(module)
-
-    def _share_random_states(self) -> None:
-        """Gives every rank rank 0's random states: torch's, Python's, NumPy's, and its GPU's."""
-        device = self.root_device
-        on_gpu = device.type == "cuda"
-        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
-        states, gpu_state = self.broadcast(mine)
-        set_rng_states(states)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state, device)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
         size = self.pipeline_parallel_size
@@ -483,8 +474,8 @@ class PipelineStrategy(StagedStrategy):
         stages_per_rank: stages of each rank under "interleaved" and "zero_bubble", by default 2.
         balance: distribution of the layers over the stages. "parameters" evens out the bytes of the parameters;
             "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
-            memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
-            schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
+            memory: parameters, gradients, optimizer states, and the activations of as many micro-batches as the
+            schedule has in memory. "time" and "memory" measure the layers on the first batch. A list gives the number
             of layers of each stage. Modules before the layers count for the first stage, modules after them for the
             last stage.
         split_points: names of submodules, "net.decoder" for example, at which further stages begin, for modules that
@@ -502,13 +493,12 @@ class PipelineStrategy(StagedStrategy):
             outside of steps compute on every rank.
         check_loss: before the first step, and when the loss has a new term, check that losses and gradients of
             micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
-        batch_dim: the dimension of a training batch's tensors that counts samples; they are cut into micro-batches
-            along
-            it: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
-            one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
+        batch_dim: the dimension of a training batch's tensors that counts samples; tensors are cut into micro-batches
+            along it. It is 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
+            one label a sample, are cut along their first. Samplers and ``loss_reduction`` get uncut batches.
         gather_at_end: after the run, rank 0 has the whole model and the optimizers' states in host memory (every rank
             has the model, if ``configure_model`` has not built it). False leaves each rank its part, for models that
-            do not fit into it: a later run with the same module continues from the parts; to use the module
+            do not fit into that memory: a later run with the same module continues from the parts; to use the module
             elsewhere, load a checkpoint that was saved during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
             combines the losses of the micro-batches to the loss of the batch: "mean" weights them by their
