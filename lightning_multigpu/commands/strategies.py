@@ -48,6 +48,9 @@ SYMBOLS = {
     "v": "stages of each device",
     "M": "micro-batches of a batch",
     "A": "bytes of a batch's activations between two stages or blocks",
+    "d": "pipelines of hybrid",
+    "p": "stages of a pipeline of hybrid",
+    "t": "ranks of a tensor group of hybrid",
 }
 
 
