@@ -71,7 +71,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         checkpoint_io: the plugin that reads and writes checkpoints; usually left to the Trainer.
         precision_plugin: the plugin behind the Trainer's ``precision``; usually left to the Trainer.
         process_group_backend: "nccl", "gloo" or another back end of torch; by default NCCL on GPUs and Gloo on CPUs.
-        timeout: longest time that a collective may wait, by default 30 minutes.
+        timeout: the longest time that a collective may wait, by default 30 minutes.
         start_method: how this host's processes start: "popen" runs the script again; "spawn", "fork" and
             "forkserver" start them from the running interpreter.
         uneven_inputs: what happens when one data rank runs out of batches: "stop" ends the epoch for all ranks;
@@ -80,8 +80,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             weighted by their samples, so that uneven batches average as on one device), "sum", or, for a mean over
             something else, a function from the batch to its weight (its number of tokens, for example).
         failure_timeout_s: seconds in which all other ranks have to end after one has failed, 1 or more, on several
-            hosts 5 or more; later they are killed. A rank that is stopped for half of this time while others wait for
-            it counts as failed, and so does a host that is silent for that long.
+            hosts 5 or more; after that they are killed. A rank that is stopped for half of this time while others wait
+            for it counts as failed, and so does a host that sends nothing for half of this time.
         hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have entered
             it, the ranks that have not, and where those are; 1 or more. The report ends no rank. None or 0: no report.
         join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than

@@ -45,23 +45,23 @@ ShortDtype = Literal["fp16", "bf16"]
 class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     """Data parallel training whose gradients and optimizer states are sharded over the ranks, by FairScale.
 
-    Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank: gradients travel to
-    it while backward still computes, it keeps the optimizer's state, updates the parameter, and sends the new value to
-    all. A rank so holds all parameters, and about 1/N of the gradients and of the optimizer's states. Weights are those
-    of one device at the same global batch. Your optimizers, of any class, stay as they are; those that need all
-    parameters at once (LBFGS) are refused.
+    Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank, its owner: the
+    gradients travel to the owner while backward still computes. The owner keeps the optimizer's state, updates the
+    parameter, and sends the new value to all ranks. So a rank holds all parameters, and about 1/N of the gradients and
+    of the optimizer's states. Weights are those of one device at the same global batch. Your optimizers, of any class,
+    stay as they are; those that need all parameters at once (LBFGS) are refused.
 
     After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and if
     hooks of the module or of your callbacks may read gradients (``on_after_backward``, ``on_before_optimizer_step``,
     ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all gradients: this takes the memory of all
-    gradients, and S more bytes of traffic.
+    gradients, and as many bytes of traffic again.
 
     Args:
-        bucket_cap_mb: size in MiB of the buffer, one for each rank, in which small gradients travel to it together. All
-            ranks keep these buffers. 0 sends each gradient alone. By default 1, and 0 for models with parameters of
-            several dtypes and with ``reduce_dtype``.
-        find_unused_parameters: the losses of a step may depend on different parameters on each rank, or on some only.
-            Gradients then travel after backward, not during it. By default True in manual optimization only.
+        bucket_cap_mb: size in MiB of the buffers in which small gradients travel together. All ranks keep a buffer for
+            each owner. 0 sends each gradient alone. By default 1, and 0 for models with parameters of several dtypes
+            and with ``reduce_dtype``.
+        find_unused_parameters: allow losses that depend on different parameters on each rank, or on some parameters
+            only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
         reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
