@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -135,6 +135,8 @@ class RunReport(SilentMonitors):
         if self._one_device is not None:
             self._one_device.batch_ends(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._memory is None or trainer.is_last_batch:
+            self._memory = memory_of(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,7 +146,14 @@ class RunReport(SilentMonitors):
             counted = trainer.strategy.server_statistics()
             self._servers = None if counted is None else counted.section()
             self._split_plan = trainer.strategy.split_plan()
-        self._memory = memory_of(trainer) if self._stages is None else None
+        self._memory = self._memory_at_end(trainer) if self._stages is None else None
+
+    def _memory_at_end(self, trainer: Trainer) -> StageMemory | None:
+        """The memory of this rank now; with the gradients of an earlier batch if Lightning has freed them."""
+        held = memory_of(trainer)
+        if held is None or held.gradients_bytes or self._memory is None:
+            return held
+        return replace(held, gradients_bytes=self._memory.gradients_bytes)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

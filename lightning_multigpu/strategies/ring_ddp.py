@@ -482,7 +482,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         accumulates = isinstance(wrapped, DistributedDataParallel) and not wrapped.require_backward_grad_sync
         self._measure_gain(accumulates=accumulates)
 
-
     @override
     def teardown(self) -> None:
         if self._reducer is not None:
