@@ -216,7 +216,6 @@ def main_store(
     return MainStore(address, port, rank=rank, **values)
 
 
-
 class TestMainStore:
     def test_rank_0_listens_and_the_others_find_it(self) -> None:
         port = free_port()
