@@ -62,10 +62,10 @@ class OwnPace(Callback):
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
-        self._untold: list[int] = []
+        self._unreported: list[int] = []
         self._has_stepped = False
-        self._dealt_at: tuple[int, int] | None = None
-        self._num_told = 0
+        self._distributed_at: tuple[int, int] | None = None
+        self._num_reported = 0
         self._planned_updates = math.inf
         self._stepped: dict[int, int] = {}
         self._kept: list[tuple[int, Callback]] = []
@@ -104,27 +104,31 @@ class OwnPace(Callback):
 
     # Batches
 
-    def deal(self, loader: Any, trainer: pl.Trainer) -> Any:
+    def distribute(self, loader: Any, trainer: pl.Trainer) -> Any:
         """The loader of this worker: batches on demand in training, and all batches otherwise."""
         kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if not trainer.training:
             return distribute_batches(loader, **kwargs, even=True)[0]
 
-        dealt, batches = distribute_batches(loader, **kwargs, even=False, take=lambda: self._take(trainer))
-        before, self._dealt_at = self._dealt_at, (trainer.current_epoch, trainer.global_step)
-        if before == self._dealt_at:
+        distributed, batches = distribute_batches(loader, **kwargs, even=False, take=lambda: self._take(trainer))
+        before, self._distributed_at = self._distributed_at, (trainer.current_epoch, trainer.global_step)
+        if before == self._distributed_at:
             raise ValueError(
                 "there are several training loaders, and mode='async' distributes the batches of one: put their "
                 "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
             )
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
-        if self._batches is None and isinstance(dealt, DataLoader) and not isinstance(dealt.dataset, IterableDataset):
+        if (
+            self._batches is None
+            and isinstance(distributed, DataLoader)
+            and not isinstance(distributed.dataset, IterableDataset)
+        ):
             rank_zero_warn(
                 "each worker trains on all batches of its loader: batches are distributed to workers where Lightning "
                 "can put its own sampler into the DataLoader (use_distributed_sampler=True, and no batch_sampler of "
                 "yours)"
             )
-        return dealt if self._batches is None else _LateLoader(dealt)
+        return distributed if self._batches is None else _LateLoader(distributed)
 
     def _take(self, trainer: pl.Trainer) -> range:
         """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
@@ -250,12 +254,12 @@ class OwnPace(Callback):
     ) -> None:
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._number is not None and self._completes_update(trainer):
-            self._untold.append(self._number // trainer.accumulate_grad_batches)
+            self._unreported.append(self._number // trainer.accumulate_grad_batches)
         if self._has_stepped or is_last:  # gradients that are being accumulated would be lost with this worker
-            for update in self._untold:
+            for update in self._unreported:
                 self._coordination.trained(trainer.current_epoch, update)
-            self._untold.clear()
-        self._tell_of_lost()
+            self._unreported.clear()
+        self._warn_of_lost()
         if is_last and self._is_first:
             self._coordination.pause()
             self._coordination.give_back(trainer.current_epoch)
@@ -288,13 +292,13 @@ class OwnPace(Callback):
                 module.lr_scheduler_step(config.scheduler, None)
             self._stepped[id(config.scheduler)] = due
 
-    def _tell_of_lost(self) -> None:
-        for lost in self._connections.lost[self._num_told :]:
+    def _warn_of_lost(self) -> None:
+        for lost in self._connections.lost[self._num_reported :]:
             batches = f"; its {lost['batches']} batches go to others" if lost["batches"] else ""
             rank_zero_warn(
                 f"worker {lost['worker']} is gone, and training goes on; workers left: {lost['left']}{batches}"
             )
-            self._num_told += 1
+            self._num_reported += 1
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -304,7 +308,7 @@ class OwnPace(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._batches is not None:
-            self._untold.clear()
+            self._unreported.clear()
             self._coordination.give_back(trainer.current_epoch)
         self._stop_if_over(trainer)
 
@@ -316,27 +320,27 @@ class OwnPace(Callback):
     def training_ends(self, trainer: pl.Trainer) -> None:
         """Gives all workers the weights, buffers and metrics of worker 0, and the states of its callbacks."""
         self._coordination.pause()
-        word: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         beside = _beside_servers(trainer)
         if self._is_first:
-            self._tell_of_lost()
+            self._warn_of_lost()
             deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping)]  # type: ignore[attr-defined]
-            word["callbacks"] = [callback.state_dict() for callback in deciding]
-            word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
-            word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
+            message["callbacks"] = [callback.state_dict() for callback in deciding]
+            message["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
+            message["beside servers"] = {name: value.cpu() for name, value in beside.items()}
             for served in self.served:
                 if served.send_changed_weights():  # a callback has put averages in place
                     served.pull()  # the answer shows that all servers have the new weights
             self._report()
-        word = self._coordination.end(word)
+        message = self._coordination.end(message)
         if not self._is_first:
             self._pull()
-            for name, value in word["beside servers"].items():
+            for name, value in message["beside servers"].items():
                 beside[name].copy_(value)
             # A worker that has joined may have fewer callbacks.
-            for (_, callback), state in zip(self._kept, word["callbacks"], strict=False):
+            for (_, callback), state in zip(self._kept, message["callbacks"], strict=False):
                 callback.load_state_dict(state)
-            trainer.callback_metrics.update(word["metrics"])
+            trainer.callback_metrics.update(message["metrics"])
         for number, (value, found) in enumerate(self._at_end):
             found += self._coordination.newest(f"at the end {number}", value(), of_all=True)
         self._at_end.clear()
