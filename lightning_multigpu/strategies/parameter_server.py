@@ -474,10 +474,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "out, or name fewer"
             )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
-        if finders and self._is_asynchronous and self.world_size > 1:
+        if finders and self._is_asynchronous:
             raise ValueError(
                 f"{type(finders[0]).__name__}: it has all ranks train in step with each other, which mode='async' does "
-                "not; find the value with devices=1 or strategy='sync_ps', and train with it"
+                "not; find the value on one device with strategy='auto', and train with it"
             )
         if self._is_asynchronous and self._layer_sync is not None:
             raise ValueError(
@@ -612,12 +612,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             return
         self._pace.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
         self._pace.loaded(self._resumed)
-        self._pace.begin(trainer)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name == "run-stage" and self._pace is not None:  # the last barrier before rank 0 validates alone
+            assert self.lightning_module is not None
+            self._pace.begin(self.lightning_module.trainer)
             self._leave_world()
 
     def _leave_world(self) -> None:

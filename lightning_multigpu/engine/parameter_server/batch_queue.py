@@ -15,12 +15,13 @@ _MAX_AHEAD = 65_536  # as many batches as there may be workers
 
 @dataclass(eq=False)
 class _Epoch:
-    """Batches of an epoch.
+    """The ``num_batches`` batches of an epoch.
 
     ``following`` is the next new batch, ``returned`` has batches of lost workers, which go first, and ``assigned`` the
     batches that each worker has and has not trained on.
     """
 
+    num_batches: int
     following: int = 0
     returned: deque[int] = field(default_factory=deque)
     assigned: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -57,11 +58,22 @@ class BatchQueue:
         """Ends the run with an epoch; -1 for no further batch at all."""
         self._last = epoch
 
-    def is_over(self, epoch: int) -> bool:
-        """Whether the run takes no more batches of an epoch, nor of any later one."""
+    def is_over(self, worker: int, epoch: int) -> bool:
+        """Whether the worker gets no more batches of an epoch, nor of any later one."""
         if self._last is not None and epoch > self._last:
             return True
-        return self._left == 0 and not any(batches.returned for n, batches in self._epochs.items() if n >= epoch)
+        return self._has_reached_limit(worker) and not any(
+            batches.returned for n, batches in self._epochs.items() if n >= epoch
+        )
+
+    def _has_reached_limit(self, worker: int) -> bool:
+        """Whether no further batch is left, but for the first one of worker 0 in each epoch."""
+        reserved = sum(
+            0 not in batches.assigned and batches.following < batches.num_batches
+            for batches in self._epochs.values()
+            if worker != 0
+        )
+        return self._left is not None and self._left <= reserved
 
     def may_return(self, worker: int, epoch: int) -> bool:
         """Whether other workers have batches that this worker would get if they were lost.
@@ -86,16 +98,17 @@ class BatchQueue:
         Raises:
             ValueError: a number is out of range.
         """
-        batches = None if self.is_over(epoch) else self._opened(worker, epoch, first, num_batches)
+        batches = None if self.is_over(worker, epoch) else self._opened(worker, epoch, first, num_batches)
         if batches is None:
             return None
         if batches.returned:
             number = batches.returned.popleft()
-        elif self._left != 0 and batches.following < num_batches - (worker != 0 and 0 not in batches.assigned):
+        else:
+            last = num_batches - (worker != 0 and 0 not in batches.assigned)
+            if batches.following >= last or self._has_reached_limit(worker):
+                return None
             number = batches.following
             self._assign_up_to(batches, number)
-        else:
-            return None
         batches.assigned[worker].add(number)
         return number
 
@@ -131,7 +144,7 @@ class BatchQueue:
             return None
         if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
             raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
-        batches = self._epochs.setdefault(epoch, _Epoch())
+        batches = self._epochs.setdefault(epoch, _Epoch(num_batches))
         batches.following = max(batches.following, first)
         return batches
 

@@ -519,7 +519,7 @@ class Server:
         if may_return and question.get("waits") is True:
             self._awaited_batch = question
             return
-        is_over = number is None and self._queue.is_over(epoch)
+        is_over = number is None and self._queue.is_over(worker, epoch)
         member.post({"kind": "batch", "number": number, "is_over": is_over, "may_return": may_return})
 
     def _begin(self, run: int) -> None:

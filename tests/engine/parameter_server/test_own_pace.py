@@ -503,28 +503,38 @@ class TestBatchQueue:
         queue = BatchQueue()
         queue.limit_to(2)
         assert [self.taken(queue, 0) for _ in range(3)] == [0, 1, None]
-        assert queue.is_over(0)
+        assert queue.is_over(0, 0)
+
+    def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
+        """Others took all batches of the run, and worker 0 never validated."""
+        queue = BatchQueue()
+        queue.limit_to(5)
+        assert [self.taken(queue, 1, epoch) for epoch in (0, 0, 0, 0, 1)] == [0, 1, 2, None, None]
+        assert (queue.is_over(1, 1), queue.is_over(0, 0)) == (True, False)
+        assert [self.taken(queue, 0, epoch) for epoch in (0, 0, 1)] == [3, None, 0]
+        assert queue.is_over(0, 1)
 
     def test_a_run_takes_what_a_lost_worker_had_though_it_takes_no_more(self) -> None:
         queue = BatchQueue()
-        queue.limit_to(3)
-        assert [self.taken(queue, *asked) for asked in ((0, 0), (1, 0), (1, 1))] == [0, 1, 0]
+        queue.limit_to(4)
+        assert [self.taken(queue, *asked) for asked in ((0, 0), (1, 0), (1, 1), (0, 0))] == [0, 1, 0, 2]
+        queue.trained(0, 0, 2)
         assert self.taken(queue, 0) is None
         assert queue.may_return(0, 0), "as worker 1 has one of this epoch, and one of the next"
         queue.trained(1, 0, 1)
         assert queue.may_return(0, 0)
         queue.lose(1)
         assert not queue.may_return(0, 0)
-        assert not queue.is_over(0)
+        assert not queue.is_over(0, 0)
         assert [self.taken(queue, 0, 1) for _ in range(2)] == [0, None]
-        assert queue.is_over(1)
+        assert queue.is_over(0, 1)
 
     def test_a_run_ends_with_an_epoch(self) -> None:
         queue = BatchQueue()
         queue.end_with(0)
         assert self.taken(queue, 0) == 0
         assert self.taken(queue, 1, epoch=1) is None
-        assert (queue.is_over(0), queue.is_over(1)) == (False, True)
+        assert (queue.is_over(0, 0), queue.is_over(0, 1)) == (False, True)
 
     def test_an_epoch_may_have_begun_in_an_earlier_run(self) -> None:
         assert self.taken(BatchQueue(), 0, first=3) == 3

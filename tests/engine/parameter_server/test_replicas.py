@@ -579,7 +579,7 @@ class TestTheQueueOfAReplica:
         queue.limit_to(5)
         self.took(queue, 1, 3)
         assert self.left(queue) == [1, 2, 4, 5]
-        assert queue.is_over(0)
+        assert queue.is_over(0, 0)
 
     @pytest.mark.parametrize("number", [0, 9, 2**30])
     def test_numbers_out_of_range(self, number: int) -> None:
