@@ -151,7 +151,7 @@ class Fuzzer:
         self._recorded_pair = recorded_pair()
 
     def story(self) -> list[Frame]:
-        """What one worker sends after its greeting: good frames up to some point, and a bad one."""
+        """What one worker sends after its hello: good frames up to some point, and a bad one."""
         good = copy.deepcopy(self._recorded[1:])
         at = self.choice.randrange(len(good))
         at_wrong_time = self.choice.random() < 0.15

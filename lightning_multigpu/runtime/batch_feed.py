@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,23 @@ class BatchFeed:
         # Gradients that are being accumulated are not part of a checkpoint.
         may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
         self._signals.agree(announcement.flags, may_act=may_act)
+
+
+def complete_resumed_epoch(trainer: pl.Trainer) -> None:
+    """Counts all batches of an epoch as trained on, if a checkpoint was saved after the epoch's last batch.
+
+    Lightning then begins the next epoch. With another number of ranks an epoch may have more batches or fewer, and
+    Lightning would go on at the same batch of the next epoch.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.fit_loop.restarting and progress.is_last_batch and math.isfinite(trainer.num_training_batches):
+        add_to_all(progress.current, int(trainer.num_training_batches) - progress.current.processed)
+
+
+def add_to_all(counts: Any, number: int) -> None:
+    """Adds to all of Lightning's counts of an event."""
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(counts, name, getattr(counts, name) + number)
 
 
 def batches_trained_on(trainer: pl.Trainer) -> int:

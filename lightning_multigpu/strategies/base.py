@@ -32,7 +32,7 @@ from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.timeline import HeldBytes
-from lightning_multigpu.runtime.batch_feed import BatchFeed
+from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
 from lightning_multigpu.runtime.last_checkpoint import await_file
@@ -366,6 +366,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
+        complete_resumed_epoch(self.lightning_module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
         self.meter.discard()

@@ -41,7 +41,7 @@ from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.timeline import HeldBytes
-from lightning_multigpu.runtime.batch_feed import batches_trained_on
+from lightning_multigpu.runtime.batch_feed import batches_trained_on, complete_resumed_epoch
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
@@ -402,6 +402,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        complete_resumed_epoch(trainer)
         text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
         rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
         self._first_step = self.meter.steps_ended + 1  # the first step of a fit is slower

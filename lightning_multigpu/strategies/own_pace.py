@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -19,12 +20,14 @@ from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
+from lightning_multigpu.runtime.batch_feed import add_to_all
 from lightning_multigpu.runtime.run_signals import RunSignals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 SAVED_AS = "parameter_server"
+_DECIDING = Checkpoint | EarlyStopping | Timer
 
 
 class OwnPace(Callback):
@@ -62,26 +65,30 @@ class OwnPace(Callback):
         self._resumed_version = 0
         self._batches: OnDemandBatchSampler | None = None
         self._number: int | None = None
-        self._untold: list[int] = []
+        self._unreported: list[int] = []
         self._has_stepped = False
-        self._dealt_at: tuple[int, int] | None = None
-        self._num_told = 0
+        self._num_reported = 0
         self._planned_updates = math.inf
         self._stepped: dict[int, int] = {}
         self._kept: list[tuple[int, Callback]] = []
         self._at_end: list[tuple[Callable[[], Any], list[Any]]] = []
         self._limit_val_batches: int | float | None = None
+        self._minimums: tuple[int | None, int | None] = (None, None)
 
     @property
     def version(self) -> int:
-        """The updates in this worker's weights, by all workers, since the first fit."""
-        return self._resumed_version + max((served.version for served in self.served), default=0)
+        """The updates in this worker's weights, by all workers, of all optimizers, since the run began."""
+        return self._resumed_version + sum(served.version for served in self.served)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Goes before the other callbacks, and removes those that act on worker 0 alone."""
+        """Goes before the other callbacks, and removes those that act on worker 0 alone.
+
+        Until then all workers use collectives, in ``on_fit_start`` of ``Timer`` for example.
+        """
+        self._minimums = trainer.fit_loop.min_epochs, trainer.fit_loop.min_steps
         if not self._is_first:
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            self._kept = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, Checkpoint | EarlyStopping)]
+            self._kept = [(i, c) for i, c in enumerate(callbacks) if isinstance(c, _DECIDING)]
             for _, callback in self._kept:
                 callbacks.remove(callback)
             self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
@@ -96,6 +103,7 @@ class OwnPace(Callback):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
+            trainer.fit_loop.min_epochs, loop.min_steps = self._minimums
         for index, callback in self._kept:
             callbacks.insert(index, callback)
         if self._limit_val_batches is not None:
@@ -104,27 +112,25 @@ class OwnPace(Callback):
 
     # Batches
 
-    def deal(self, loader: Any, trainer: pl.Trainer) -> Any:
+    def distribute(self, loader: Any, trainer: pl.Trainer) -> Any:
         """The loader of this worker: batches on demand in training, and all batches otherwise."""
         kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if not trainer.training:
             return distribute_batches(loader, **kwargs, even=True)[0]
 
-        dealt, batches = distribute_batches(loader, **kwargs, even=False, take=lambda: self._take(trainer))
-        before, self._dealt_at = self._dealt_at, (trainer.current_epoch, trainer.global_step)
-        if before == self._dealt_at:
-            raise ValueError(
-                "there are several training loaders, and mode='async' distributes the batches of one: put their "
-                "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
-            )
+        distributed, batches = distribute_batches(loader, **kwargs, even=False, take=lambda: self._take(trainer))
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
-        if self._batches is None and isinstance(dealt, DataLoader) and not isinstance(dealt.dataset, IterableDataset):
+        if (
+            self._batches is None
+            and isinstance(distributed, DataLoader)
+            and not isinstance(distributed.dataset, IterableDataset)
+        ):
             rank_zero_warn(
                 "each worker trains on all batches of its loader: batches are distributed to workers where Lightning "
                 "can put its own sampler into the DataLoader (use_distributed_sampler=True, and no batch_sampler of "
                 "yours)"
             )
-        return dealt if self._batches is None else _LateLoader(dealt)
+        return distributed if self._batches is None else _LateLoader(distributed)
 
     def _take(self, trainer: pl.Trainer) -> range:
         """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
@@ -134,22 +140,29 @@ class OwnPace(Callback):
             trainer.current_epoch,
             first=min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
             num_batches=-(-num_batches // size),
-            limit=None if trainer.max_steps <= 0 else max(0, trainer.max_steps - self._resumed_version),
+            limit=max(0, trainer.max_steps - self._resumed_version) if self._has_max_steps(trainer) else None,
         )
         return range(0) if update is None else range(update * size, min(num_batches, (update + 1) * size))
+
+    def _has_max_steps(self, trainer: pl.Trainer) -> bool:
+        """Whether the number of batches follows from ``max_steps``; in manual optimization batches make any number of
+        steps."""
+        return trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization
 
     # The moments of a fit
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if len(tree_leaves(trainer.train_dataloader)) > 1:
+            raise ValueError(
+                "there are several training loaders, and mode='async' distributes the batches of one: put their "
+                "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
+            )
         self._leave_groups()
         if self._connections.joined_in is not None:
             progress: Any = trainer.fit_loop.epoch_progress
             progress.current.processed = self._connections.joined_in
-        if isinstance(trainer.val_check_interval, float):
-            # Lightning counts this worker's batches of an epoch; their number is known at its end.
-            share = trainer.num_training_batches * trainer.val_check_interval / self._connections.num_workers
-            trainer.val_check_batch = float("inf") if trainer.val_check_interval == 1.0 else max(1, int(share))
+        self._set_validation(trainer)
         if self._batches is not None:
             self._resume_epoch(trainer)
             self._take_schedules(trainer)
@@ -162,6 +175,22 @@ class OwnPace(Callback):
             self._pull()
             self._can_be_lost()
 
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set_validation(trainer)  # Lightning has set it anew if it has made the loader again
+
+    def _set_validation(self, trainer: pl.Trainer) -> None:
+        """Has Lightning validate after this worker's share of the batches between two validations."""
+        interval = getattr(trainer, "val_check_interval", None)  # None if it is a time
+        if self._batches is None or interval is None:
+            return
+        batches = interval if isinstance(interval, int) else interval * trainer.num_training_batches
+        within_epoch = trainer.check_val_every_n_epoch is not None
+        if within_epoch and batches >= trainer.num_training_batches:
+            trainer.val_check_batch = float("inf")  # at the end of the epoch; a worker's batches are known only then
+        else:
+            trainer.val_check_batch = max(1, int(batches / self._connections.num_workers))
+
     def _resume_epoch(self, trainer: pl.Trainer) -> None:
         """Sets Lightning's counts of batches to those of the epoch that a checkpoint was saved in.
 
@@ -169,10 +198,7 @@ class OwnPace(Callback):
         """
         loop: Any = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
-        if not trainer.fit_loop.restarting:
-            return
-        if progress.is_last_batch:  # Lightning begins the next epoch if all batches count as trained on
-            _add(progress.current, trainer.num_training_batches - progress.current.processed)
+        if not trainer.fit_loop.restarting or progress.is_last_batch:
             return
         self._resumed_epoch = trainer.current_epoch
         if self._first_batch is None:
@@ -181,7 +207,7 @@ class OwnPace(Callback):
         accumulated = progress.current.processed % trainer.accumulate_grad_batches
         if accumulated:
             for counts in (progress.total, progress.current):
-                _add(counts, -accumulated)
+                add_to_all(counts, -accumulated)
                 counts.completed = counts.processed
             loop.update_restart_stage()
 
@@ -250,12 +276,12 @@ class OwnPace(Callback):
     ) -> None:
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if self._number is not None and self._completes_update(trainer):
-            self._untold.append(self._number // trainer.accumulate_grad_batches)
+            self._unreported.append(self._number // trainer.accumulate_grad_batches)
         if self._has_stepped or is_last:  # gradients that are being accumulated would be lost with this worker
-            for update in self._untold:
+            for update in self._unreported:
                 self._coordination.trained(trainer.current_epoch, update)
-            self._untold.clear()
-        self._tell_of_lost()
+            self._unreported.clear()
+        self._warn_of_lost()
         if is_last and self._is_first:
             self._coordination.pause()
             self._coordination.give_back(trainer.current_epoch)
@@ -288,13 +314,13 @@ class OwnPace(Callback):
                 module.lr_scheduler_step(config.scheduler, None)
             self._stepped[id(config.scheduler)] = due
 
-    def _tell_of_lost(self) -> None:
-        for lost in self._connections.lost[self._num_told :]:
+    def _warn_of_lost(self) -> None:
+        for lost in self._connections.lost[self._num_reported :]:
             batches = f"; its {lost['batches']} batches go to others" if lost["batches"] else ""
             rank_zero_warn(
                 f"worker {lost['worker']} is gone, and training goes on; workers left: {lost['left']}{batches}"
             )
-            self._num_told += 1
+            self._num_reported += 1
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -304,39 +330,46 @@ class OwnPace(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._batches is not None:
-            self._untold.clear()
+            self._unreported.clear()
             self._coordination.give_back(trainer.current_epoch)
         self._stop_if_over(trainer)
 
     def _stop_if_over(self, trainer: pl.Trainer) -> None:
-        has_none = self._coordination.is_exhausted and self._batches is not None and not self._batches.has_next()
-        if self._coordination.is_stopped or has_none:
+        loop: Any = trainer.fit_loop.epoch_loop
+        is_over = self._coordination.is_stopped
+        if self._batches is not None:
+            is_over |= self._coordination.is_exhausted and not self._batches.has_next()
+            is_over |= not trainer.lightning_module.automatic_optimization and 0 < trainer.max_steps <= self.version
+            if self._minimums[1] is not None:  # Lightning compares it with this worker's own steps
+                loop.min_steps = max(0, self._minimums[1] - (self.version - trainer.global_step))
+        if is_over:
             trainer.should_stop = True
+            trainer.fit_loop.min_epochs = loop.min_steps = None
 
     def training_ends(self, trainer: pl.Trainer) -> None:
         """Gives all workers the weights, buffers and metrics of worker 0, and the states of its callbacks."""
         self._coordination.pause()
-        word: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         beside = _beside_servers(trainer)
         if self._is_first:
-            self._tell_of_lost()
-            deciding = [c for c in trainer.callbacks if isinstance(c, Checkpoint | EarlyStopping)]  # type: ignore[attr-defined]
-            word["callbacks"] = [callback.state_dict() for callback in deciding]
-            word["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
-            word["beside servers"] = {name: value.cpu() for name, value in beside.items()}
+            self._warn_of_lost()
+            deciding = [c for c in trainer.callbacks if isinstance(c, _DECIDING)]  # type: ignore[attr-defined]
+            message["callbacks"] = [callback.state_dict() for callback in deciding]
+            message["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
+            message["beside servers"] = {name: value.cpu() for name, value in beside.items()}
             for served in self.served:
                 if served.send_changed_weights():  # a callback has put averages in place
                     served.pull()  # the answer shows that all servers have the new weights
             self._report()
-        word = self._coordination.end(word)
+        message = self._coordination.end(message)
         if not self._is_first:
             self._pull()
-            for name, value in word["beside servers"].items():
+            for name, value in message["beside servers"].items():
                 beside[name].copy_(value)
             # A worker that has joined may have fewer callbacks.
-            for (_, callback), state in zip(self._kept, word["callbacks"], strict=False):
+            for (_, callback), state in zip(self._kept, message["callbacks"], strict=False):
                 callback.load_state_dict(state)
-            trainer.callback_metrics.update(word["metrics"])
+            trainer.callback_metrics.update(message["metrics"])
         for number, (value, found) in enumerate(self._at_end):
             found += self._coordination.newest(f"at the end {number}", value(), of_all=True)
         self._at_end.clear()
@@ -391,12 +424,6 @@ def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:
     trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     values = {name: value for name, value in module.named_parameters() if value not in trained}
     return {name: value.detach() for name, value in {**values, **dict(module.named_buffers())}.items()}
-
-
-def _add(counts: Any, number: int) -> None:
-    """Adds to all of Lightning's counts of an event."""
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(counts, name, getattr(counts, name) + number)
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:

@@ -434,8 +434,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._compressor = elementwise(compression)
         self._joins = joins
         self._num_servers, self._replicas = num_servers, replicas
-        self._num_told = 0
-        self._told_unshared: set[str] = set()
+        self._num_reported = 0
+        self._reported_unshared: set[str] = set()
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
         self._places: list[int] = []
@@ -474,10 +474,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "out, or name fewer"
             )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
-        if finders and self._is_asynchronous and self.world_size > 1:
+        if finders and self._is_asynchronous:
             raise ValueError(
                 f"{type(finders[0]).__name__}: it has all ranks train in step with each other, which mode='async' does "
-                "not; find the value with devices=1 or strategy='sync_ps', and train with it"
+                "not; find the value on one device with strategy='auto', and train with it"
             )
         if self._is_asynchronous and self._layer_sync is not None:
             raise ValueError(
@@ -511,7 +511,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             num_replicas=self._replicas,
             silence_s=self.failure_timeout_s / 2,
         )
-        self._num_told = 0
+        self._num_reported = 0
         self.groups.also_cut.append(connections.cut)
         limit = f"for {self.join_timeout_s:g} s at most (join_timeout_s)"
         connections.open(
@@ -546,9 +546,9 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     def _check_reachable(self, host: str) -> None:
         """Refuses a loopback address for servers of several hosts; a collective."""
-        told = self.gather_objects((own_host(), host))
-        at_home = [(name, address) for name, address in told if ip_address(address).is_loopback]
-        if at_home and len({name for name, _ in told}) > 1:
+        hosts = self.gather_objects((own_host(), host))
+        at_home = [(name, address) for name, address in hosts if ip_address(address).is_loopback]
+        if at_home and len({name for name, _ in hosts}) > 1:
             raise ValueError(
                 f"MASTER_ADDR={self.run_context.main_address} leads to {at_home[0][1]} on {at_home[0][0]}, where "
                 "parameter servers would listen, and ranks of other hosts do not reach them there; set it to an "
@@ -567,8 +567,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             compressor=self._compressor,
         )
         for name, why in self._connections.unshared.items():
-            if name not in self._told_unshared:
-                self._told_unshared.add(name)
+            if name not in self._reported_unshared:
+                self._reported_unshared.add(name)
                 rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         return served
 
@@ -578,7 +578,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             connections, self._connections = self._connections, None
             connections.close()
             if not self.failure_watch.failed:
-                self._tell_of_ended(connections)
+                self._warn_of_ended(connections)
         for process in self._processes:
             process.close()
         self._processes, self._places = [], []
@@ -587,11 +587,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def server_statistics(self) -> ServerStatistics | None:
         return None if self._connections is None or self.global_rank else self._connections.statistics()
 
-    def _tell_of_ended(self, connections: ServerConnections) -> None:
+    def _warn_of_ended(self, connections: ServerConnections) -> None:
         """Warns of servers and replicas that have ended while training goes on."""
-        untold = connections.ended[self._num_told :]
-        self._num_told += len(untold)
-        for place, text in untold:
+        unreported = connections.ended[self._num_reported :]
+        self._num_reported += len(unreported)
+        for place, text in unreported:
             own = dict(zip(self._places, self._processes, strict=True)).get(place)
             rank_zero_warn(text if own is None else f"{text} ({own.state()})")
 
@@ -612,12 +612,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             return
         self._pace.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
         self._pace.loaded(self._resumed)
-        self._pace.begin(trainer)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name == "run-stage" and self._pace is not None:  # the last barrier before rank 0 validates alone
+            assert self.lightning_module is not None
+            self._pace.begin(self.lightning_module.trainer)
             self._leave_world()
 
     def _leave_world(self) -> None:
@@ -648,7 +649,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         if self._pace is None:
             return super().process_dataloader(dataloader)
         assert self.lightning_module is not None
-        return self._pace.deal(dataloader, self.lightning_module.trainer)
+        return self._pace.distribute(dataloader, self.lightning_module.trainer)
 
     @property
     @override
@@ -666,7 +667,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         if self._connections is not None:
-            self._tell_of_ended(self._connections)
+            self._warn_of_ended(self._connections)
         if self._pace is not None and self.lightning_module is not None:
             self._pace.after_step(self.lightning_module.trainer)
         return output

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from lightning_multigpu.engine.data_parallel.batch_distribution import (
     CountedBatchSampler,
@@ -118,6 +129,30 @@ def test_a_distributed_sampler_is_dealt_out_without_repeats(num_workers: int) ->
     whole.set_epoch(1)
     order = list(whole)
     assert [a + b for a, b in zip(*batches, strict=True)] == [order[0:4], order[4:8], order[8:10]]
+
+
+def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_order() -> None:
+    """Each rank drew an order of its own, and an epoch repeated some samples and left others out."""
+
+    class Mixed(SubsetRandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.sample(list(super().__iter__()), len(self)))
+
+    orders = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        before = torch.get_rng_state(), random.getstate()
+        sampler = DistributedSamplerWrapper(Mixed(range(10)), num_replicas=2, rank=rank, shuffle=False)
+        loader = DataLoader(list(range(10)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        loader = distribute_batches(loader, num_replicas=2, rank=rank, even=False)[0]
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            orders.append([index for batch in loader.batch_sampler for index in batch])
+        assert before[0].equal(torch.get_rng_state())
+        assert before[1] == random.getstate()
+    assert sorted(orders[0] + orders[2]) == sorted(orders[1] + orders[3]) == list(range(10))
+    assert orders[0] != orders[1]
 
 
 def test_the_given_loader_is_left_as_it_was() -> None:

@@ -175,6 +175,20 @@ def test_the_number_of_ranks_may_change_within_an_epoch(
         _assert_continues(result, 9)
 
 
+@pytest.mark.parametrize(
+    "regime", [r for r in regimes_of_each_strategy() if r.name in ("dp", "sync_ps")], ids=lambda r: r.name
+)
+@pytest.mark.parametrize("size", [4, 16])
+def test_the_next_epoch_is_whole_if_its_batches_are_more_or_fewer(
+    regime: Regime, size: int, world2: World, files_of_one_device: Path
+) -> None:
+    """After a save at the last of 4 batches the next epoch began at batch 4 of 8, as under stock Lightning."""
+    case = Case(optimizer="groups", num_samples=29, global_batch_size=size)
+    path = str(files_of_one_device / "at its last batch" / "step=4.ckpt")
+    for result in world2.run(resume, case, regime.name, 2, path):
+        assert len(result["learning_rates"]) == 2 * -(-29 // size)
+
+
 @regimes
 def test_the_file_is_a_single_device_file(regime: Regime, world2: World, tmp_path: Path) -> None:
     own, single = tmp_path / "own", tmp_path / "single"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    Timer,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -287,7 +289,53 @@ def test_rank_0_validates_saves_and_decides(world2: World, tmp_path: Path) -> No
 def decides(directory: str) -> dict[str, Any]:
     stop = EarlyStopping("val_loss", patience=1, min_delta=100.0)
     keeps = ModelCheckpoint(directory, monitor="val_loss", save_top_k=1)
-    return fit(callbacks=[stop, keeps], enable_checkpointing=True, num_sanity_val_steps=1, max_epochs=50)
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 1, "max_epochs": 50, "min_steps": 20}
+    return fit(callbacks=[stop, keeps], **options)
+
+
+# Options, and the validations of two epochs.
+VALIDATIONS: list[tuple[dict[str, Any], int]] = [
+    ({"val_check_interval": NUM_BATCHES}, 2),
+    ({"reload_dataloaders_every_n_epochs": 1}, 2),
+    ({"val_check_interval": 0.5, "use_distributed_sampler": False}, 4),
+    ({"val_check_interval": "00:00:10:00"}, 0),
+]
+
+
+def validates() -> list[int]:
+    return [len(fit(max_epochs=2, **options)["validated"]) for options, _ in VALIDATIONS]
+
+
+@ABSENT_GROUP
+@pytest.mark.filterwarnings("ignore:each worker trains on all batches of its loader")
+def test_rank_0_validates_as_often_as_is_asked(world2: World) -> None:
+    """A number of batches was one of rank 0's own, of which an epoch may have too few; a time raised AttributeError."""
+    assert world2.run(validates) == [[number for _, number in VALIDATIONS], [0] * len(VALIDATIONS)]
+
+
+def times() -> tuple[int, float]:
+    timer = Timer(timedelta(seconds=600 if rank() == 0 else 0))
+    result = fit(Seen(slow_rank=0), callbacks=[timer], max_epochs=1)
+    return result["steps"], timer.time_elapsed()
+
+
+@ABSENT_GROUP
+def test_the_timer_of_rank_0_decides(world2: World) -> None:
+    """Each rank ended at a time of its own."""
+    (_, elapsed_s), (steps, other_s) = world2.run(times)
+    assert steps > 1
+    assert other_s == elapsed_s
+
+
+@ABSENT_GROUP
+def test_max_steps_counts_the_steps_of_manual_optimization(world2: World) -> None:
+    """It counted batches: a module that steps every second time ended at half of the steps."""
+    steps = world2.run(manually, max_steps=7)
+    assert sum(steps) in (7, 8), "the other rank may complete a step at the end"
+
+
+def manually(**options: Any) -> int:
+    return int(fit(Accumulates(automatic=False), max_epochs=-1, **options)["steps"])
 
 
 def saves(directory: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -396,13 +444,17 @@ def test_the_next_epoch_follows_a_checkpoint_of_the_last_batch(world2: World, tm
 
 @ABSENT_GROUP
 def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None:
-    """N ranks trained on N times limit_train_batches, and made more steps where they accumulated gradients."""
+    """N ranks trained on N times limit_train_batches, and made more steps where they accumulated gradients.
+
+    With min_steps a run of max_steps never ended, since a rank's own steps are fewer.
+    """
     for (options, steps, samples), results in zip(SCHEDULED, zip(*world2.run(scheduled), strict=True), strict=True):
         assert [result["planned"] for result in results] == [steps] * 2
         assert sum(result["steps"] for result in results) == steps
         found = trained_on(results)
         assert max(count for of_epoch in found.values() for count in of_epoch.values()) == 1
         assert sum(of_epoch.total() for of_epoch in found.values()) == samples
+        assert [result["epochs"] for result in results] == [len(found)] * 2
         rates = [result["rate"] for result in results]
         assert min(rates) == pytest.approx(0.0, abs=1e-9)
         if "max_steps" not in options:
@@ -418,6 +470,7 @@ SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
     ({"max_steps": 17, "max_epochs": -1}, 17, 50 + 16),
     ({"max_steps": 17, "max_epochs": -1, "loading": {"num_workers": 1}}, 17, 50 + 16),
     ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
+    ({"max_steps": 17, "max_epochs": -1, "min_steps": 15, "min_epochs": 6}, 17, 50 + 16),
 ]
 
 
@@ -651,5 +704,8 @@ def test_no_staleness_is_synchronous(world2: World) -> None:
 
 def weights_of(name: str, options: dict[str, Any]) -> Tensor:
     module = Classifier("adamw")
-    make_trainer(Case(max_epochs=2), make_strategy(name, **options), 2).fit(module, loader())
+    trainer = make_trainer(
+        Case(max_epochs=2), make_strategy(name, **options), 2, gradient_clip_val=0.1, accumulate_grad_batches=2
+    )
+    trainer.fit(module, loader())
     return module.first.weight.detach()

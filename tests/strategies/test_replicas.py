@@ -89,7 +89,7 @@ def test_the_end_of_a_server_and_its_replica_ends_the_job(world2: World, tmp_pat
 
 
 @ABSENT_GROUP
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["the dealer of batches", "another server", "a replica"])
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["the queue of batches", "another server", "a replica"])
 def test_asynchronous_ranks_train_on_each_sample_once(world2: World, place: int) -> None:
     def run() -> dict[str, Any]:
         with warnings.catch_warnings():

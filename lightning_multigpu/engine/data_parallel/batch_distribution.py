@@ -12,11 +12,13 @@ sample more than others, and gradients are weighted by samples::
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice, pairwise
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 
@@ -131,7 +133,7 @@ class ShardedBatchSampler(CountedBatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self.counts.clear()
         skip, self.skip = self.skip, 0
-        order = list(self.order)
+        order = _drawn(self.order)
         for batch_start, start, stop in self._shares()[skip:]:
             self.counts.append(stop - start)
             yield order[start:stop] or [order[batch_start]]
@@ -202,7 +204,7 @@ class OnDemandBatchSampler(CountedBatchSampler):
         self.numbers.clear()
         self._following.clear()
         self._is_exhausted = False
-        order = list(self.order)
+        order = _drawn(self.order)
         while self._has_following():
             number = self._following.popleft()
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -261,6 +263,23 @@ def distribute_batches(
     object.__setattr__(clone, "batch_sampler", distributed)
     object.__setattr__(clone, "sampler", distributed.sampler)
     return clone, distributed
+
+
+def _drawn(order: Sampler[int]) -> list[int]:
+    """The indices of an epoch, the same on every rank.
+
+    A sampler of the user's may draw from the global generators, which ranks leave in different states: each epoch has
+    a seed of its own there, as Lightning's sampler has one.
+    """
+    seed = getattr(order, "seed", 0) + getattr(order, "epoch", 0)
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        try:
+            return list(order)
+        finally:
+            random.setstate(state)
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:

@@ -13,7 +13,7 @@ _FIRST = (0,)
 
 
 class Coordination:
-    """This worker's side of the first server's :class:`~.batch_dealer.BatchDealer`.
+    """This worker's side of the first server's :class:`~.batch_queue.BatchQueue`.
 
     Args:
         servers: the connections of this worker.
@@ -107,11 +107,11 @@ class Coordination:
         for server in range(self._servers.num_servers):
             self._servers.post(server, {"kind": "pause"})
 
-    def end(self, word: Any) -> Any:
+    def end(self, message: Any) -> Any:
         """Ends training: worker 0 sends all others a value of numbers, texts and tensors, which they wait for."""
         if self._servers.worker == 0:
-            self._servers.post_value(0, {"kind": "over"}, word, "worker 0's last message")
-            return word
+            self._servers.post_value(0, {"kind": "over"}, message, "worker 0's last message")
+            return message
         self._servers.ask(0, {"kind": "await over"})
         ((fields, tensors),) = self._servers.answers("over", _FIRST)
         return unpacked(fields["body"], tensors)

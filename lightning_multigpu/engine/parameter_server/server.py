@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, Listener
-from lightning_multigpu.engine.parameter_server.batch_dealer import BatchDealer
+from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.served_optimizer import Job, ServedOptimizer, request_of
@@ -79,7 +79,7 @@ class Server:
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
         self._asked_for: tuple[str, bool] | None = None
-        self._dealer = BatchDealer()
+        self._queue = BatchQueue()
         self._run = 0
         self._await_run: dict[int, int] = {}
         self._awaited_epoch: int | None = None
@@ -229,7 +229,7 @@ class Server:
             self._num_joined += 1
             worker = job.num_workers + self._num_joined - 1
             told: dict[str, Any] = {"num_workers": job.num_workers, "shares": job.shares}
-            told["epoch"] = self._dealer.newest_epoch
+            told["epoch"] = self._queue.newest_epoch
             return self._let_in(worker, fields, channel, consistency=asdict(job.consistency), **told)
 
     def _let_in(self, worker: int, hello: Mapping[str, Any], channel: Channel, **welcome: Any) -> Member:
@@ -281,7 +281,7 @@ class Server:
         self._bytes_out += member.channel.bytes_out + member.memory_out
         self._await_run.pop(worker, None)
         self._await_last_word.discard(worker)
-        batches = self._dealer.lose(worker)
+        batches = self._queue.lose(worker)
         for served in self._optimizers.values():
             served.loses(worker)
         first = self._members.get(0)
@@ -461,7 +461,7 @@ class Server:
         if kind == "next":
             self._await_all(member)
             self._limit(fields)
-            self._deal(member, fields)
+            self._send_batch(member, fields)
         elif kind in ("start", "await start"):
             run = int(fields["run"])
             if kind == "await start":
@@ -472,10 +472,10 @@ class Server:
                 del self._await_run[waiting]
                 self._members[waiting].post({"kind": "start"})
         elif kind == "trained":
-            self._dealer.trained(worker, int(fields["epoch"]), int(fields["number"]))
+            self._queue.trained(worker, int(fields["epoch"]), int(fields["number"]))
             self._tell_of_epoch()
         elif kind == "give back":
-            self._dealer.give_back(worker, int(fields["epoch"]))
+            self._queue.give_back(worker, int(fields["epoch"]))
             self._tell_of_epoch()
         elif kind == "await epoch" and worker == 0:
             self._await_all(member)
@@ -483,7 +483,7 @@ class Server:
             self._tell_of_epoch()
         elif kind == "stop" and worker == 0:
             self._is_stopping = True
-            self._dealer.end_with(int(fields["epoch"]))
+            self._queue.end_with(int(fields["epoch"]))
             for other in self._members.values() if fields["at_once"] else ():
                 other.post({"kind": "stop"})
             self._tell_of_stop()
@@ -510,26 +510,26 @@ class Server:
             return False
         return True
 
-    def _deal(self, member: Member, question: dict[str, Any]) -> None:
+    def _send_batch(self, member: Member, question: dict[str, Any]) -> None:
         """Sends a worker its next batch; a waiting worker 0 gets the answer once no other worker can lose a batch."""
         worker = member.worker
         epoch, first, number_of = (int(question[name]) for name in ("epoch", "first", "num_batches"))
-        number = self._dealer.next(worker, epoch, first=first, num_batches=number_of)
-        may_return = worker == 0 and number is None and self._dealer.may_return(worker, epoch)
+        number = self._queue.next(worker, epoch, first=first, num_batches=number_of)
+        may_return = worker == 0 and number is None and self._queue.may_return(worker, epoch)
         if may_return and question.get("waits") is True:
             self._awaited_batch = question
             return
-        is_over = number is None and self._dealer.is_over(epoch)
+        is_over = number is None and self._queue.is_over(worker, epoch)
         member.post({"kind": "batch", "number": number, "is_over": is_over, "may_return": may_return})
 
     def _begin(self, run: int) -> None:
         """Starts to distribute the batches of a run; a replica may get a worker's batch before worker 0's "start"."""
         if run > self._run:
-            self._run, self._dealer, self._last_word = run, BatchDealer(), None
+            self._run, self._queue, self._last_word = run, BatchQueue(), None
 
     def _limit(self, question: Mapping[str, Any]) -> None:
-        if question.get("limit") is not None and not self._dealer.is_limited:
-            self._dealer.limit_to(int(question["limit"]))
+        if question.get("limit") is not None and not self._queue.is_limited:
+            self._queue.limit_to(int(question["limit"]))
 
     def _hears_of_answer(self, worker: int, question: Mapping[str, Any], number: int | None) -> None:
         """On a replica: makes the change that an answer has made on the other server."""
@@ -539,7 +539,7 @@ class Server:
             self._begin(int(question["run"]))
             self._limit(question)
             epoch, first, number_of = (int(question[name]) for name in ("epoch", "first", "num_batches"))
-            self._dealer.took(worker, epoch, int(number), first=first, num_batches=number_of)
+            self._queue.took(worker, epoch, int(number), first=first, num_batches=number_of)
 
     def parent_has_ended(self) -> None:
         """Ends :meth:`serve`, unless the job goes on without the worker that started this server."""
@@ -558,8 +558,8 @@ class Server:
         first = self._members.get(0)
         if self._awaited_batch is not None and first is not None:
             question, self._awaited_batch = self._awaited_batch, None
-            self._deal(first, question)
-        if self._awaited_epoch is not None and first is not None and self._dealer.is_trained(self._awaited_epoch):
+            self._send_batch(first, question)
+        if self._awaited_epoch is not None and first is not None and self._queue.is_trained(self._awaited_epoch):
             self._awaited_epoch = None
             first.post({"kind": "epoch is trained"})
 

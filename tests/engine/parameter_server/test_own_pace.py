@@ -15,7 +15,7 @@ from torch import Tensor, optim
 
 from benchmarks.server_fuzz import Frame, recorded_pair
 from lightning_multigpu.communication.channel import ChannelError
-from lightning_multigpu.engine.parameter_server.batch_dealer import BatchDealer
+from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
@@ -462,108 +462,118 @@ def test_the_state_goes_on() -> None:
         assert_equal(second.now, alone(make, [gradients(step, 0) for step in range(3)]))
 
 
-class TestDealing:
-    def dealt(self, dealer: BatchDealer, worker: int, epoch: int = 0, **options: Any) -> int | None:
-        return dealer.next(worker, epoch, **{"first": 0, "num_batches": 4, **options})
+class TestBatchQueue:
+    def taken(self, queue: BatchQueue, worker: int, epoch: int = 0, **options: Any) -> int | None:
+        return queue.next(worker, epoch, **{"first": 0, "num_batches": 4, **options})
 
     def test_each_batch_goes_to_one_worker(self) -> None:
-        dealer = BatchDealer()
-        assert [self.dealt(dealer, worker) for worker in (1, 0, 1, 0, 1, 0)] == [0, 1, 2, 3, None, None]
-        assert self.dealt(dealer, 1, epoch=1) == 0, "a worker goes on with the next epoch"
+        queue = BatchQueue()
+        assert [self.taken(queue, worker) for worker in (1, 0, 1, 0, 1, 0)] == [0, 1, 2, 3, None, None]
+        assert self.taken(queue, 1, epoch=1) == 0, "a worker goes on with the next epoch"
 
     def test_worker_0_gets_one(self) -> None:
-        dealer = BatchDealer()
-        assert [self.dealt(dealer, 1) for _ in range(5)] == [0, 1, 2, None, None]
-        assert self.dealt(dealer, 0) == 3
+        queue = BatchQueue()
+        assert [self.taken(queue, 1) for _ in range(5)] == [0, 1, 2, None, None]
+        assert self.taken(queue, 0) == 3
 
     def test_batches_of_a_lost_worker_go_to_others(self) -> None:
-        dealer = BatchDealer()
-        assert [self.dealt(dealer, worker) for worker in (0, 1, 1)] == [0, 1, 2]
-        dealer.trained(1, 0, 1)
-        assert dealer.lose(1) == 1
-        assert [self.dealt(dealer, 0) for _ in range(3)] == [2, 3, None]
+        queue = BatchQueue()
+        assert [self.taken(queue, worker) for worker in (0, 1, 1)] == [0, 1, 2]
+        queue.trained(1, 0, 1)
+        assert queue.lose(1) == 1
+        assert [self.taken(queue, 0) for _ in range(3)] == [2, 3, None]
 
     def test_what_a_worker_gives_back_goes_to_others(self) -> None:
-        dealer = BatchDealer()
-        assert [self.dealt(dealer, worker) for worker in (1, 1, 0)] == [0, 1, 2]
-        dealer.give_back(1, 0)
-        assert [self.dealt(dealer, 0) for _ in range(4)] == [0, 1, 3, None]
+        queue = BatchQueue()
+        assert [self.taken(queue, worker) for worker in (1, 1, 0)] == [0, 1, 2]
+        queue.give_back(1, 0)
+        assert [self.taken(queue, 0) for _ in range(4)] == [0, 1, 3, None]
 
     def test_an_epoch_is_trained_when_nobody_has_a_batch_of_it(self) -> None:
-        dealer = BatchDealer()
-        assert [self.dealt(dealer, worker) for worker in (0, 1)] == [0, 1]
-        dealer.trained(0, 0, 0)
-        assert not dealer.is_trained(0)
-        self.dealt(dealer, 0, epoch=1)
-        dealer.trained(1, 0, 1)
-        assert dealer.is_trained(0)
-        assert not dealer.is_trained(1)
+        queue = BatchQueue()
+        assert [self.taken(queue, worker) for worker in (0, 1)] == [0, 1]
+        queue.trained(0, 0, 0)
+        assert not queue.is_trained(0)
+        self.taken(queue, 0, epoch=1)
+        queue.trained(1, 0, 1)
+        assert queue.is_trained(0)
+        assert not queue.is_trained(1)
 
     def test_a_run_takes_so_many_batches(self) -> None:
-        dealer = BatchDealer()
-        dealer.limit_to(2)
-        assert [self.dealt(dealer, 0) for _ in range(3)] == [0, 1, None]
-        assert dealer.is_over(0)
+        queue = BatchQueue()
+        queue.limit_to(2)
+        assert [self.taken(queue, 0) for _ in range(3)] == [0, 1, None]
+        assert queue.is_over(0, 0)
+
+    def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
+        """Others took all batches of the run, and worker 0 never validated."""
+        queue = BatchQueue()
+        queue.limit_to(5)
+        assert [self.taken(queue, 1, epoch) for epoch in (0, 0, 0, 0, 1)] == [0, 1, 2, None, None]
+        assert (queue.is_over(1, 1), queue.is_over(0, 0)) == (True, False)
+        assert [self.taken(queue, 0, epoch) for epoch in (0, 0, 1)] == [3, None, 0]
+        assert queue.is_over(0, 1)
 
     def test_a_run_takes_what_a_lost_worker_had_though_it_takes_no_more(self) -> None:
-        dealer = BatchDealer()
-        dealer.limit_to(3)
-        assert [self.dealt(dealer, *asked) for asked in ((0, 0), (1, 0), (1, 1))] == [0, 1, 0]
-        assert self.dealt(dealer, 0) is None
-        assert dealer.may_return(0, 0), "as worker 1 has one of this epoch, and one of the next"
-        dealer.trained(1, 0, 1)
-        assert dealer.may_return(0, 0)
-        dealer.lose(1)
-        assert not dealer.may_return(0, 0)
-        assert not dealer.is_over(0)
-        assert [self.dealt(dealer, 0, 1) for _ in range(2)] == [0, None]
-        assert dealer.is_over(1)
+        queue = BatchQueue()
+        queue.limit_to(4)
+        assert [self.taken(queue, *asked) for asked in ((0, 0), (1, 0), (1, 1), (0, 0))] == [0, 1, 0, 2]
+        queue.trained(0, 0, 2)
+        assert self.taken(queue, 0) is None
+        assert queue.may_return(0, 0), "as worker 1 has one of this epoch, and one of the next"
+        queue.trained(1, 0, 1)
+        assert queue.may_return(0, 0)
+        queue.lose(1)
+        assert not queue.may_return(0, 0)
+        assert not queue.is_over(0, 0)
+        assert [self.taken(queue, 0, 1) for _ in range(2)] == [0, None]
+        assert queue.is_over(0, 1)
 
     def test_a_run_ends_with_an_epoch(self) -> None:
-        dealer = BatchDealer()
-        dealer.end_with(0)
-        assert self.dealt(dealer, 0) == 0
-        assert self.dealt(dealer, 1, epoch=1) is None
-        assert (dealer.is_over(0), dealer.is_over(1)) == (False, True)
+        queue = BatchQueue()
+        queue.end_with(0)
+        assert self.taken(queue, 0) == 0
+        assert self.taken(queue, 1, epoch=1) is None
+        assert (queue.is_over(0, 0), queue.is_over(0, 1)) == (False, True)
 
     def test_an_epoch_may_have_begun_in_an_earlier_run(self) -> None:
-        assert self.dealt(BatchDealer(), 0, first=3) == 3
+        assert self.taken(BatchQueue(), 0, first=3) == 3
 
     def test_epochs_that_all_are_done_with_are_forgotten(self) -> None:
-        dealer = BatchDealer()
+        queue = BatchQueue()
         for epoch in range(100):
             for worker in (1, 0):
-                number = self.dealt(dealer, worker, epoch)
+                number = self.taken(queue, worker, epoch)
                 assert number is not None
-                dealer.trained(worker, epoch, number)
-        assert len(dealer._epochs) == 1
-        assert self.dealt(dealer, 2, 98) is None, "a worker that comes late goes on with the epoch of the others"
-        dealer.trained(1, 5, 0)
-        dealer.give_back(1, 5)
-        assert len(dealer._epochs) == 1
+                queue.trained(worker, epoch, number)
+        assert len(queue._epochs) == 1
+        assert self.taken(queue, 2, 98) is None, "a worker that comes late goes on with the epoch of the others"
+        queue.trained(1, 5, 0)
+        queue.give_back(1, 5)
+        assert len(queue._epochs) == 1
 
     def test_a_worker_is_not_ahead_by_any_number_of_epochs(self) -> None:
-        dealer = BatchDealer()
+        queue = BatchQueue()
         for epoch in range(10_000):
-            self.dealt(dealer, 1, epoch)
+            self.taken(queue, 1, epoch)
         with pytest.raises(ValueError, match="the slowest worker is in epoch 0: use max_staleness"):
-            self.dealt(dealer, 1, 10_000)
+            self.taken(queue, 1, 10_000)
 
     @pytest.mark.parametrize("options", [{"first": 5}, {"first": -1}, {"num_batches": 2**60}])
     def test_numbers_out_of_range(self, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="in epoch 0"):
-            self.dealt(BatchDealer(), 0, **options)
+            self.taken(BatchQueue(), 0, **options)
 
 
 def test_an_epoch_and_the_end_of_training() -> None:
-    """Worker 0 waits for the others' batches; the others wait for its last word, and deal nothing after it."""
+    """Worker 0 waits for the others' batches; the others wait for its last message, and get no batch after it."""
     with workers() as (first, second):
         started = threading.Thread(target=second.coordination.start)
         started.start()
         first.coordination.start()
         started.join(20)
-        dealt = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
-        assert (first.coordination.next_batch(**dealt), second.coordination.next_batch(**dealt)) == (0, 1)
+        of_epoch = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
+        assert (first.coordination.next_batch(**of_epoch), second.coordination.next_batch(**of_epoch)) == (0, 1)
         first.coordination.trained(0, 0)
         awaited = threading.Thread(target=first.coordination.await_epoch, args=(0,))
         awaited.start()
@@ -575,7 +585,7 @@ def test_an_epoch_and_the_end_of_training() -> None:
         stopped.start()
         while not second.coordination.is_stopped:
             time.sleep(0.01)
-        assert second.coordination.next_batch(**dealt) is None
+        assert second.coordination.next_batch(**of_epoch) is None
         stopped.join(0.2)
         assert stopped.is_alive(), "the other has not come to the end"
         told: list[Any] = []
@@ -592,23 +602,23 @@ def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
     """Worker 0 was told that there were no more batches while the other had some, and these were then nobody's."""
     with workers(max_staleness=1, num_servers=2) as (first, second):
         first.coordination.start()
-        dealt: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
-        taken = [worker.coordination.next_batch(**dealt) for worker in (first, second, second)]
+        of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
+        taken = [worker.coordination.next_batch(**of_epoch) for worker in (first, second, second)]
         assert taken == [0, 1, 2]
-        waiting = threading.Thread(target=lambda: taken.append(first.coordination.next_batch(**dealt)), daemon=True)
+        waiting = threading.Thread(target=lambda: taken.append(first.coordination.next_batch(**of_epoch)), daemon=True)
         waiting.start()
         ahead = Ahead(second, 3)
         assert ahead.has_done(3), "a worker that waits holds nobody back"
         ahead.join()
         second.coordination.trained(0, 1)
-        assert second.coordination.next_batch(**dealt) is None, "all but worker 0 go on"
+        assert second.coordination.next_batch(**of_epoch) is None, "all but worker 0 go on"
         assert len(taken) == 3
         second.vanish()
         waiting.join(20)
         assert taken[3:] == [2]
         for number in (0, 2):
             first.coordination.trained(0, number)
-        assert first.coordination.next_batch(**dealt) is None
+        assert first.coordination.next_batch(**of_epoch) is None
         first.coordination.await_epoch(0)
 
 

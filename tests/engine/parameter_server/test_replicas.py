@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from lightning_multigpu.communication.channel import ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server_connections
-from lightning_multigpu.engine.parameter_server.batch_dealer import BatchDealer
+from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.member import Member
@@ -226,9 +226,7 @@ def asynchronous_results(found: Job, max_staleness: int | None) -> None:
     assert_equal(others, wanted)
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "max_staleness"), [(1, None), (2, 1)], ids=["the dealer of batches", "another"]
-)
+@pytest.mark.parametrize(("num_servers", "max_staleness"), [(1, None), (2, 1)], ids=["the queue of batches", "another"])
 def test_asynchronous_workers_train_on_each_batch_once_whenever_a_server_is_killed(
     num_servers: int, max_staleness: int | None
 ) -> None:
@@ -242,8 +240,8 @@ def test_asynchronous_workers_train_on_each_batch_once_whenever_a_server_is_kill
             assert found.problems[-1] == ""
 
 
-def test_a_worker_and_the_dealer_of_batches_may_end_together() -> None:
-    """The replica deals what the worker had; what it trained on and had not said everywhere may come once more."""
+def test_a_worker_and_the_queue_of_batches_may_end_together() -> None:
+    """The replica hands out the worker's batches again, and maybe a batch that the worker had trained on."""
 
     def work(worker: int) -> list[int]:
         trained: list[int] = []
@@ -466,7 +464,7 @@ def test_the_end_of_a_worker_ends_synchronous_training_also_with_replicas() -> N
         found.workers.run(work)
 
 
-def test_a_replica_deals_once_all_workers_have_come_to_it() -> None:
+def test_a_replica_hands_out_batches_once_all_workers_have_come_to_it() -> None:
     """Worker 1 has a batch, and has yet to say so; worker 0 asks for another one."""
     with job(1, 2, num_replicas=1) as found:
         replica = found.servers[1]
@@ -547,43 +545,43 @@ def test_a_server_and_its_replica_go_on_from_one_snapshot() -> None:
                     _ = remote.imbalance
 
 
-class TestTheDealerOfAReplica:
-    def took(self, dealer: BatchDealer, worker: int, number: int, epoch: int = 0) -> None:
-        dealer.took(worker, epoch, number, first=1, num_batches=9)
+class TestTheQueueOfAReplica:
+    def took(self, queue: BatchQueue, worker: int, number: int, epoch: int = 0) -> None:
+        queue.took(worker, epoch, number, first=1, num_batches=9)
 
-    def left(self, dealer: BatchDealer) -> list[int]:
+    def left(self, queue: BatchQueue) -> list[int]:
         found = []
-        while (number := dealer.next(0, 0, first=1, num_batches=9)) is not None:
+        while (number := queue.next(0, 0, first=1, num_batches=9)) is not None:
             found.append(number)
         return found
 
     def test_batches_that_nobody_took_are_left(self) -> None:
-        dealer = BatchDealer()
-        self.took(dealer, 1, 4)
-        self.took(dealer, 0, 2)
-        assert self.left(dealer) == [1, 3, 5, 6, 7, 8]
-        dealer.trained(0, 0, 2)
-        assert not dealer.is_trained(0)
+        queue = BatchQueue()
+        self.took(queue, 1, 4)
+        self.took(queue, 0, 2)
+        assert self.left(queue) == [1, 3, 5, 6, 7, 8]
+        queue.trained(0, 0, 2)
+        assert not queue.is_trained(0)
 
-    def test_the_batches_of_a_lost_worker_are_dealt_once(self) -> None:
+    def test_the_batches_of_a_lost_worker_are_taken_once(self) -> None:
         for is_known in (False, True):
-            dealer = BatchDealer()
-            self.took(dealer, 1, 1)
-            self.took(dealer, 1, 2)
+            queue = BatchQueue()
+            self.took(queue, 1, 1)
+            self.took(queue, 1, 2)
             if is_known:
-                dealer.lose(1)
-            self.took(dealer, 0, 1)
-            dealer.lose(1)
-            assert self.left(dealer) == [2, 3, 4, 5, 6, 7, 8]
+                queue.lose(1)
+            self.took(queue, 0, 1)
+            queue.lose(1)
+            assert self.left(queue) == [2, 3, 4, 5, 6, 7, 8]
 
     def test_batches_of_a_run_are_counted(self) -> None:
-        dealer = BatchDealer()
-        dealer.limit_to(5)
-        self.took(dealer, 1, 3)
-        assert self.left(dealer) == [1, 2, 4, 5]
-        assert dealer.is_over(0)
+        queue = BatchQueue()
+        queue.limit_to(5)
+        self.took(queue, 1, 3)
+        assert self.left(queue) == [1, 2, 4, 5]
+        assert queue.is_over(0, 0)
 
     @pytest.mark.parametrize("number", [0, 9, 2**30])
     def test_numbers_out_of_range(self, number: int) -> None:
         with pytest.raises(ValueError, match=f"batch {number} of "):
-            BatchDealer().took(0, 0, number, first=1, num_batches=9 if number < 10 else 2**39)
+            BatchQueue().took(0, 0, number, first=1, num_batches=9 if number < 10 else 2**39)

@@ -755,17 +755,17 @@ def test_a_worker_that_comes_after_a_failure_hears_of_it() -> None:
 
 def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
     """It came after the other had heard it, and found a connection that was closed without a word."""
-    greeting = {"kind": "hello", "num_workers": 2, "num_servers": 1}
+    hello = {"kind": "hello", "num_workers": 2, "num_servers": 1}
     with job() as found:
         address = ("127.0.0.1", found.servers[0].port, SECRET)
         with contextlib.closing(connect(*address, timeout_s=5.0)) as first:
-            first.send({**greeting, "worker": 0})
+            first.send({**hello, "worker": 0})
             assert first.receive()[0]["kind"] == "welcome"
             found.servers[0].end("the snapshot is of another model")
             assert first.receive()[0]["text"] == "the snapshot is of another model"
             time.sleep(0.2)
         with contextlib.closing(connect(*address, timeout_s=5.0)) as late:
-            late.send({**greeting, "worker": 1})
+            late.send({**hello, "worker": 1})
             assert late.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
 
 

@@ -15,18 +15,19 @@ _MAX_AHEAD = 65_536  # as many batches as there may be workers
 
 @dataclass(eq=False)
 class _Epoch:
-    """Batches of an epoch.
+    """The ``num_batches`` batches of an epoch.
 
-    ``following`` is the next new batch, ``returned`` has batches of lost workers, which go first, and ``in_hand`` the
+    ``following`` is the next new batch, ``returned`` has batches of lost workers, which go first, and ``assigned`` the
     batches that each worker has and has not trained on.
     """
 
+    num_batches: int
     following: int = 0
     returned: deque[int] = field(default_factory=deque)
-    in_hand: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    assigned: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
-class BatchDealer:
+class BatchQueue:
     """Distributes the batches of all epochs of a run.
 
     Worker 0 gets one batch of each epoch at least, since it validates after its last batch.
@@ -57,11 +58,22 @@ class BatchDealer:
         """Ends the run with an epoch; -1 for no further batch at all."""
         self._last = epoch
 
-    def is_over(self, epoch: int) -> bool:
-        """Whether the run takes no more batches of an epoch, nor of any later one."""
+    def is_over(self, worker: int, epoch: int) -> bool:
+        """Whether the worker gets no more batches of an epoch, nor of any later one."""
         if self._last is not None and epoch > self._last:
             return True
-        return self._left == 0 and not any(dealt.returned for n, dealt in self._epochs.items() if n >= epoch)
+        return self._has_reached_limit(worker) and not any(
+            batches.returned for n, batches in self._epochs.items() if n >= epoch
+        )
+
+    def _has_reached_limit(self, worker: int) -> bool:
+        """Whether no further batch is left, but for the first one of worker 0 in each epoch."""
+        reserved = sum(
+            0 not in batches.assigned and batches.following < batches.num_batches
+            for batches in self._epochs.values()
+            if worker != 0
+        )
+        return self._left is not None and self._left <= reserved
 
     def may_return(self, worker: int, epoch: int) -> bool:
         """Whether other workers have batches that this worker would get if they were lost.
@@ -69,8 +81,8 @@ class BatchDealer:
         The batches are of this worker's epoch, or of a later one if the run takes no further batches.
         """
         return any(
-            any(numbers for other, numbers in dealt.in_hand.items() if other != worker)
-            for number, dealt in self._epochs.items()
+            any(numbers for other, numbers in batches.assigned.items() if other != worker)
+            for number, batches in self._epochs.items()
             if number == epoch or (number > epoch and self._left == 0)
         )
 
@@ -86,17 +98,18 @@ class BatchDealer:
         Raises:
             ValueError: a number is out of range.
         """
-        dealt = None if self.is_over(epoch) else self._opened(worker, epoch, first, num_batches)
-        if dealt is None:
+        batches = None if self.is_over(worker, epoch) else self._opened(worker, epoch, first, num_batches)
+        if batches is None:
             return None
-        if dealt.returned:
-            number = dealt.returned.popleft()
-        elif self._left != 0 and dealt.following < num_batches - (worker != 0 and 0 not in dealt.in_hand):
-            number = dealt.following
-            self._deal_up_to(dealt, number)
+        if batches.returned:
+            number = batches.returned.popleft()
         else:
-            return None
-        dealt.in_hand[worker].add(number)
+            last = num_batches - (worker != 0 and 0 not in batches.assigned)
+            if batches.following >= last or self._has_reached_limit(worker):
+                return None
+            number = batches.following
+            self._assign_up_to(batches, number)
+        batches.assigned[worker].add(number)
         return number
 
     def took(self, worker: int, epoch: int, number: int, *, first: int, num_batches: int) -> None:
@@ -107,19 +120,19 @@ class BatchDealer:
         Raises:
             ValueError: a number is out of range.
         """
-        dealt = self._opened(worker, epoch, first, num_batches)
-        if dealt is None:
+        batches = self._opened(worker, epoch, first, num_batches)
+        if batches is None:
             return
-        if not first <= number < min(num_batches, dealt.following + _MAX_AHEAD):
-            raise ValueError(f"batch {number} of {num_batches} in epoch {epoch}, after {dealt.following}")
-        dealt.returned.extend(range(dealt.following, number))
-        if number >= dealt.following:
-            self._deal_up_to(dealt, number)
-        elif number in dealt.returned:
-            dealt.returned.remove(number)
-        for numbers in dealt.in_hand.values():  # another worker's, which is lost, as this replica does not know yet
+        if not first <= number < min(num_batches, batches.following + _MAX_AHEAD):
+            raise ValueError(f"batch {number} of {num_batches} in epoch {epoch}, after {batches.following}")
+        batches.returned.extend(range(batches.following, number))
+        if number >= batches.following:
+            self._assign_up_to(batches, number)
+        elif number in batches.returned:
+            batches.returned.remove(number)
+        for numbers in batches.assigned.values():  # another worker's, which is lost, as this replica does not know yet
             numbers.discard(number)
-        dealt.in_hand[worker].add(number)
+        batches.assigned[worker].add(number)
 
     def _opened(self, worker: int, epoch: int, first: int, num_batches: int) -> _Epoch | None:
         """The worker's epoch; None if all workers have left it."""
@@ -131,44 +144,44 @@ class BatchDealer:
             return None
         if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
             raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
-        dealt = self._epochs.setdefault(epoch, _Epoch())
-        dealt.following = max(dealt.following, first)
-        return dealt
+        batches = self._epochs.setdefault(epoch, _Epoch(num_batches))
+        batches.following = max(batches.following, first)
+        return batches
 
-    def _deal_up_to(self, dealt: _Epoch, number: int) -> None:
+    def _assign_up_to(self, batches: _Epoch, number: int) -> None:
         if self._left is not None:
-            self._left = max(0, self._left - (number + 1 - dealt.following))
-        dealt.following = number + 1
+            self._left = max(0, self._left - (number + 1 - batches.following))
+        batches.following = number + 1
 
     def _forget_ended(self) -> None:
         """Forgets epochs that worker 0, and all others that have asked for batches, have left."""
         slowest = min(self._epoch_of.values()) if 0 in self._epoch_of else 0
         if slowest > self._first_open:
             self._first_open = slowest
-            self._epochs = {n: e for n, e in self._epochs.items() if n >= slowest or any(e.in_hand.values())}
+            self._epochs = {n: e for n, e in self._epochs.items() if n >= slowest or any(e.assigned.values())}
 
     def trained(self, worker: int, epoch: int, number: int) -> None:
         """Notes that a worker has trained on a batch."""
         if epoch in self._epochs:
-            self._epochs[epoch].in_hand[worker].discard(number)
+            self._epochs[epoch].assigned[worker].discard(number)
 
     def give_back(self, worker: int, epoch: int) -> None:
         """Returns a worker's batches of an epoch, so that other workers get them."""
         if epoch in self._epochs:
-            dealt = self._epochs[epoch]
-            dealt.returned.extend(sorted(dealt.in_hand[worker]))
-            dealt.in_hand[worker].clear()
+            batches = self._epochs[epoch]
+            batches.returned.extend(sorted(batches.assigned[worker]))
+            batches.assigned[worker].clear()
 
     def is_trained(self, epoch: int) -> bool:
         """Whether all batches of the epoch, and of earlier ones, that workers have got are trained on."""
-        return not any(number <= epoch and any(dealt.in_hand.values()) for number, dealt in self._epochs.items())
+        return not any(number <= epoch and any(batches.assigned.values()) for number, batches in self._epochs.items())
 
     def lose(self, worker: int) -> int:
         """Returns the batches of a lost worker, so that other workers get them; their number."""
         self._epoch_of.pop(worker, None)
         number = 0
-        for dealt in self._epochs.values():
-            numbers = sorted(dealt.in_hand.pop(worker, ()))
-            dealt.returned.extend(numbers)
+        for batches in self._epochs.values():
+            numbers = sorted(batches.assigned.pop(worker, ()))
+            batches.returned.extend(numbers)
             number += len(numbers)
         return number
