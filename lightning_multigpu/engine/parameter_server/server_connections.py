@@ -497,10 +497,11 @@ class ServerConnections:
                 tensors = room_for(body, payload_bytes)
                 connection.channel.receive_into([bytes_of(tensor) for tensor in tensors])
                 if kind == "error":
-                    if fields.get("replica_goes_on") is True and self.is_mirrored(number):
-                        self._loses(connection, str(fields.get("text")))
-                    else:
-                        self._fails(f"{connection.name}: {fields.get('text')}")
+                    with self._arrived:  # the server and its replica may both end at once
+                        if fields.get("replica_goes_on") is True and self.is_mirrored(number):
+                            self._loses(connection, str(fields.get("text")))
+                        else:
+                            self._fails(f"{connection.name}: {fields.get('text')}")
                     return
                 with self.arriving():
                     if kind in _CONFIRMED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -440,6 +441,19 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
             found.workers.run(work)
 
 
+def sent_over(connections: ServerConnections) -> Counter[str]:
+    """How many frames of each kind a worker sends from now on."""
+    sent: Counter[str] = Counter()
+    post = connections.post
+
+    def counted(server: int, fields: Any, *of: Any, **more: Any) -> None:
+        sent[fields["kind"]] += 1
+        post(server, fields, *of, **more)
+
+    connections.post = counted  # type: ignore[method-assign]
+    return sent
+
+
 @WAYS
 def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
     in_memory: Collection[int], monkeypatch: pytest.MonkeyPatch
@@ -460,6 +474,7 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
                 parameters = weights()
                 optimizer = optim.SGD(parameters, lr=1.0)
                 remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                sent = sent_over(connections)
                 for parameter, gradient in zip(parameters, gradients(0, worker), strict=True):
                     parameter.grad = gradient
                 if worker == 1:
@@ -473,6 +488,9 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
                 optimizer.step()
                 for parameter, before, gradient in zip(parameters, weights(), wanted, strict=True):
                     assert_equal(parameter.detach(), before.detach() - gradient / 2)
+                parameters[2].data.zero_()  # as a hook may, on every worker
+                optimizer.step()
+                assert sent["replace"] == (len(remote._pieces[parameters[2]]) if worker == 0 else 0)
 
         found.workers.run(work)
 
@@ -490,6 +508,7 @@ def test_weights_and_gradients_of_other_layouts() -> None:
                 weight = nn.Parameter(start.to(memory_format=torch.channels_last))
                 optimizer = optim.SGD([weight], lr=1.0)
                 remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                sent = sent_over(connections)
                 for number in (1, 2):
                     weight.grad = given[worker].to(memory_format=torch.channels_last)
                     if number == 2:
@@ -498,6 +517,7 @@ def test_weights_and_gradients_of_other_layouts() -> None:
                     optimizer.step()
                     assert_equal(weight.detach(), start - number * mean)
                 assert weight.is_contiguous(memory_format=torch.channels_last)
+                assert sent["replace"] == 0, "no hook has changed a weight"
 
         found.workers.run(work)
 
