@@ -181,6 +181,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._unmirrored: set[int] = set()
         self._squares: dict[int, float] = {}
         self._is_pulling = False
+        self._is_replacing = False  # weights are on their way to servers, and the next request must come after them
         self._kinds: dict[Parameter, int] = {}
         self._rows: dict[Parameter, Tensor] = {}
         self._sums: dict[tuple[int, int], list[int]] = {}
@@ -465,6 +466,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             Whether there were any.
         """
         changed = self._changed()
+        self._is_replacing |= bool(changed)
         for part in changed:
             fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
             self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
@@ -602,14 +604,15 @@ class RemoteOptimizer(RedirectedOptimizer):
         start_s = servers.meter.now()
         with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
             message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            self._post_to_all(message, [bytes_of(tensor) for tensor in tensors], is_urgent=is_urgent)
+            payload = [bytes_of(tensor) for tensor in tensors]
+            self._post_to_all(message, payload, is_urgent=is_urgent, is_first=is_urgent and not self._is_replacing)
             is_told_squares = servers.worker == 0 or not servers.consistency.is_synchronous
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and is_told_squares:
                 asked = self._asked()
                 servers.wait_until(lambda: self._squares.keys() >= {*asked})
                 squares = sum(self._squares[server] for server in asked)
                 for server in asked:
-                    servers.post(server, {"kind": "norm", "optimizer": self._number, "squares": squares})
+                    servers.post(server, {"kind": "norm", "optimizer": self._number, "squares": squares}, is_first=True)
             self._await_parts()
         servers.meter.waited(start_s, servers.meter.now())
         self._squares.clear()
@@ -618,7 +621,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             bucket.ready.clear()
         self._round += 1
 
-    def _post_to_all(self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True) -> None:
+    def _post_to_all(
+        self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True, is_first: bool = False
+    ) -> None:
         """Asks all servers for their parts; replicas say that they have mirrored it.
 
         A replica that takes over gets the question and then the list of missing buckets, or, if it has taken over
@@ -629,7 +634,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             self._waits_for = self._asked()
             self._unmirrored = {server for server in self._waits_for if servers.is_mirrored(server)}
             for server in self._waits_for:
-                servers.post(server, message, payload, is_urgent=is_urgent)
+                servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
 
     def _await_parts(self) -> None:
         """Waits until all parts are there, and replicas have done what their servers have."""
@@ -638,6 +643,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             lambda: not self._targets and not any(servers.has_replica(server) for server in self._unmirrored)
         )
         self._waits_for = []
+        self._is_replacing = False
 
     def lacks(self, server: int) -> Fields | None:
         """What this worker waits for from a server: buckets of its round. None if it has not asked the server."""

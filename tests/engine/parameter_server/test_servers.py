@@ -789,6 +789,71 @@ def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
             assert late.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
 
 
+def test_steps_overtake_gradients_on_a_connection_of_their_own_unless_the_order_counts() -> None:
+    with job(in_memory=()) as found:
+        handled: list[tuple[str, bool]] = []
+        handle = found.servers[0]._handle
+
+        def noted(member: Any, channel: Channel, fields: Any, payload_bytes: int) -> bool:
+            if member.worker == 0 and fields["kind"] in ("push", "replace", "step"):
+                handled.append((fields["kind"], channel is member.requests))
+            return handle(member, channel, fields, payload_bytes)
+
+        found.servers[0]._handle = noted  # type: ignore[method-assign]
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                weight = nn.Parameter(torch.ones(3))
+                optimizer = optim.SGD([weight], lr=1.0)
+                remote = RemoteOptimizer(optimizer, connections)
+                weight.grad = torch.ones(3)
+                optimizer.step()
+                weight.data.fill_(5.0)  # as a hook may
+                optimizer.step()
+                assert weight.tolist() == [4.0] * 3
+                optimizer.step()
+                assert weight.tolist() == [3.0] * 3
+                remote.pushes_early, weight.grad = True, None
+                weight.sum().backward()
+                assert weight.grad is not None
+                weight.grad.mul_(2)  # after it was pushed
+                optimizer.step()
+                assert weight.tolist() == [1.0] * 3
+
+        found.workers.run(work)
+    assert {kind for kind, is_request in handled if is_request} == {"step"}
+    assert [is_request for kind, is_request in handled if kind == "step"] == [True, False, True, False]
+    assert found.problems == [""]
+
+
+def test_a_worker_whose_connection_for_requests_ends_is_gone() -> None:
+    with job(in_memory=()) as found:
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                weight = nn.Parameter(torch.ones(3))
+                weight.grad = torch.ones(3)
+                optimizer = optim.SGD([weight], lr=1.0)
+                RemoteOptimizer(optimizer, connections)
+                if worker == 1:
+                    requests = connections._connections[0].requests
+                    assert requests is not None
+                    requests.shut_down()
+                optimizer.step()
+
+        with pytest.raises(ServerError, match="worker 1 is gone: the other end has closed the connection"):
+            found.workers.run(work)
+
+
+def test_requests_of_a_worker_that_is_not_there_are_refused() -> None:
+    with job(num_workers=1) as found:
+        for worker in (1, "0", None):
+            with contextlib.closing(connect("127.0.0.1", found.servers[0].port, SECRET, timeout_s=5.0)) as channel:
+                channel.send({"requests_of": worker})
+                assert channel.receive()[0]["text"] == f"there is no worker {worker}"
+        found.servers[0].end("")
+
+
 def test_a_worker_that_is_gone_ends_the_job() -> None:
     with job(num_workers=1) as found:
         channel = connect("127.0.0.1", found.servers[0].port, SECRET, timeout_s=5.0)
