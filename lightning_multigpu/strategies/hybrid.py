@@ -238,11 +238,10 @@ class HybridStrategy(StagedStrategy):
 
     @override
     def _data_reducer(self) -> GradientReducer:
-        assert self.lightning_module is not None
         assert self.groups is not None
         assert self._data is not None
         reducer, _ = self._transport.open(
-            self.lightning_module,
+            self._module,
             self.groups,
             self.meter,
             self._data,

@@ -51,7 +51,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     def __init__(self, *, process_group_backend: str | None, timeout: timedelta, **options: Any) -> None:
         super().__init__(**options)
         self.groups: ProcessGroups | None = None
-        self._num_nodes = 1
+        self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout
         self._world: MeteredGroup | None = None
@@ -72,14 +72,6 @@ class MeshStrategy(ParallelStrategy, ABC):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -32,8 +32,8 @@ from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
-from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
 
 _NCCL_ALGORITHM = "NCCL_ALGO"
 
@@ -215,12 +215,11 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        assert self.lightning_module is not None
         assert self.groups is not None
         self._bookkeeping = self.groups.mesh.get_group("data")  # used by the main thread, as the world's group is
         self._buffers = self.metered(self._bookkeeping, "data")
         self._reducer, bucket_cap_mb = self._transport.open(
-            self.lightning_module,
+            self._module,
             self.groups,
             self.meter,
             self._buffers,
@@ -237,8 +236,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
 
     def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> DistributedDataParallel:
         assert self._reducer is not None
-        assert self.lightning_module is not None
-        self._trained = TrainedParameters(self.lightning_module)
+        self._trained = TrainedParameters(self._module)
         self._pl_static_graph_delay_done = False
         wrapped = DistributedDataParallel(
             model,
@@ -248,7 +246,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             **self._ddp_options,
             **options,
         )
-        self._reducer.attach(wrapped, pieces_of(self.lightning_module))
+        self._reducer.attach(wrapped, pieces_of(self._module))
         return wrapped
 
     @override
@@ -302,20 +300,19 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         assert self._reducer is not None
         assert self._trained is not None
         assert self._buffers is not None
-        assert self.lightning_module is not None
         assert self.model is not None
         self._compare_changes(self._trained.differences(), "do not train the same parameters")
-        check_belong(self.lightning_module, self.optimizers)
+        check_belong(self._module, self.optimizers)
         self._buffers.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._buffers.first_rank)
         model: Module = self.model
         if isinstance(model, DistributedDataParallel):
             model = model.module
             del self.model.reducer, self.model.logger  # with them go its buckets
             self._reducer.detach()
-        is_trained = any(parameter.requires_grad for parameter in self.lightning_module.parameters())
+        is_trained = any(parameter.requires_grad for parameter in self._module.parameters())
         if is_trained:
             bucket_cap_mb = self._transport.bucket_cap_mb_of(
-                self.lightning_module,
+                self._module,
                 self._reducer,
                 self.root_device,
                 rank_zero_info,
@@ -323,7 +320,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             )
             self.model = self._wrap(model, bucket_cap_mb, init_sync=False)
         else:
-            self.model, self._trained = model, TrainedParameters(self.lightning_module)
+            self.model, self._trained = model, TrainedParameters(self._module)
 
     def _check_averaged(self, is_complete: bool) -> None:
         """Checks that this step averages every gradient; averages those of parameters unfrozen within it."""
@@ -370,8 +367,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         return self._model_averager is not None or (self._averager is not None and self._averager.steps_alone > 0)
 
     def _check_gradients(self, batch: Any, *others: Any) -> None:
-        module, plugin, scale = self.lightning_module, self.precision_plugin, self._loss_scaler_scale()
-        assert module is not None
+        module, plugin, scale = self._module, self.precision_plugin, self._loss_scaler_scale()
         assert self._world is not None
         if not module.automatic_optimization:
             rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
@@ -426,8 +422,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._compressed is not None and "optimizer_states" in checkpoint and not self.failure_watch.failed:
-            assert self.lightning_module is not None
-            shapes = {name: tuple(parameter.shape) for name, parameter in self.lightning_module.named_parameters()}
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
             checkpoint[CHECKPOINT_KEY] = {"compression": self._compressed.state_dict(shapes)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -461,16 +456,14 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     def _average_model(self) -> None:
         if self._averager is None or self.failure_watch.failed:
             return  # a failed run saves this rank's own weights
-        assert self.lightning_module is not None
-        if self._averager.average(self.lightning_module.parameters(), self.optimizers):
+        if self._averager.average(self._module.parameters(), self.optimizers):
             self._synchronise_buffers()
 
     def _synchronise_buffers(self) -> None:
         if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
             return
-        assert self.lightning_module is not None
-        ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
-        buffers = [buffer for name, buffer in self.lightning_module.named_buffers() if name not in ignored]
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        buffers = [buffer for name, buffer in self._module.named_buffers() if name not in ignored]
         self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
 
     @override

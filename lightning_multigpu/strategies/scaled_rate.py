@@ -15,7 +15,7 @@ from lightning_multigpu.engine.data_parallel.adascale import AdaScale
 from lightning_multigpu.engine.data_parallel.agreement import Share
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
+from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -114,8 +114,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
             return
         self._scaled_rate.end_backward()
         if not accumulates:
-            assert self.lightning_module is not None
-            accumulate = self.lightning_module.trainer.accumulate_grad_batches
+            accumulate = self._module.trainer.accumulate_grad_batches
             self._scaled_rate.measure(accumulate=accumulate, loss_scale=self._loss_scaler_scale())
 
     def _loss_scaler_scale(self) -> float:
@@ -127,11 +126,10 @@ class ScaledRateStrategy(MultiGPUStrategy):
         super().on_optimizer_step_end()
         if self._scaled_rate is None:
             return
-        assert self.lightning_module is not None
         self.scale_invariant_steps = self._scaled_rate.steps
-        if not self.lightning_module.trainer.barebones:
-            self.lightning_module.log("adascale/gain", self._scaled_rate.gain, batch_size=1)
-            self.lightning_module.log("adascale/steps", self._scaled_rate.steps, batch_size=1)
+        if not self._module.trainer.barebones:
+            self._module.log("adascale/gain", self._scaled_rate.gain, batch_size=1)
+            self._module.log("adascale/steps", self._scaled_rate.steps, batch_size=1)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

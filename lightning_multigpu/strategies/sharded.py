@@ -184,13 +184,12 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        assert self.lightning_module is not None
         assert self.groups is not None
         self._group = self.metered(self.groups.mesh.get_group("data"), "shards")
         self._buffers = self.metered(self._group.group, "data")
         if self._layer_sync is not None:
             model = self._layer_sync.apply(model)
-        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        values = [*self._module.parameters(), *self._module.buffers()]
         self._buffers.broadcast_tensors([value.detach() for value in values], src=self._buffers.first_rank)
         return model
 
@@ -242,8 +241,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 
         assert self._group is not None
-        assert self.lightning_module is not None
-        module = self.lightning_module
+        module = self._module
         if self._gradients is not None:
             self._gradients.close()
         self._trained = TrainedParameters(module)
@@ -303,9 +301,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         """Wraps the module again after hooks have frozen, unfrozen or added parameters; a collective."""
         assert self._group is not None
         assert self._trained is not None
-        assert self.lightning_module is not None
         self._compare_changes(self._trained.differences(), "do not train the same parameters")
-        check_belong(self.lightning_module, self.optimizers)
+        check_belong(self._module, self.optimizers)
         self._group.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._group.first_rank)
         for sharded in self._sharded.values():
             sharded.refresh()
@@ -313,13 +310,12 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         if self._buffers_due:
             self._synchronise_buffers()
         if self._gradients is None:
             return super().training_step(*args, **kwargs)
         self._buffers_due = not self._gradients.accumulates
-        module = self.lightning_module
+        module = self._module
         with self.recomputing(), self.precision_plugin.train_step_context():
             return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
 
@@ -414,8 +410,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     def _synchronise_buffers(self) -> None:
         if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
             return
-        assert self.lightning_module is not None
-        self._buffers.broadcast_tensors([*self.lightning_module.buffers()], src=self._buffers.first_rank)
+        self._buffers.broadcast_tensors([*self._module.buffers()], src=self._buffers.first_rank)
 
     # Checkpoints
 

@@ -179,10 +179,9 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        assert self.lightning_module is not None
         assert self.groups is not None
         data_group = self.groups.mesh.get_group("data")
-        for metric in self.lightning_module.modules():
+        for metric in self._module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 # Ranks of a tensor group have the same batches.
                 metric.dist_sync_fn = lambda tensor, group=None: gather_all_tensors(tensor, data_group)
@@ -191,9 +190,8 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def model_to_device(self) -> None:
         super().model_to_device()
-        assert self.lightning_module is not None
         assert self._world is not None
-        module = self.lightning_module
+        module = self._module
         self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
@@ -262,8 +260,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     def _decide(self, *args: Any) -> None:
         """Splits the module, on the first training batch; a collective of the world."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self._layers is not None
         batch, *others = args
 
@@ -338,8 +335,7 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         assert self._peers is not None
-        assert self.lightning_module is not None
-        whole = [(name, p) for name, p in self.lightning_module.named_parameters() if split_of(p) is None]
+        whole = [(name, p) for name, p in self._module.named_parameters() if split_of(p) is None]
         return [*super()._held_in_common(), (self._peers, whole)]
 
     # Evaluation
@@ -388,10 +384,9 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        assert self.lightning_module is not None
         if self.global_rank % self.tensor_parallel_size == 0:
             return
-        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         for writer in callbacks:  # each prediction is written once
             if isinstance(writer, BasePredictionWriter):
                 for method in ("write_on_batch_end", "write_on_epoch_end"):

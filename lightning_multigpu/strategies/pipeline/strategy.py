@@ -145,10 +145,9 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
-            pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
+            pipeline_checks.check_loggers(trainer.loggers, self._module)
         super().setup(trainer)
 
     @override
@@ -159,10 +158,9 @@ class StagedStrategy(StreamedSaves):
     @override
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
-        assert self.lightning_module is not None
         assert self._world is not None
         assert self._data is not None
-        module = self.lightning_module
+        module = self._module
         chain, bounds = self._split(module)
         group = self.new_group("pipeline", descending=True)
         self._split_model = model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
@@ -289,20 +287,19 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
         assert self._outputs is not None
         assert self._agreement is not None
         assert self._step_args is not None
         self._gradients_shown.close()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
-        multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
+        multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
         (batch, *others), self._step_args = self._step_args, None
         accumulating = self._accumulating
         outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
-            multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
+            multiplier = self.precision_plugin.post_backward(multiplier, self._module)
         self.post_backward(multiplier)
         if not (accumulating or self._in_optimizer_step):
             # The module's optimizer_step has called the closure itself, and may clip before the step.
@@ -366,9 +363,8 @@ class StagedStrategy(StreamedSaves):
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        assert self.lightning_module is not None
         assert self._split_model is not None
-        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         if not self._split_model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
             for writer in writers:
