@@ -384,6 +384,11 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             self._check_replicas()
         self.signals.training_ends(self.gather_objects)
 
+    def _loss_scaler_scale(self) -> float:
+        """The factor of losses and gradients under 16-mixed, else 1."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step; for subclasses."""
 

@@ -103,6 +103,12 @@ class MeshStrategy(ParallelStrategy, ABC):
         return self.global_rank % self.tensor_parallel_size
 
     @property
+    def _data_group(self) -> dist.ProcessGroup:
+        """The ranks that differ in the data axis only; the main thread uses it, as it does the world's."""
+        assert self._data is not None
+        return self._data.group
+
+    @property
     def _model_parallel_size(self) -> int:
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
@@ -193,9 +199,10 @@ class MeshStrategy(ParallelStrategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
 
-        With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all ranks' results.
+        The world means the data axis too: ``LightningModule.all_gather`` passes it by default. With ``sync_grads`` the
+        gradient of a rank's tensor is the sum of the gradients of all ranks' results.
         """
-        metered = self._metered_group(group)
+        metered = self._metered_group(None if group is dist.group.WORLD else group)
         return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override

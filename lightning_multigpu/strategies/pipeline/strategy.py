@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, plain_optimizer, set_rng_states
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
@@ -35,6 +33,12 @@ from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipel
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.same_batches import (
+    builds_layers_later,
+    gather_metrics_by,
+    share_random_states,
+    write_no_predictions,
+)
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
@@ -110,7 +114,7 @@ class StagedStrategy(StreamedSaves):
             if module is None or not is_overridden("configure_model", module):
                 yield
                 return
-            self._share_random_states()
+            share_random_states(self.root_device, self.broadcast)
             size = self.pipeline_parallel_size
             position = size - 1 - self.global_rank // self.tensor_parallel_size % size
             precision, device = self.precision_plugin, self.root_device
@@ -125,18 +129,8 @@ class StagedStrategy(StreamedSaves):
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(module)
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+        if not builds_layers_later(module):
             self._split(module)
-
-    def _share_random_states(self) -> None:
-        """Gives every rank rank 0's random states: torch's, Python's, NumPy's, and its GPU's."""
-        device = self.root_device
-        on_gpu = device.type == "cuda"
-        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
-        states, gpu_state = self.broadcast(mine)
-        set_rng_states(states)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state, device)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
         size = self.pipeline_parallel_size
@@ -167,8 +161,7 @@ class StagedStrategy(StreamedSaves):
         model.share(self._world, self._data)
         data_axis = None
         if self.data_parallel_size > 1:
-            assert self.groups is not None
-            bookkeeping = self.metered(self.groups.mesh.get_group("data"), "control")
+            bookkeeping = self.metered(self._data_group, "control")
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
@@ -193,10 +186,7 @@ class StagedStrategy(StreamedSaves):
         self._undo.callback(ModelsInStages(module).end)
         self._outputs.add_first()
         self._undo.callback(self._outputs.leave)
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-                metric.dist_sync_fn = self._gather_metric
-                self._undo.callback(setattr, metric, "dist_sync_fn", None)
+        gather_metrics_by(self._gather_metric, module, self._undo)
 
     def _data_reducer(self) -> GradientReducer:
         """The reducer of gradients over the same stages of all pipelines; a collective of the world."""
@@ -364,13 +354,8 @@ class StagedStrategy(StreamedSaves):
     def on_predict_start(self) -> None:
         super().on_predict_start()
         assert self._split_model is not None
-        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         if not self._split_model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
-            for writer in writers:
-                for method in ("write_on_batch_end", "write_on_epoch_end"):
-                    setattr(writer, method, _write_nothing)
-                    self._undo.callback(delattr, writer, method)
+            write_no_predictions(self._module.trainer, self._undo)
 
     # Collectives
 
@@ -386,14 +371,6 @@ class StagedStrategy(StreamedSaves):
         return super()._metered_group(group)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
-
-        The world's group means the data axis too: ``LightningModule.all_gather`` passes it by default.
-        """
-        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
-
-    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
         if self._in_step:
@@ -401,7 +378,7 @@ class StagedStrategy(StreamedSaves):
             src = src // size * size + self.global_rank % size
         return super().broadcast(obj, src)
 
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+    def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
         """The states of a metric on the last stages, which have its samples; within a step only these call it."""
         assert self._split_model is not None
         # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
@@ -551,7 +528,3 @@ class PipelineStrategy(StagedStrategy):
             gather_at_end=gather_at_end,
         )
         super().__init__(pipeline_options, **options)
-
-
-def _write_nothing(*args: Any) -> None:
-    """Replaces the methods of a prediction writer on stages other than the last."""
