@@ -126,16 +126,10 @@ class Hosts:
         return values
 
     def _seat(self, local_rank: int, job: str, main_port: int) -> Seat:
-        placement = self.placement
         return Seat(
-            rank=placement.rank(local_rank),
+            placement=self.placement,
             local_rank=local_rank,
-            node_rank=placement.node_rank,
-            world_size=placement.world_size,
-            devices=placement.devices,
-            num_nodes=placement.num_nodes,
             threads=self._threads,
-            address=placement.main_address,
             store_port=self._port,
             job=job,
             main_port=main_port,
