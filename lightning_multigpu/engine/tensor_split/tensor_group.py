@@ -154,6 +154,11 @@ class TensorGroup:
             self._sum(tensor)
         return tensor
 
+    def any(self, is_so: bool, device: torch.device) -> bool:
+        """Whether any rank passes True; a collective."""
+        votes = torch.tensor([float(is_so)], device=device)
+        return bool(self.all_reduce(votes, "agreement") > 0)
+
     def begin_all_reduce(self, tensor: Tensor, name: str) -> Pending:
         """:meth:`all_reduce` beside what this rank computes until ``finish()``; no other collective may begin before.
 

@@ -156,11 +156,6 @@ class TensorAxis:
         """Outputs of a step with gathered logits."""
         return tree_map_only(SplitLogits, torch.clone, outputs) if self.is_split else outputs
 
-    def any(self, is_so: bool) -> bool:
-        """Whether any rank of the group passes True; a collective of the group."""
-        votes = torch.tensor([float(is_so)], device=self._model.group.device)
-        return bool(self.group.all_reduce(votes, "agreement") > 0)
-
     def gather(self, value: Any) -> list[Any]:
         """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""
         return [each for line in self.peers.gather_objects(self._model.stages.gather_objects(value)) for each in line]
