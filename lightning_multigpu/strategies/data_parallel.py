@@ -336,7 +336,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
         StepLogs(self._module).replay(combined(here, sizes, losses, loss_weights), hook)
 
-    def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[None]:
+    def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[object]:
         """Meters the transfer within the block, which sends ``copies`` times its bytes between the devices."""
         sent = round(size_bytes * copies)
         on_gpus = self.root_device.type == "cuda"

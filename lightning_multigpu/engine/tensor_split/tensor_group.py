@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
@@ -45,13 +46,13 @@ class _Done:
 class _OnStream(_Done):
     """A collective of NCCL, which runs beside the device's compute stream."""
 
-    def __init__(self, tensor: Tensor, work: Any, transfer: Any) -> None:
+    def __init__(self, tensor: Tensor, work: Any, transfer: Transfer) -> None:
         super().__init__(tensor)
         self._work, self._transfer = work, transfer
 
     def finish(self) -> Tensor:
-        self._work.wait()
-        self._transfer.finish()
+        with self._transfer:
+            self._work.wait()
         return self.tensor
 
 
@@ -150,7 +151,7 @@ class TensorGroup:
         """
         if self.size == 1 or self._is_silent(tensor):
             return tensor
-        with self._metered("all_reduce", tensor.nbytes, name):
+        with self._begin("all_reduce", tensor.nbytes, name, blocking=True):
             self._sum(tensor)
         return tensor
 
@@ -199,7 +200,7 @@ class TensorGroup:
         if self._is_silent(tensor):
             whole[start:stop] = own
             return whole.movedim(0, dim)
-        with self._metered("all_gather", whole.nbytes, name):
+        with self._begin("all_gather", whole.nbytes, name, blocking=True):
             if self._shared is not None:
                 whole[start:stop] = own
                 self._shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
@@ -223,7 +224,7 @@ class TensorGroup:
         start, stop = bounds[self.rank]
         if self._is_silent(tensor):
             return whole[start:stop].movedim(0, dim).contiguous()
-        with self._metered("reduce_scatter", whole.nbytes, name):
+        with self._begin("reduce_scatter", whole.nbytes, name, blocking=True):
             if self._shared is not None:
                 self._shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
             elif self._is_nccl and len({b - a for a, b in bounds}) == 1:
@@ -270,30 +271,24 @@ class TensorGroup:
     def _reduce_beside(self) -> None:
         while (item := self._work.get()) is not None:
             pending, name = item
-            transfer = self._begin("all_reduce", pending.tensor.nbytes, name)
             try:
-                self._sum(pending.tensor)
-                transfer.finish()
+                with self._begin("all_reduce", pending.tensor.nbytes, name):
+                    self._sum(pending.tensor)
             except BaseException as error:
-                transfer.broke()
                 pending.error = error
             pending.over.set()
 
-    def _described(self, operation: str, size_bytes: int, name: str) -> dict[str, Any]:
+    def _begin(self, operation: str, size_bytes: int, name: str, *, blocking: bool = False) -> Transfer:
         if self.observer is not None:
             self.observer(operation, name, size_bytes)
-        return {
-            "group": f"tensor {name}".rstrip(),
-            "group_size": self.size,
-            "size_bytes": size_bytes,
-            "memory_bytes": size_bytes if self._shared is not None else 0,
-            "sent_bytes": size_bytes if self._shared is not None else None,
-            "ranks": self._ranks,
-            "on_stream": self._is_nccl,
-        }
-
-    def _begin(self, operation: str, size_bytes: int, name: str) -> Any:
-        return self._meter.begin(operation, **self._described(operation, size_bytes, name))
-
-    def _metered(self, operation: str, size_bytes: int, name: str) -> Any:
-        return self._meter.blocking(operation, **self._described(operation, size_bytes, name))
+        return self._meter.begin(
+            operation,
+            group=f"tensor {name}".rstrip(),
+            group_size=self.size,
+            size_bytes=size_bytes,
+            memory_bytes=size_bytes if self._shared is not None else 0,
+            sent_bytes=size_bytes if self._shared is not None else None,
+            blocking=blocking,
+            ranks=self._ranks,
+            on_stream=self._is_nccl,
+        )
