@@ -6,12 +6,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.hierarchy import Done, Pending
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
@@ -28,39 +29,24 @@ Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
 
 
-class Pending(Protocol):
-    """A tensor that is being reduced."""
-
-    def finish(self) -> Tensor:
-        """Waits for the other ranks and returns the sum."""
-
-
-class _Done:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def finish(self) -> Tensor:
-        return self.tensor
-
-
-class _OnStream(_Done):
+class _OnStream(NamedTuple):
     """A collective of NCCL, which runs beside the device's compute stream."""
 
-    def __init__(self, tensor: Tensor, work: Any, transfer: Transfer) -> None:
-        super().__init__(tensor)
-        self._work, self._transfer = work, transfer
+    tensor: Tensor
+    work: Any
+    transfer: Transfer
 
     def finish(self) -> Tensor:
-        with self._transfer:
-            self._work.wait()
+        with self.transfer:
+            self.work.wait()
         return self.tensor
 
 
-class _Beside(_Done):
+class _Beside:
     """A reduction on the group's thread."""
 
     def __init__(self, tensor: Tensor, meter: Meter) -> None:
-        super().__init__(tensor)
+        self.tensor = tensor
         self._meter = meter
         self.over = threading.Event()
         self.error: BaseException | None = None
@@ -166,12 +152,12 @@ class TensorGroup:
         It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
         """
         if self.size == 1 or self._is_silent(tensor):
-            return _Done(tensor)
+            return Done(tensor)
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor.nbytes, name)
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
         if tensor.nbytes < _BESIDE_FROM_BYTES:
-            return _Done(self.all_reduce(tensor, name))
+            return Done(self.all_reduce(tensor, name))
         pending = _Beside(tensor, self._meter)
         if self._thread is None:
             self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
