@@ -17,7 +17,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -69,9 +68,7 @@ class Hosts:
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._jobs:
             self._jobs.pop().kill()
         with contextlib.suppress(Exception):
