@@ -33,7 +33,7 @@ from lightning_multigpu.engine.micro_batches import (
     weights_of,
 )
 from lightning_multigpu.engine.one_process.continued_loader import ContinuedLoader
-from lightning_multigpu.engine.one_process.gathering import gathered
+from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
@@ -333,7 +333,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         loss_weights: Sequence[float],
     ) -> None:
         """Logs the replicas' logs on the module, each name once."""
-        here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
+        here = [[replace(each, value=on_device(each.value, self.root_device)) for each in part] for part in records]
         StepLogs(self._module).replay(combined(here, sizes, losses, loss_weights), hook)
 
     def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[object]:
@@ -426,7 +426,3 @@ def _without_loss(outputs: Sequence[Any], losses: Sequence[Any]) -> Any:
             "where a part of a batch is to be left out"
         )
     return outputs[0]  # None skips the batch; Lightning refuses anything else
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -97,7 +97,9 @@ class WholeReads(TorchFunctionMode):
         if is_attribute := name == "__get__":
             name = func.__self__.__name__
         if name in _SIZES:
-            return func(self._whole_size(*found[0]), *args[1:], **kwargs)
+            part, split = found[0]
+            whole = torch.empty(split.whole_shape(part), dtype=part.dtype, device="meta")
+            return func(whole, *args[1:], **kwargs)
         return self._of_values(func, name, is_attribute, found, args, kwargs)
 
     def _of_values(self, func: Any, name: str, is_attribute: bool, found: list[_Part], args: Any, kwargs: Any) -> Any:
@@ -138,9 +140,6 @@ class WholeReads(TorchFunctionMode):
 
     def _split_of(self, tensor: Tensor) -> ParameterSplit | None:
         return split_of(tensor) or self._parts.get(tensor)
-
-    def _whole_size(self, part: Tensor, split: ParameterSplit) -> Tensor:
-        return torch.empty(split.whole_shape(part), dtype=part.dtype, device="meta")
 
     def _whole(self, part: Tensor, split: ParameterSplit, name: str) -> Tensor:
         if isinstance(part, Placeholder):
