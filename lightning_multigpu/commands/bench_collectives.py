@@ -53,10 +53,10 @@ import psutil
 from lightning_multigpu.bench.collectives import implementations as table_of_implementations
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
-from lightning_multigpu.bench.collectives.plot import check_plot, draw
+from lightning_multigpu.bench.collectives.plot import draw
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
+from lightning_multigpu.commands.bench_options import add_common_options, check_outputs, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
@@ -171,10 +171,7 @@ def _check(options: argparse.Namespace, place: Placement) -> None:
         raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
     if options.support and options.plot is not None:
         raise UsageError("--plot draws times, and --support takes none; leave one of them out")
-    check_directory("json", options.json)
-    check_directory("plot", options.plot)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_outputs(options)
     if options.device == "cuda":
         import torch
 

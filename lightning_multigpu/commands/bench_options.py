@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_multigpu.bench.collectives.plot import check_plot
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
-from lightning_multigpu.commands.option_parser import OptionParser, number
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import UsageError
 
 if TYPE_CHECKING:
@@ -46,10 +47,16 @@ def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) ->
     add("--json", type=Path, metavar="PATH", help="write the results there too")
 
 
-def check_directory(option: str, path: Path | None) -> None:
-    """Raises UsageError where the directory of a file to be written does not exist."""
-    if path is not None and not path.parent.is_dir():
-        raise UsageError(f"--{option}={path}: there is no directory {path.parent}; make it first")
+def check_outputs(options: argparse.Namespace) -> None:
+    """Checks that the files of ``--json`` and ``--plot`` can be written.
+
+    Raises:
+        UsageError: a directory does not exist.
+        ValueError: no picture can be drawn into that file.
+    """
+    check_directories(options, "json", "plot")
+    if options.plot is not None:
+        check_plot(options.plot)
 
 
 @contextmanager

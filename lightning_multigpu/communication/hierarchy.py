@@ -55,7 +55,9 @@ class Pending(Protocol):
         """Waits for the others; returns the tensor, reduced."""
 
 
-class _Done(NamedTuple):
+class Done(NamedTuple):
+    """A tensor that is reduced."""
+
     tensor: Tensor
 
     def finish(self) -> Tensor:
@@ -155,7 +157,7 @@ class HierarchicalAllReduce:
             return self.between.begin(tensor, average=average)
         # Within a host all ranks take each step together, so nothing can begin early.
         self(tensor, pieces, average=average)
-        return _Done(tensor)
+        return Done(tensor)
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.

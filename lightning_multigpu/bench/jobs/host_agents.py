@@ -17,7 +17,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -69,9 +68,7 @@ class HostAgents:
     def __enter__(self) -> HostAgents:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._jobs:
             self._jobs.pop().kill()
         with contextlib.suppress(Exception):
@@ -126,16 +123,10 @@ class HostAgents:
         return values
 
     def _seat(self, local_rank: int, job: str, main_port: int) -> Seat:
-        placement = self.placement
         return Seat(
-            rank=placement.rank(local_rank),
+            placement=self.placement,
             local_rank=local_rank,
-            node_rank=placement.node_rank,
-            world_size=placement.world_size,
-            devices=placement.devices,
-            num_nodes=placement.num_nodes,
             threads=self._threads,
-            address=placement.main_address,
             store_port=self._port,
             job=job,
             main_port=main_port,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.communication.interface import interface_towards
 
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
@@ -34,30 +35,27 @@ class Seat:
     """The place of a rank.
 
     Args:
-        rank, local_rank, node_rank: of this process.
-        world_size: ranks of the job.
-        devices: ranks a host.
-        num_nodes: hosts.
+        placement: the ranks of the job.
+        local_rank: of this process.
         threads: intra-op threads.
-        address: of the first host.
         store_port: where torch's store for the bench is.
         job: names what this job keeps in the store.
         main_port: a port of the first host that the job may take, ``MASTER_PORT``.
         verbose: what ranks print goes to standard error, and nowhere otherwise.
     """
 
-    rank: int
+    placement: Placement
     local_rank: int
-    node_rank: int
-    world_size: int
-    devices: int
-    num_nodes: int
     threads: int
-    address: str
     store_port: int
     job: str
     main_port: int
     verbose: bool
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among all ranks of the job."""
+        return self.placement.rank(self.local_rank)
 
 
 class Requests:
@@ -240,7 +238,7 @@ def _set_environment(seat: Seat) -> None:
         if name in _RANKS or name.startswith(_LAUNCHERS):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(seat.threads)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.address, str(seat.main_port)
-    interface = interface_towards(seat.address)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.placement.main_address, str(seat.main_port)
+    interface = interface_towards(seat.placement.main_address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
-
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
+from lightning_multigpu.bench.strategies.models import Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, Taken, Turn, serve
 from lightning_multigpu.report.statistics import quantile
 
@@ -34,10 +33,7 @@ class StrategyPlan:
 
     Args:
         contenders: the strategies; "no communication" is added.
-        model: makes the LightningModule.
-        data: makes its LightningDataModule; None where the model brings its data.
-        precision: of the Trainer; None for its default.
-        batch_size: of each rank.
+        subject: the model, its data and its precision.
         device_type: "cpu" or "cuda".
         repetitions: turns of each strategy.
         steps: timed steps of a turn.
@@ -46,15 +42,12 @@ class StrategyPlan:
     """
 
     contenders: Sequence[Contender]
-    model: Callable[[], LightningModule]
-    batch_size: int
+    subject: Subject
     device_type: str
     repetitions: int
     steps: int
     warm_up: int
     timeout_s: float
-    data: Callable[[], LightningDataModule] | None = None
-    precision: Any = None
 
     @property
     def num_turns(self) -> int:
@@ -131,15 +124,7 @@ class _Runner:
     def start(self) -> None:
         """Starts the ranks and has them train a turn that does not count."""
         plan = self.plan
-        settings = StrategySettings(
-            self.contender,
-            plan.model,
-            plan.batch_size,
-            plan.device_type,
-            plan.num_steps,
-            data=plan.data,
-            precision=plan.precision,
-        )
+        settings = StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps)
         self._job = self.hosts.start("strategy", serve, settings, one_process=self.contender.is_one_process)
         self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
 
@@ -172,7 +157,7 @@ class _Runner:
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
             parameters=self._parameters,
-            samples_per_s=self.plan.batch_size * self._devices_per_rank * steps_per_s or None,
+            samples_per_s=self.plan.subject.batch_size * self._devices_per_rank * steps_per_s or None,
         )
 
     def _meter_figures(self) -> dict[str, float] | None:

@@ -39,7 +39,8 @@ class Wait:
 class Transfer(Wait):
     """One transfer under way; the thread that sees its end calls :meth:`finish`, or :meth:`broke` at an error.
 
-    On a CUDA stream the host does not wait for the end of a transfer: :meth:`report` checks for it.
+    As a context manager it ends with the block. On a CUDA stream the host does not wait for the end of a transfer:
+    :meth:`report` checks for it.
     """
 
     operation: str
@@ -51,6 +52,15 @@ class Transfer(Wait):
     memory_bytes: int = 0
     note: CollectiveNote | None = field(default=None, repr=False)
     is_reached: bool = False
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.broke()
 
     def finish(self) -> None:
         self.end = self.clock.mark()

@@ -58,6 +58,15 @@ class GradientTransport:
     compress_inside_hosts: bool = False
     shared_memory: bool = True
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options about compression and shared memory, for reports."""
+        return {
+            "compression": self.compressor if self.compressor in (None, AUTO) else repr(self.compressor),
+            "compress_inside_hosts": self.compress_inside_hosts,
+            "shared_memory": self.shared_memory,
+        }
+
     def open(
         self,
         module: Module,

@@ -236,7 +236,7 @@ class GradientReducer:
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
             sent = SentBytes(size_bytes(buffer), 0)
-            with self._meter.metered("all_reduce", blocking=blocking, **self._described(buffer, sent)):
+            with self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, sent)):
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self._world_size)
             return _nothing
@@ -252,14 +252,10 @@ class GradientReducer:
             raise
 
         def finish() -> None:
-            try:
+            with transfer:
                 pending.finish()
                 if staged is not buffer:
                     buffer.copy_(staged)
-            except BaseException:
-                transfer.broke()
-                raise
-            transfer.finish()
 
         return finish
 

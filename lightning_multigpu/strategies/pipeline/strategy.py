@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
@@ -35,6 +33,12 @@ from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipel
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.same_batches import (
+    builds_layers_later,
+    gather_metrics_by,
+    share_random_states,
+    write_no_predictions,
+)
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
@@ -110,8 +114,7 @@ class StagedStrategy(StreamedSaves):
             if module is None or not is_overridden("configure_model", module):
                 yield
                 return
-            assert self._world is not None
-            self._share_random_states(self._world)
+            share_random_states(self.root_device, self.broadcast)
             size = self.pipeline_parallel_size
             position = size - 1 - self.global_rank // self.tensor_parallel_size % size
             precision, device = self.precision_plugin, self.root_device
@@ -126,7 +129,7 @@ class StagedStrategy(StreamedSaves):
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(module)
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+        if not builds_layers_later(module):
             self._split(module)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
@@ -136,10 +139,9 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
-            pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
+            pipeline_checks.check_loggers(trainer.loggers, self._module)
         super().setup(trainer)
 
     @override
@@ -150,18 +152,16 @@ class StagedStrategy(StreamedSaves):
     @override
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
-        assert self.lightning_module is not None
         assert self._world is not None
         assert self._data is not None
-        module = self.lightning_module
+        module = self._module
         chain, bounds = self._split(module)
         group = self.new_group("pipeline", descending=True)
         self._split_model = model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
         model.share(self._world, self._data)
         data_axis = None
         if self.data_parallel_size > 1:
-            assert self.groups is not None
-            bookkeeping = self.metered(self.groups.mesh.get_group("data"), "control")
+            bookkeeping = self.metered(self._data_group, "control")
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
@@ -186,10 +186,7 @@ class StagedStrategy(StreamedSaves):
         self._undo.callback(ModelsInStages(module).end)
         self._outputs.add_first()
         self._undo.callback(self._outputs.leave)
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-                metric.dist_sync_fn = self._gather_metric
-                self._undo.callback(setattr, metric, "dist_sync_fn", None)
+        gather_metrics_by(self._gather_metric, module, self._undo)
 
     def _data_reducer(self) -> GradientReducer:
         """The reducer of gradients over the same stages of all pipelines; a collective of the world."""
@@ -280,20 +277,19 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
         assert self._outputs is not None
         assert self._agreement is not None
         assert self._step_args is not None
         self._gradients_shown.close()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
-        multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
+        multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
         (batch, *others), self._step_args = self._step_args, None
         accumulating = self._accumulating
         outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
-            multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
+            multiplier = self.precision_plugin.post_backward(multiplier, self._module)
         self.post_backward(multiplier)
         if not (accumulating or self._in_optimizer_step):
             # The module's optimizer_step has called the closure itself, and may clip before the step.
@@ -357,15 +353,9 @@ class StagedStrategy(StreamedSaves):
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        assert self.lightning_module is not None
         assert self._split_model is not None
-        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         if not self._split_model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
-            for writer in writers:
-                for method in ("write_on_batch_end", "write_on_epoch_end"):
-                    setattr(writer, method, _write_nothing)
-                    self._undo.callback(delattr, writer, method)
+            write_no_predictions(self._module.trainer, self._undo)
 
     # Collectives
 
@@ -381,14 +371,6 @@ class StagedStrategy(StreamedSaves):
         return super()._metered_group(group)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
-
-        The world's group means the data axis too: ``LightningModule.all_gather`` passes it by default.
-        """
-        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
-
-    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
         if self._in_step:
@@ -396,7 +378,7 @@ class StagedStrategy(StreamedSaves):
             src = src // size * size + self.global_rank % size
         return super().broadcast(obj, src)
 
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+    def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
         """The states of a metric on the last stages, which have its samples; within a step only these call it."""
         assert self._split_model is not None
         # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
@@ -545,7 +527,3 @@ class PipelineStrategy(StagedStrategy):
             gather_at_end=gather_at_end,
         )
         super().__init__(pipeline_options, **options)
-
-
-def _write_nothing(*args: Any) -> None:
-    """Replaces the methods of a prediction writer on stages other than the last."""

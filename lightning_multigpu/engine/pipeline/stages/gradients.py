@@ -169,7 +169,7 @@ class StageSums:
         parameter.grad = gradient
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        with self._group.waiting("all_reduce", size_bytes(tensor)):
+        with self._group.begin("all_reduce", size_bytes(tensor), blocking=True):
             dist.all_reduce(tensor, op=op, group=self._group.process_group)
 
 
