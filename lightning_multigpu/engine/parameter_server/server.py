@@ -320,64 +320,11 @@ class Server:
             body = fields.get("body")
             tensors = room_for(body, payload_bytes)
             channel.receive_into([bytes_of(tensor) for tensor in tensors])
-            value = unpacked(body, tensors)
-            done: dict[str, Any] = {"kind": "done"}
             with self._changing:
-                if kind == "configure":
-                    served = self._optimizers.get(optimizer := _optimizer_number(fields))
-                    if served is None:
-                        assert self._job is not None
-                        served = self._optimizers[optimizer] = ServedOptimizer(
-                            self._job, self._members, optimizer, self._saved.get(optimizer)
-                        )
-                    plan, lacks = int(fields["number"]), served.lacks
-                    if self._may_lose_workers and worker != 0:  # it may have connected before worker 0
-                        self._changing.wait_for(
-                            lambda: (
-                                not lacks(plan) or self._is_stopping or 0 in self._departed or self._is_over.is_set()
-                            )
-                        )
-                    served.configure(worker, plan, fields["plan"], value)
-                    done["is_resumed"] = served.is_resumed
-                    if served.is_resumed and worker == plan == 0:
-                        done["weights"] = served.checksum()
-                    if member.shares_memory:
-                        done["memory"] = served.offer_memory(worker, plan)
-                    self._changing.notify_all()
-                elif worker != 0:
-                    raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
-                elif kind == "over":
-                    self._is_told_the_end(value)
-                    return True
-                else:
-                    self._optimizer(fields).load(value["values"], value["state"])
-            member.post(done)
+                self._handle_value(member, fields, unpacked(body, tensors))
             return True
         if kind == "push":
-            served = self._optimizer(fields)
-            memory = member.memory[served.number, fields["bucket"]] if fields.get("in_memory") is True else None
-            with self._turn(worker):
-                room = served.room_for_push(
-                    fields.get("bucket"),
-                    fields.get("kinds"),
-                    payload_bytes,
-                    is_compressed=fields.get("is_compressed") is True,
-                    memory=memory,
-                )
-            if memory is None and room is not None:
-                channel.receive_into([bytes_of(room)])
-            with self._turn(worker):
-                if memory is not None and room is not None:
-                    member.memory_in += room.nbytes
-                served.push(
-                    worker,
-                    fields["bucket"],
-                    fields.get("round", -1),
-                    fields["kinds"],
-                    room,
-                    rows=served.rows(fields["bucket"], fields.get("rows", ())),
-                    is_in_memory=memory is not None,
-                )
+            self._push(member, channel, fields, payload_bytes)
             return True
         if kind == "replace" and worker == 0:
             with self._changing:
@@ -417,6 +364,67 @@ class Server:
             else:
                 raise WireError(f"a worker sends {str(kind)[:40]!r}")
         return True
+
+    def _handle_value(self, member: Member, fields: dict[str, Any], value: Any) -> None:
+        """Handles a message with a value: parameters that are new, a checkpoint's state, or the end of training."""
+        kind, worker = fields["kind"], member.worker
+        if kind == "configure":
+            member.post({"kind": "done", **self._configure(member, fields, value)})
+            self._changing.notify_all()
+        elif worker != 0:
+            raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
+        elif kind == "over":
+            self._is_told_the_end(value)
+        else:
+            self._optimizer(fields).load(value["values"], value["state"])
+            member.post({"kind": "done"})
+
+    def _configure(self, member: Member, fields: dict[str, Any], value: Any) -> dict[str, Any]:
+        """Takes the plan of parameters that are new; returns what the worker is told of it."""
+        worker, plan, optimizer = member.worker, int(fields["number"]), _optimizer_number(fields)
+        if optimizer not in self._optimizers:
+            assert self._job is not None
+            saved = self._saved.get(optimizer)
+            self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer, saved)
+        served = self._optimizers[optimizer]
+        if self._may_lose_workers and worker != 0:  # it may have connected before worker 0
+            self._changing.wait_for(
+                lambda: not served.lacks(plan) or self._is_stopping or 0 in self._departed or self._is_over.is_set()
+            )
+        served.configure(worker, plan, fields["plan"], value)
+        told: dict[str, Any] = {"is_resumed": served.is_resumed}
+        if served.is_resumed and worker == plan == 0:
+            told["weights"] = served.checksum()
+        if member.shares_memory:
+            told["memory"] = served.offer_memory(worker, plan)
+        return told
+
+    def _push(self, member: Member, channel: Channel, fields: dict[str, Any], payload_bytes: int) -> None:
+        """Takes the gradients of a bucket, from the connection or from memory that the worker shares."""
+        worker, served = member.worker, self._optimizer(fields)
+        memory = member.memory[served.number, fields["bucket"]] if fields.get("in_memory") is True else None
+        with self._turn(worker):
+            room = served.room_for_push(
+                fields.get("bucket"),
+                fields.get("kinds"),
+                payload_bytes,
+                is_compressed=fields.get("is_compressed") is True,
+                memory=memory,
+            )
+        if memory is None and room is not None:
+            channel.receive_into([bytes_of(room)])
+        with self._turn(worker):
+            if memory is not None and room is not None:
+                member.memory_in += room.nbytes
+            served.push(
+                worker,
+                fields["bucket"],
+                fields.get("round", -1),
+                fields["kinds"],
+                room,
+                rows=served.rows(fields["bucket"], fields.get("rows", ())),
+                is_in_memory=memory is not None,
+            )
 
     @contextmanager
     def _turn(self, worker: int) -> Iterator[None]:
