@@ -433,6 +433,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._is_colocated = colocated
         self._compressor = elementwise(compression)
         self._joins = joins
+        self._joined_as: int | None = None
         self._num_servers, self._replicas = num_servers, replicas
         self._num_reported = 0
         self._reported_unshared: set[str] = set()
@@ -518,6 +519,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             timeout_s=self.join_timeout_s if self._addresses else min(self.join_timeout_s, _STARTED_S),
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
+        self._joined_as = connections.worker if self._joins else None
         if self._is_asynchronous:
             self._pace = OwnPace(
                 connections,
@@ -582,6 +584,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         for process in self._processes:
             process.close()
         self._processes, self._places = [], []
+
+    @property
+    @override
+    def joined_as(self) -> int | None:
+        return self._joined_as
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
