@@ -41,7 +41,7 @@ from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.timeline import HeldBytes
-from lightning_multigpu.runtime.batch_feed import batches_trained_on, complete_resumed_epoch
+from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
@@ -231,7 +231,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         trainer = self.lightning_module.trainer
         if not trainer.training or is_stateful(dataloader):
             return dataloader
-        return ContinuedLoader(dataloader, lambda: batches_trained_on(trainer) if trainer.fit_loop.restarting else 0)
+        return ContinuedLoader(dataloader, lambda: batches_to_skip(trainer))
 
     # Steps
 
