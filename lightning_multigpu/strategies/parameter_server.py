@@ -385,7 +385,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 f"max_staleness=0: no gradients are stale then, and {name} would do nothing; leave it out, or use "
                 "max_staleness=None, or 1 or more"
             )
-        if max_staleness not in (None, 0):
+        if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
             option_checks.check_positive("max_staleness", max_staleness, whole=True)
         if delay_compensation != 0:
             option_checks.check_positive("delay_compensation", delay_compensation)
@@ -411,6 +411,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
         self._consistency = Consistency()
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self._check_replicas_every):
+            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
+            raise ValueError(
+                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
+                "leave it out, or use mode='sync'"
+            )
         if self._is_asynchronous:
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._pace: OwnPace | None = None
